@@ -17,7 +17,7 @@ __version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:
-    """Late import of the parts that bring torch: most of peerd does without it."""
+    """Import the parts that need torch on first use, since most of peerd works without it."""
     if name == "AveragingOptimizer":
         from peerd.library.averaging_optimizer import AveragingOptimizer
 

@@ -3,8 +3,8 @@
 import os
 import sys
 
-# `python -m` searches the working directory first: what lies there must not take the place of our own packages, nor of
-# Python's. Before anything else is imported.
+# `python -m` searches the working directory first. Remove it before other imports, so that files there cannot replace
+# modules of peerd or Python.
 ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if not sys.flags.safe_path and sys.path[0] == os.getcwd() != ours:
     del sys.path[0]

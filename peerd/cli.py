@@ -1,8 +1,8 @@
-"""The command line: read flags, build a plan, run it, and turn every failure into one message and an exit code.
+"""The command line: parses options, builds a plan, runs it, and turns each failure into one message and an exit code.
 
-Few flags on purpose; everything else is in the run file. Exit codes: 0 done, 1 failed, 2 wrong usage or config.
-Nothing heavy is imported before it is needed: `peerd status` loads no torch and no network. A traceback never
-reaches the terminal; a bug leaves its details in a file.
+There are few options; all other settings are in the run file. Exit codes: 0 done, 1 failed, 2 wrong usage or config.
+Large modules are imported only if needed: `peerd status` imports neither torch nor the network. Tracebacks never reach
+the terminal; a bug's details are written to a file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from msgspec import structs
 
 from peerd.commands import evaluate, export, generate, options, token
 from peerd.commands.plan import plan
-from peerd.control.guest import GuestFlags, JoinWish, obey, settled
+from peerd.control.guest import GuestFlags, JoinRequest, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
 from peerd.core.run.runfile import LimitsSection
 from peerd.core.version import VERSION
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from peerd.core.run.runfile import RunFile
     from peerd.role import Role
 
-# A fixed port, so that a published join line stays true.
+# A fixed port, so that a published join line stays valid.
 BACKBONE_LISTEN: Final = ("/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337")
 ANY_PORT: Final = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
 
@@ -82,17 +82,17 @@ def backbone(
     seed: options.Seed = None,
     log_level: options.LogLevel = "info",
 ) -> None:
-    """Run an entry point of the swarm: others join through it."""
+    """Run an entry point of the swarm, through which others join."""
     _start(Flags(["backbone"], model, bootstrap, listen, data_dir, "cpu", seed, log_level, announce=announce))
 
 
 @app.command()
 def join(
-    link: Annotated[str | None, typer.Argument(metavar="[LINK]", help="A backbone's line: peerd://...")] = None,
+    link: Annotated[str | None, typer.Argument(metavar="[LINK]", help="A join line: peerd://...")] = None,
     role: Annotated[
         list[str] | None,
         typer.Option(
-            "--role", metavar="ROLE", help="stage, trainer ... or module:Class. Repeatable. [default: by the run]"
+            "--role", metavar="ROLE", help="stage, trainer, ... or module:Class. Repeatable. [default: by the run]"
         ),
     ] = None,
     model: options.RunFileOption = None,
@@ -101,7 +101,7 @@ def join(
     announce: options.Announce = None,
     data_dir: options.DataDir = None,
     device: options.Device = "cpu",
-    alone: Annotated[bool, typer.Option("--alone", help="Begin even if no bootstrap peer can be reached.")] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Start even if no bootstrap peer can be reached.")] = False,
     upload_mbit: options.UploadMbit = None,
     download_mbit: options.DownloadMbit = None,
     threads: options.Threads = None,
@@ -113,18 +113,16 @@ def join(
     seed: options.Seed = None,
     log_level: options.LogLevel = "info",
     yes: Annotated[bool, typer.Option("--yes", help="With LINK: agree to its run file.")] = False,
-    data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="With LINK: your text, where the run has none.")
-    ] = None,
+    data: Annotated[str | None, typer.Option(metavar="PATH", help="With LINK: your text, if the run has none.")] = None,
     token: Annotated[
         str | None, typer.Option("--token", metavar="TOKEN", help="With LINK: your token, or a file with it.")
     ] = None,
     allow_code: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="With LINK: code that the run may use. Repeatable.")
+        list[str] | None, typer.Option(metavar="FILE", help="With LINK: code that the run may execute. Repeatable.")
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="With LINK: the run's tokenizer.")] = None,
 ) -> None:
-    """Join a swarm in one or more roles: by a backbone's line, or with a run file."""
+    """Join a swarm in one or more roles, with a join line or a run file."""
     guest = GuestFlags(
         upload_mbit=upload_mbit,
         download_mbit=download_mbit,
@@ -138,25 +136,25 @@ def join(
     flags = Flags(
         role or [], model, bootstrap, listen, data_dir, device, seed, log_level, alone, guest, announce=announce
     )
-    wish = JoinWish(yes, data, token, tuple(allow_code or ()), tokenizer)
+    wish = JoinRequest(yes, data, token, tuple(allow_code or ()), tokenizer)
     if link is not None:
         flags = _by_link(link, flags, wish)
     elif not role:
-        raise ConfigError("say what to join: a line such as peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE")
-    elif wish != JoinWish():
+        raise ConfigError("nothing to join; pass a line like peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE")
+    elif wish != JoinRequest():
         names = "--yes, --data, --token, --allow-code and --tokenizer"
-        raise ConfigError(f"{names} go with a line peerd://...; else see the run file")
+        raise ConfigError(f"{names} need a join line peerd://...; without one, use the run file")
     _start(flags)
 
 
-def _by_link(text: str, flags: Flags, wish: JoinWish) -> Flags:
-    """Flags as if the run file of the line had been given."""
+def _by_link(text: str, flags: Flags, wish: JoinRequest) -> Flags:
+    """Fetch and accept the run file of a join line. Returns the flags with that file."""
     from peerd.commands import joining
     from peerd.core.messages.run_link import JoinLink
     from peerd.home import run_data_dir
 
     if flags.file is not None:
-        raise ConfigError("give a line peerd://... or --model FILE, not both")
+        raise ConfigError("pass either a join line peerd://... or --model FILE, not both")
     link = JoinLink.parse(text)
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, _stop_early)
@@ -166,21 +164,21 @@ def _by_link(text: str, flags: Flags, wish: JoinWish) -> Flags:
     place = flags.data_dir or run_data_dir(link.run, roles)
     file = joining.agree(run, link, place, wish)
     if not flags.roles:
-        typer.echo(f"peerd: joins as {roles[0]}, which this run needs; another with --role", err=True)
+        typer.echo(f"peerd: joining as {roles[0]}, which this run needs; choose another role with --role", err=True)
     return replace(flags, roles=roles, file=file, bootstrap=flags.bootstrap or [str(link.addr)], data_dir=place)
 
 
 @app.command()
 def status(
     swarm: Annotated[
-        bool, typer.Option("--swarm", help="The swarm only, its network, and who gave how much to it.")
+        bool, typer.Option("--swarm", help="Only the swarm, its network, and each peer's contribution.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl+C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it live until Ctrl+C.")] = False,
     as_json: options.AsJson = False,
-    as_metrics: Annotated[bool, typer.Option("--metrics", help="Figures as Prometheus reads them.")] = False,
+    as_metrics: Annotated[bool, typer.Option("--metrics", help="Print metrics for Prometheus.")] = False,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Show a running daemon and the swarm as it sees it."""
+    """Show the status of a running daemon and of its swarm."""
     from peerd.commands.status import metrics, status_view, watch_view
     from peerd.control import socket
 
@@ -204,21 +202,21 @@ def status(
 @app.command()
 def demo(
     kind: Annotated[
-        Literal["stages", "moe"], typer.Option(help="Stages of a pipeline, or layers of experts.")
+        Literal["stages", "moe"], typer.Option(help="A pipeline of stages, or a mixture of experts.")
     ] = "stages",
     steps: Annotated[int | None, typer.Option(min=1, help="Global steps to train.")] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH", help="Your own text: a file, a folder or a glob.")] = None,
-    calm: Annotated[bool, typer.Option("--calm", help="Kill no peer.")] = False,
+    calm: Annotated[bool, typer.Option("--calm", help="Do not kill a peer.")] = False,
     as_json: options.AsJson = False,
     data_dir: options.DataDir = None,
 ) -> None:
     """Train a language model with a whole swarm on this machine, and watch it survive the loss of a peer."""
-    from peerd.demo import parent
+    from peerd.demo import story
 
     try:
-        wish = parent.DemoWish(steps=steps, data=data, calm=calm, as_json=as_json, folder=data_dir, kind=kind)
-        code = parent.run(wish)
-    except KeyboardInterrupt:  # before its first process or after its last; between, the demo itself takes Ctrl+C
+        wish = story.DemoConfig(steps=steps, data=data, calm=calm, as_json=as_json, folder=data_dir, kind=kind)
+        code = story.run(wish)
+    except KeyboardInterrupt:  # before the first or after the last process; otherwise the demo handles Ctrl+C
         typer.echo("stopped", err=True)
         code = 0
     raise typer.Exit(code)
@@ -227,11 +225,11 @@ def demo(
 @app.command()
 def identity(
     model: options.RunFileOption = None,
-    run: Annotated[str | None, typer.Option(metavar="NAME", help="The run, by name in place of its file.")] = None,
+    run: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run, instead of its file.")] = None,
     data_dir: options.DataDir = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show this machine's peer ids; with --model, --run or --data-dir the one that `join` would use, made if needed."""
+    """Show this machine's peer ids; with --model, --run or --data-dir, the id that `join` uses, created if missing."""
     from peerd import home
 
     name = run or (loaded.run.run if (loaded := _load(model, None, None, None)) is not None else None)
@@ -251,7 +249,7 @@ def identity(
             )
         )
     elif not found:
-        typer.echo(f"no identity yet under {home.data_root()}; one is made when a peer first starts")
+        typer.echo(f"no identity yet under {home.data_root()}; one is created when a peer first starts")
     else:
         for entry in found:
             typer.echo(f"{entry['peer_id']}  {entry['data_dir']}")
@@ -262,7 +260,7 @@ def doctor(
     model: options.RunFileOption = None,
     role: Annotated[
         list[str] | None,
-        typer.Option("--role", metavar="ROLE", help="The role to check for; without it, for all. Repeatable."),
+        typer.Option("--role", metavar="ROLE", help="Role to check for. Repeatable. [default: all roles]"),
     ] = None,
     bootstrap: options.Bootstrap = None,
     listen: options.Listen = None,
@@ -271,12 +269,12 @@ def doctor(
     device: options.Device = "cpu",
     as_json: options.AsJson = False,
 ) -> None:
-    """Check what `peerd join` needs on this machine, and say what to do about what is wrong."""
+    """Check what `peerd join` needs on this machine, and how to fix what is wrong."""
     from peerd.commands.doctor import checkup as checks
 
     loaded = _load(model, bootstrap, listen, announce)
     run = loaded.run if loaded is not None else None
-    wish = checks.DoctorWish(
+    wish = checks.CheckupConfig(
         roles=tuple(role or ()),
         run=run,
         uncompared=tuple(loaded.unknown) if loaded is not None else (),
@@ -314,12 +312,12 @@ def _start(flags: Flags) -> None:
     loaded = _load(flags.file, flags.bootstrap, flags.listen, flags.announce)
     run = loaded.run if loaded is not None else None
     limits = flags.guest.over(run.limits if run is not None else LimitsSection())
-    for stop in (signal.SIGINT, signal.SIGTERM):  # until the daemon's loop takes them over
+    for stop in (signal.SIGINT, signal.SIGTERM):  # until the daemon handles them
         signal.signal(stop, _stop_early)
     classes = _roles(flags.roles, run)
     limits = settled(limits, [cls.name for cls in classes])
     run = structs.replace(run, limits=limits) if run is not None else None
-    obey(limits)  # before torch or the loop start threads, which inherit it
+    obey(limits)  # before torch or trio start threads, which inherit the limits
     if loaded is not None:
         _tell_of_files(loaded, any(cls.needs_run for cls in classes))
         _check_run(classes, loaded.run)
@@ -348,7 +346,7 @@ def _start(flags: Flags) -> None:
         device=flags.device,
         seed=flags.seed,
         log_level=flags.log_level,
-        company=company.CompanyWish(alone=flags.alone),
+        company=company.CompanyConfig(alone=flags.alone),
         limits=limits,
     )
     try:
@@ -369,7 +367,7 @@ def _load(
 
 
 def _tell_of_files(loaded: LoadedRun, takes_part: bool) -> None:
-    """Say what cannot be compared with other peers; ConfigError where a peer that takes part must compare it."""
+    """Warn about files that cannot be compared with other peers'. Raises ConfigError for a peer that takes part."""
     if loaded.unknown and takes_part:
         raise ConfigError(f"{loaded.path}: {'; '.join(loaded.unknown)}")
     for text in loaded.unknown:
@@ -379,8 +377,8 @@ def _tell_of_files(loaded: LoadedRun, takes_part: bool) -> None:
 
 
 def _check_run(classes: Sequence[type[Role]], run: RunFile) -> None:
-    """Let each role look at the text and the code that the run file names: what is wrong is said before any start."""
-    from peerd.role import Checking
+    """Let each role check the text and the code that the run file names. Raises ConfigError before anything starts."""
+    from peerd.role import ChecksRun
 
     computing = [cls.name for cls in classes if cls.name in ("stage", "trainer", "expert")]
     if run.loop is not None and computing:
@@ -389,12 +387,12 @@ def _check_run(classes: Sequence[type[Role]], run: RunFile) -> None:
             "backbone; to train, run the script that has its peerd.AveragingOptimizer"
         )
     for cls in classes:
-        if isinstance(cls, Checking):
+        if isinstance(cls, ChecksRun):
             cls.check_run(run)
 
 
 def _own_listen(loaded: LoadedRun | None, roles: list[str]) -> Sequence[str]:
-    """The run file's addresses, unless it names none and this is a backbone."""
+    """Listen addresses of the run file, or defaults without one. A backbone's default is a fixed port."""
     if roles == ["backbone"] and (loaded is None or "listen" not in loaded.given):
         return BACKBONE_LISTEN
     return loaded.run.listen if loaded is not None else ANY_PORT
@@ -412,7 +410,7 @@ def _roles(texts: list[str], run: RunFile | None) -> tuple[type[Role], ...]:
     names = [cls.name for cls in classes]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"role {twice[0]} is given twice; one peer holds a role once")
+        raise ConfigError(f"role {twice[0]} is given twice; a peer can have each role only once")
     lacking = [cls.name for cls in classes if cls.needs_run and run is None]
     if lacking:
         raise ConfigError(f"role {lacking[0]} needs a run file: add --model FILE")
@@ -426,7 +424,7 @@ def _device(name: str) -> str:
 
 
 def home_of(run: RunFile | None, roles: list[str]) -> Path:
-    """The data directory when none is given."""
+    """The default data directory of a run or of roles."""
     from peerd.home import data_root, default_data_dir, run_data_dir
 
     if run is not None:
@@ -435,18 +433,18 @@ def home_of(run: RunFile | None, roles: list[str]) -> Path:
 
 
 def _stop_early(number: int, frame: FrameType | None) -> NoReturn:
-    """Ctrl+C while things load: nothing has started, so nothing needs to be put away."""
+    """Handler of Ctrl+C during imports: exits at once, since nothing has started that needs cleanup."""
     os._exit(0)
 
 
 def invoke(argv: list[str]) -> int:
-    """Run one command line in this process; the exit code. Messages go to stderr."""
+    """Run one command line in this process. Messages go to stderr. Returns the exit code."""
     command = typer.main.get_command(app)
     try:
         try:
             command.main(args=argv, prog_name="peerd")
         finally:
-            with contextlib.suppress(BrokenPipeError, ValueError):  # who read it has seen enough
+            with contextlib.suppress(BrokenPipeError, ValueError):  # the reader has exited
                 sys.stdout.flush()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
@@ -463,20 +461,20 @@ def invoke(argv: list[str]) -> int:
             raise
         what = f": {error.filename} can't be written" if error.filename else ""
         sys.stderr.write(
-            f"peerd: the disk is full{what}; make room in the data directory, or give another --data-dir\n"
+            f"peerd: the disk is full{what}; make room in the data directory, or choose another --data-dir\n"
         )
         return 1
     return 0
 
 
 def _crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A bug: one line for the user, the traceback into a file for whoever repairs it."""
+    """Exception hook: prints one line for the user and writes the traceback to a file for a bug report."""
     where = "no file could be written"
     with contextlib.suppress(OSError):
         descriptor, where = tempfile.mkstemp(prefix="peerd-failure-", suffix=".txt")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             traceback.print_exception(kind, error, trace, file=file)
-    sys.stderr.write(f"peerd: a bug stopped it ({kind.__name__}: {error}); please report it, details: {where}\n")
+    sys.stderr.write(f"peerd: stopped by a bug ({kind.__name__}: {error}); please report it, details: {where}\n")
 
 
 def main() -> None:
@@ -490,7 +488,7 @@ def main() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """Exit; at once where torch is loaded: it may wait 10 s for its own threads, and aborts where one computes."""
+    """Exit. Skips Python's cleanup if torch is loaded, whose exit may wait 10 s for its threads, or abort."""
     if "torch" in sys.modules:
         os._exit(code)  # `invoke` has flushed what was printed
     sys.exit(code)

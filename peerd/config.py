@@ -1,5 +1,6 @@
-"""From a YAML file to a typed run: every mistake at once, each with its line, its key, what was found and what is
-allowed. How a file is read is `typed_yaml`'s.
+"""Reads a run file and checks it. Reports all mistakes at once, each with line, key, value and what is allowed.
+
+`typed_yaml` parses the YAML.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from peerd.typed_yaml import KeyPath, YamlFaults, YamlKind, dotted, parse_yaml, 
 RUN_FILE: Final = YamlKind("run file", "`run: NAME`", RunFile)
 PLACEMENT_FILE: Final = YamlKind("placement file", "`stages:`", PlacementSection, file_bytes=4 << 20, nodes=100_000)
 
-# Keys whose rules look at the values of others.
+# Keys whose checks depend on the values of other keys.
 _LOOKS_AT = {
     "model.heads": ("model.kind", "model.d_model"),
     "model.precision": ("model.dtype",),
@@ -45,22 +46,22 @@ _LOOKS_AT = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedRun:
-    """A run as its file gives it, with the digests of the local files that it names.
+    """A run from its file, with the digests of the local files that it names.
 
-    `given` holds the top-level keys that the file names itself.
+    `given` holds the top-level keys that the file contains.
     """
 
     run: RunFile
     path: Path
     given: frozenset[str]
-    unknown: tuple[str, ...] = ()  # sentences on files that it names, and that are not here to be compared
-    notes: tuple[str, ...] = ()  # and on what they import, which nobody compares
+    unknown: tuple[str, ...] = ()  # messages on named files that are missing here, so cannot be compared with peers'
+    notes: tuple[str, ...] = ()  # messages on packages that these files import, whose versions are not compared
 
 
 def load_run(path: Path, *, with_plan: bool = True) -> LoadedRun:
-    """Read, type and check a run file. Raises ConfigError that names every mistake.
+    """Read, convert and check a run file. Raises ConfigError, which lists every mistake.
 
-    Without `with_plan`, a plan that it names, or holds, is left out, and its placement is the default.
+    Without `with_plan`, a placement plan in the file is ignored, and `pipeline.placement` is the default.
     """
     tree, faults = parse_yaml(path, RUN_FILE)
     run = typed_section(RunFile, tree, (), faults)
@@ -87,12 +88,12 @@ def load_run(path: Path, *, with_plan: bool = True) -> LoadedRun:
 
 
 def _planned(run: RunFile, faults: YamlFaults) -> RunFile:
-    """The run with the plan of its placement file, where it names one."""
+    """The run with the plan from its placement file, if it names one. Adds the file's mistakes to `faults`."""
     if run.pipeline.placement != "plan" or not run.pipeline.plan:
         return run
     at, path = ("pipeline", "plan"), Path(run.pipeline.plan)
     if run.plan is not None:
-        faults.add(at, "is given beside the section plan; allowed: one or the other")
+        faults.add(at, "is given together with the section plan; allowed: only one of them")
         return run
     try:
         tree, inner = parse_yaml(path, PLACEMENT_FILE)
@@ -118,7 +119,7 @@ def _unplanned(run: RunFile) -> RunFile:
 
 
 def section_of(cls: type[Any], values: Mapping[str, object]) -> Any:
-    """A section of a run file from values that a program gives; ConfigError names every mistake, as in a file."""
+    """A section of a run file from a program's values. Raises ConfigError, which lists every mistake."""
     faults = YamlFaults(RunFile)
     section = typed_section(cls, dict(values), (), faults)
     if faults.found:
@@ -127,15 +128,15 @@ def section_of(cls: type[Any], values: Mapping[str, object]) -> Any:
 
 
 def _follows(path: KeyPath, broken: set[KeyPath]) -> bool:
-    """True when a fault of the key at `path` may come of a broken key's stand-in, and not of the file."""
+    """True if a fault at `path` may be caused by the placeholder of an invalid key, and not by the file."""
     seen = {path, *(parts_of(other) for other in _LOOKS_AT.get(dotted(path), ()))}
-    if path[-1] in ("path", "digest", "sources", "organizer", "token", "revoked"):  # as allowed by those beside them
+    if path[-1] in ("path", "digest", "sources", "organizer", "token", "revoked"):  # depend on their neighbours
         seen.add(path[:-1])
     return any(one[: len(bad)] == bad or bad[: len(one)] == one for one in seen for bad in broken)
 
 
 def check_addresses(option: str, texts: Sequence[str]) -> None:
-    """Raise ConfigError that names the option and the first address that isn't one."""
+    """Raise ConfigError for the first invalid address of a command line option."""
     reads = parse_announced if option == "--announce" else parse_addr
     for text in texts:
         try:

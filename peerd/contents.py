@@ -1,9 +1,9 @@
-"""Contents of the local files that a run file names: what peers must have in common is compared by these digests.
+"""Digests of the local files that a run file names. Peers of a run compare them, since the contents must be equal.
 
-Of a tokenizers file it is the SHA-256 of its text; of a function (`module:function`) that of its source together with
-the local files that this imports, as far as the import statements tell. Line ends count as one kind, since copies
-between systems change them. Packages that are installed are not looked into: `imported` names them. Nothing here runs
-anyone's code or loads torch, so that a backbone can compare, too. Reads files: not for the loop.
+The digest of a tokenizers file is the SHA-256 of its text. The digest of a function (`module:function`) also covers the
+local files that its module imports with import statements. All kinds of line ends count as equal, since copying between
+systems may change them. Installed packages are not included; `imported` lists them. This module neither runs the code
+nor imports torch, so a backbone can compare digests, too. It reads files, so do not call it in the event loop.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import msgspec
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import AllowedCode, RunFile, sources_of
 
-_FILES: Final = 256  # of one function's source
-_COMMON: Final = sys.stdlib_module_names | {"torch", "numpy", "peerd"}  # not worth a word
+_FILES: Final = 256  # most files of one function's source
+_COMMON: Final = sys.stdlib_module_names | {"torch", "numpy", "peerd"}  # packages that are not listed as imported
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Source of a function: its files, the first the one that has it, and what these import that is installed."""
+    """Source of a function: its digest, its files (the function's own first), and installed packages they import."""
 
     digest: str
     files: tuple[Path, ...]
@@ -37,28 +37,30 @@ class Source:
 
 
 def is_function(text: str) -> bool:
-    """True for the form `module:function`."""
+    """True if `text` has the form `module:function`."""
     return re.fullmatch(r"[^\s:]+:[^\s:]+", text) is not None
 
 
 def local_file(module: str) -> Path:
-    """The file below the working directory that has a module, if there is one."""
+    """Path of a module's file relative to the working directory. The file may not exist."""
     return Path(module if module.endswith(".py") else module.replace(".", "/") + ".py")
 
 
 def text_digest(file: Path) -> str:
-    """SHA-256 of a text file, whatever its line ends; raises OSError."""
+    """SHA-256 of a text file, independent of its line ends. Raises OSError."""
     return hashlib.sha256(_text(file)).hexdigest()
 
 
 def source_of(function: str) -> Source | None:
-    """The source of `module:function`; None where there is none that can be read."""
+    """The source of `module:function`, or None if it cannot be read."""
     module = function.partition(":")[0]
     file = _find(module)
     if file is None:
         return None
-    beside = (Path.cwd(), file.parent) if local_file(module).is_file() else ()  # an installed one is a file alone
-    found: dict[str, Path] = {"": file}  # by the names under which they are imported, the same on every machine
+    beside = (
+        (Path.cwd(), file.parent) if local_file(module).is_file() else ()
+    )  # of an installed module only its file counts
+    found: dict[str, Path] = {"": file}  # by import name, which is the same on every machine
     packages: set[str] = set()
     queue = [file]
     while queue and len(found) < _FILES:
@@ -82,9 +84,9 @@ def source_of(function: str) -> Source | None:
 
 
 def with_digests(run: RunFile) -> RunFile:
-    """`run` with the digests of the files that it names and that are here; ConfigError where one is not the run's.
+    """`run` with the digests of the files that it names and that exist here.
 
-    The error's text begins with the key.
+    Raises ConfigError, whose text begins with the key, if a file differs from the digest in the run file.
     """
     vocab, kind = run.model.vocab_digest, run.model.kind_digest
     if run.model.vocab != "bytes" and (found := _digest_of(Path(run.model.vocab))):
@@ -99,7 +101,7 @@ def with_digests(run: RunFile) -> RunFile:
 
 
 def allowed_code(file: str) -> AllowedCode:
-    """A Python file that the user allows, as it is now; ConfigError if it is not here."""
+    """A Python file that the user allows, with its current digest. Raises ConfigError if it does not exist."""
     source = source_of(f"{file}:") if file.endswith(".py") and Path(file).is_file() else None
     if source is None:
         raise ConfigError(f"--allow-code {file}: there is no such Python file here (looked from {Path.cwd()})")
@@ -107,9 +109,9 @@ def allowed_code(file: str) -> AllowedCode:
 
 
 def changed_code(run: RunFile) -> list[tuple[str, str]]:
-    """Faults of a run file that came by a line: files that the user allowed, and that are gone or others by now.
+    """Faults of a run file from a join line: files that the user allowed, and that have changed or are missing.
 
-    Without this look the program would find an installed module of that name.
+    Without this check, Python would import an installed module of the same name instead.
     """
     code = run.line.code if run.line is not None else []
     return [(f"line.code[{n}].path", fault) for n, one in enumerate(code) if (fault := code_fault(one)) is not None]
@@ -120,18 +122,18 @@ def code_fault(allowed: AllowedCode) -> str | None:
     source = source_of(f"{allowed.path}:") if Path(allowed.path).is_file() else None
     if source is not None and source.digest == allowed.digest:
         return None
-    what = "is not in this folder" if source is None else "is another file than the one that was allowed"
-    return f"is {allowed.path!r:.200}, which {what}; join by the line again, with --allow-code"
+    what = "is not in this folder" if source is None else "has changed since it was allowed"
+    return f"is {allowed.path!r:.200}, which {what}; use the join line again, with --allow-code"
 
 
 def _checked(key: str, text: str, told: str) -> str:
-    """The digest of a function's source, if it is here, else the one told; ConfigError where they differ."""
+    """Digest of a function's source if it exists here, else `told`. Raises ConfigError if both exist and differ."""
     source = source_of(text) if is_function(text) else None
     return told if source is None else _same(key, str(source.files[0]), told, source.digest)
 
 
 def _functions(run: RunFile) -> dict[str, tuple[str, str]]:
-    """Each key that names a function which all peers must have alike: the function, and its digest, if known."""
+    """Functions whose source must be equal on all peers, by key of the run file, each with its digest or ""."""
     named = {"model.kind": (run.model.kind, run.model.kind_digest)}
     if run.experts is not None:
         named["experts.block"] = (run.experts.block, run.experts.block_digest)
@@ -139,9 +141,9 @@ def _functions(run: RunFile) -> dict[str, tuple[str, str]]:
 
 
 def unknown(run: RunFile) -> list[str]:
-    """Sentences on the files that `run` names and whose contents are unknown: they cannot be compared."""
+    """Messages on the files that `run` names whose digests are unknown, so that they cannot be compared."""
     told, m = [], run.model
-    advice = "put it there, or write the digest that a peer which has it prints into"
+    advice = "put it there, or copy the digest that a peer with the file prints to"
     if m.vocab != "bytes" and not m.vocab_digest:
         told.append(f"model.vocab: there is no file {m.vocab} here; {advice} model.vocab_digest")
     for key, (text, digest) in _functions(run).items():
@@ -152,7 +154,7 @@ def unknown(run: RunFile) -> list[str]:
 
 
 def not_compared(run: RunFile) -> list[str]:
-    """A sentence on each function of `run` that uses installed packages: their versions are not compared."""
+    """Messages on the functions of `run` that import installed packages, whose versions are not compared."""
     functions = [(key, text) for key, (text, _) in _functions(run).items()]
     functions += [(f"{key}.path", source.path) for key, source in sources_of(run.data) if source.kind == "dataset"]
     sources = [(key, text, source_of(text)) for key, text in functions if is_function(text)]
@@ -164,7 +166,7 @@ def not_compared(run: RunFile) -> list[str]:
 
 
 def named_files(run: RunFile) -> dict[str, str]:
-    """Key of a digest -> the file here that it is of."""
+    """Local file of each digest, by the digest's key."""
     files = {"model.vocab_digest": run.model.vocab} if run.model.vocab != "bytes" else {}
     for key, (text, _) in _functions(run).items():
         files[f"{key}_digest"] = str(local_file(text.partition(":")[0]))
@@ -172,7 +174,7 @@ def named_files(run: RunFile) -> dict[str, str]:
 
 
 def digest_at(run: RunFile, key: str) -> str:
-    """The digest under one of the keys that `named_files` has; empty: unknown."""
+    """The digest under a key of `named_files`, or "" if it is unknown."""
     if key == "model.vocab_digest":
         return run.model.vocab_digest
     return _functions(run)[key.removesuffix("_digest")][1]
@@ -180,7 +182,7 @@ def digest_at(run: RunFile, key: str) -> str:
 
 def _same(key: str, file: str, told: str, found: str) -> str:
     if told and told != found:
-        raise ConfigError(f"{key} is {told}, but {file} here is another: {found}")
+        raise ConfigError(f"{key} is {told}, but {file} here has the digest {found}")
     return found
 
 
@@ -196,7 +198,7 @@ def _text(file: Path) -> bytes:
 
 
 def _find(module: str) -> Path | None:
-    """A module's file: a local one, else an installed one; no package is imported to find it."""
+    """A module's file: a local one, else an installed one, else None. Imports nothing."""
     file = local_file(module)
     if file.is_file():
         return file
@@ -222,7 +224,10 @@ def _local(name: str, folders: tuple[Path, ...]) -> Path | None:
 
 
 def _imports(file: Path) -> Iterator[tuple[str, Path | None]]:
-    """Names of modules, with the folder to look in for those of the file's own package; none of what is no Python."""
+    """Names of the modules that a file imports, each with the folder to search if the import is relative, else None.
+
+    Yields nothing if the file is not valid Python.
+    """
     try:
         tree = ast.parse(_text(file))
     except (SyntaxError, ValueError):
@@ -235,4 +240,4 @@ def _imports(file: Path) -> Iterator[tuple[str, Path | None]]:
             if node.module:
                 yield node.module, folder
             inside = f"{node.module}." if node.module else ""
-            yield from ((inside + alias.name, folder) for alias in node.names)  # a module each, or not
+            yield from ((inside + alias.name, folder) for alias in node.names)  # each may be a module

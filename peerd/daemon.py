@@ -1,11 +1,11 @@
-"""The composition root: builds every part of one peer, starts them in order, supervises roles, and stops in order.
+"""The composition root: builds all parts of one peer, starts them in order, supervises roles, and stops in order.
 
-Start: lock and identity, host, calls, DHT, control socket, roles. Stop: roles leave (refuse new work, hand in what
-is finished), records are withdrawn, links are closed with a goodbye; all within `DRAIN_S`, or longer while a role saves
-what nobody else has. The first signal asks for that, the second stops at once; when its hours are over, a guest's peer
-does so by itself. A role that fails is built anew after a pause, a few times; then the daemon gives up and says why. A
-service that fails begins again for as long as the daemon lives (`net/host/upkeep`). The role supervisor below is one of
-the places where any exception is caught: a plug-in's bug must not take the other roles with it.
+Start: lock and identity, host, RPC, DHT, control socket, roles. Stop: roles leave (refuse new work, send finished
+results), records are withdrawn, links are closed with a goodbye; all within `DRAIN_S`, or longer while a role saves a
+state that no other peer has. The first signal stops the daemon in this way, a second one at once; a volunteer's peer
+also stops in this way when its hours end. A role that fails is restarted after a pause, up to five times; then the
+daemon stops with an error. A failed service is always restarted (`net/host/upkeep`). The role supervisor is one of the
+places where any exception is caught, because a plug-in's bug must not stop the other roles.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import trio
 
 from peerd.commands.status.progress_line import tell_progress
 from peerd.commands.status.status_board import RoleState, StatusBoard
-from peerd.commands.status.waits import WaitTeller
+from peerd.commands.status.waits import WaitLogger
 from peerd.contents import digest_at, named_files
 from peerd.control import memory_limit, socket
-from peerd.control.company import Company, CompanyWish
+from peerd.control.company import Company, CompanyConfig
 from peerd.control.connectivity import Connectivity, ConnectivityConfig, relaying
 from peerd.control.guest import limits_told
-from peerd.control.leaving import DRAIN_S, LEAVE_S, STOP_S, Leaving
-from peerd.control.leaving import end_process_after as _end_process_after
+from peerd.control.leave_deadlines import DRAIN_S, LEAVE_S, STOP_S, LeaveDeadlines
+from peerd.control.leave_deadlines import end_process_after as _end_process_after
 from peerd.control.open_hours import OpenHours
-from peerd.control.papers import PeerPapers
+from peerd.control.token_files import CredentialFiles
 from peerd.core.addr import parse_addr, parse_announced, peers_named, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
@@ -52,60 +52,60 @@ from peerd.service.access import Access
 from peerd.service.peer_stack import PeerStack
 from peerd.service.run_services import RunServices
 
-WITHDRAW_S: Final = 1.0  # for the peers that keep our records to hear of it
-RESTART_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)  # before each new try of a role that failed
-HEALTHY_S: Final = 60.0  # a role that ran this long starts again with the first pause
-WAITS_PERIOD_S: Final = 1.0  # how often a change in what roles wait for is looked for
+WITHDRAW_S: Final = 1.0  # for withdrawing our records from other peers
+RESTART_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)  # before each restart of a failed role
+HEALTHY_S: Final = 60.0  # after running this long, a role's pauses begin again with the first
+WAITS_PERIOD_S: Final = 1.0  # between two checks of what roles wait for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonPlan:
-    """Plan of a daemon: what to start. `data_dir` may not exist yet."""
+    """What a daemon starts, and its settings. `data_dir` may not exist yet."""
 
     roles: tuple[type[Role], ...]
     run: RunFile | None
     bootstrap: tuple[str, ...]
     listen: tuple[str, ...]
     data_dir: Path
-    announced: tuple[str, ...] = ()  # addresses where others reach this peer, by its user's word
-    run_file: str = "run.yaml"  # as the user named it, for the line with which others join
+    announced: tuple[str, ...] = ()  # addresses of this peer for others, as the user configured them
+    run_file: str = "run.yaml"  # path as typed by the user, for the command that others join with
     device: str = "cpu"
     seed: int | None = None
     log_level: str = "info"
-    announce: Callable[[str], None] | None = None  # told the best address, in place of a greeting to the terminal
-    company: CompanyWish = field(default_factory=CompanyWish)
-    warn: Callable[[str], None] = lambda text: None  # told, beside the log, why the start or the end waits
+    announce: Callable[[str], None] | None = None  # receives the best address, instead of a greeting on the terminal
+    company: CompanyConfig = field(default_factory=CompanyConfig)
+    warn: Callable[[str], None] = lambda text: None  # receives the reason why start or end waits, as does the log
     limits: LimitsSection = field(default_factory=LimitsSection)  # of a peer without a run file
 
     @property
     def own_limits(self) -> LimitsSection:
-        """Limits of this peer."""
+        """Limits of this peer: the run file's, else those of the command line."""
         return self.run.limits if self.run is not None else self.limits
 
     @property
     def tells_progress(self) -> bool:
-        """True when the terminal gets a line now and then: of a peer that works in a run, where it shows infos."""
+        """True if the terminal gets progress lines: for a peer that works in a run, at log level info or debug."""
         works = self.run is not None and any(cls.name != "backbone" for cls in self.roles)
         return works and self.announce is None and self.log_level in ("debug", "info")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
-    """Local foundations of a peer, before there is a network: its directory, identity, clock and log."""
+class LocalResources:
+    """Local resources of a peer, which need no network: directory, identity, clock, log, credentials and limits."""
 
     home: Path
     keypair: Keypair
     clock: Clock
     log: EventLog
-    papers: PeerPapers | None = None  # in a run with tokens
-    ways: ConnectivityConfig = field(default_factory=ConnectivityConfig)  # what the machine's network offers
-    line: LimitedLine = field(default_factory=LimitedLine)  # what passes it within the user's limits
-    hours: OpenHours | None = None  # of a guest; None: always
+    papers: CredentialFiles | None = None  # in a run with tokens
+    ways: ConnectivityConfig = field(default_factory=ConnectivityConfig)  # for the machine's network
+    line: LimitedLine = field(default_factory=LimitedLine)  # enforces the user's rate limits
+    hours: OpenHours | None = None  # None: always open
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """One role and how it fares."""
+    """One role and its state."""
 
     cls: type[Role]
     role: Role | None = None
@@ -116,15 +116,15 @@ class _Held:
 
 
 def _relays(plan: DaemonPlan) -> bool:
-    """True when this peer carries others' circuits: as it is told, else as a backbone."""
+    """True if this peer relays others' circuits: as set in limits.relay, else if it is a backbone."""
     told = plan.own_limits.relay
     return told if told is not None else "backbone" in {cls.name for cls in plan.roles}
 
 
 class Daemon:
-    """One peer with its roles. `run` once; `stop` from anywhere in the loop asks it to drain."""
+    """One peer with its roles. Call `run` once; `stop`, from any task, starts an orderly stop."""
 
-    def __init__(self, plan: DaemonPlan, ground: Ground, stack: PeerStack) -> None:
+    def __init__(self, plan: DaemonPlan, ground: LocalResources, stack: PeerStack) -> None:
         self._plan = plan
         self._home = ground.home
         self._log = ground.log
@@ -145,23 +145,23 @@ class Daemon:
         self._failure: Exception | None = None
         self._stopping = trio.Event()
         self._stop_reason = ""
-        self.rests = False  # it stops because its hours are over
+        self.rests = False  # True if it stops because its hours are over
         self._up = False
         self._drained = False
-        self._leaving = Leaving(self._tell_unsaved)
+        self._leaving = LeaveDeadlines(self._tell_unsaved)
 
     def stop(self, reason: str) -> None:
-        """Ask for an orderly end; repeated asking changes nothing."""
+        """Start an orderly stop. Later calls have no effect."""
         if not self._stopping.is_set():
             self._stop_reason = reason
             self._stopping.set()
 
     def leaves_until(self) -> float:
-        """Time, by time.monotonic, before which the process must not end, as `Leaving.until`; from any thread."""
+        """Time, by time.monotonic, before which the process must not be ended. May be called from any thread."""
         return self._leaving.until()
 
     async def run(self, signals: AsyncIterable[int]) -> None:
-        """Run until all roles have finished or a signal asks to stop. Raises PeerdError when a role gave up."""
+        """Run until all roles have finished or a signal stops it. Raises PeerdError if a role failed for good."""
         async with Devices(self._plan.own_limits) as devices, trio.open_nursery() as services:
             services.start_soon(self._obey_signals, signals, services.cancel_scope)
             net = self.host, self.rpc, self.dht
@@ -184,7 +184,7 @@ class Daemon:
         self._log.event("daemon.stopped", why=self._stop_reason)
 
     async def _start_services(self, services: trio.Nursery, board: StatusBoard) -> None:
-        """Start the services one after the other, as they need each other; each is begun again when it fails."""
+        """Start the services in the order of their dependencies. A failed service is restarted."""
         keep, listen = Upkeep(self.host.faults), [parse_addr(text) for text in self._plan.listen]
         bootstrap = [parse_addr(text) for text in self._plan.bootstrap]
         self.host.whereabouts.announce(CONFIGURED, list(map(parse_announced, self._plan.announced)))
@@ -216,7 +216,7 @@ class Daemon:
 
     def _too_large(self, why: str) -> None:
         self._failure = self._failure or ConfigError(why)
-        self.stop("it takes more memory than it may (limits.memory_gb)")
+        self.stop("it uses more memory than limits.memory_gb allows")
 
     # --- roles ---------------------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class Daemon:
         self.stop(f"role {held.cls.name} failed")
 
     async def _leave(self) -> None:
-        """Let every living role hand in what it holds, all at once, within LEAVE_S: see `Leaving`."""
+        """Call `leave` of all running roles concurrently, within LEAVE_S (see `LeaveDeadlines`)."""
 
         async def leave(held: _Held, role: Role) -> None:
             failure = await _failure_of(role.leave)
@@ -326,7 +326,7 @@ class Daemon:
                 self._log.event("role.not_saved", level="warn", what=what)
 
     def _unsaved(self) -> list[str]:
-        """What roles that leave still have to write, as sentences; nothing where a failure ends the process."""
+        """Messages on states that leaving roles still have to save. Empty if a failure ends the process."""
         return [] if self._failure is not None else self._not_saved()
 
     def _not_saved(self) -> list[str]:
@@ -335,14 +335,14 @@ class Daemon:
 
     def _tell_unsaved(self, what: str) -> None:
         if self._plan.announce is None:
-            say(f"{what}; once more to stop without it")
-        else:  # a part of the user's own program, whose output is theirs
+            say(f"{what}; press Ctrl+C again to stop without it")
+        else:  # this peer is part of a user's program, which alone writes to stdout
             self._plan.warn(f"{what}; Ctrl+C to stop without it")
         self._log.event("role.unsaved", what=what)
 
     def _keep_traceback(self, failure: Exception) -> None:
         if isinstance(failure, ConfigError):
-            return  # the user's to mend: its message says it all
+            return  # the user must fix it, and its message is enough for that
         with contextlib.suppress(OSError), (self._home / "failure.txt").open("w", encoding="utf-8") as file:
             traceback.print_exception(failure, file=file)
 
@@ -378,8 +378,8 @@ class Daemon:
         return own
 
     async def _tell_waits(self) -> None:
-        """Say what the network and each role wait for, once it lasts from one look to the next."""
-        teller = WaitTeller(self._log)
+        """Log what the network and each role wait for, once a wait lasts from one check to the next."""
+        teller = WaitLogger(self._log)
         while not self._stopping.is_set():
             teller.look(await self._reasons())
             await trio.sleep(WAITS_PERIOD_S)
@@ -390,7 +390,7 @@ class Daemon:
         self._board.note_roles(states)
         roles = {state.name: state.told.get("waits_for") or None for state in states}
         access = self.access.waits_for() if self.access is not None else None
-        if self._waits_for_company:  # which says by itself what it has tried
+        if self._waits_for_company:  # Company logs by itself what it has tried
             return {"clock": told["clock_warning"], "access": access}
         ways = {"network": told["waits_for"], "reachability": self.connectivity.waits_for()}
         return {**ways, "clock": told["clock_warning"], "access": access, **roles}
@@ -414,10 +414,10 @@ class Daemon:
         run = f" of run {plan.run.run}" if plan.run is not None else ""
         say(f"peerd {names}{run}; data in {self._home}")
         say(f"peer id {self.host.id}")
-        for addr in self.host.listen_addrs():  # what relays and routers add comes and goes: `peerd status` has it
+        for addr in self.host.listen_addrs():  # addresses of relays and routers change: see `peerd status`
             say(f"listening on {with_peer(addr, self.host.id)}")
         for addr in self.host.whereabouts.announced(CONFIGURED):
-            say(f"others reach it at {with_peer(addr, self.host.id)}")
+            say(f"announced as {with_peer(addr, self.host.id)}")
         if plan.run is not None:
             for key, file in named_files(plan.run).items():
                 say(f"{key}: {digest_at(plan.run, key) or 'unknown'}  # of {file}")
@@ -425,7 +425,7 @@ class Daemon:
             say(f"others join with: {self._join_line(addrs)}")
 
     def _join_line(self, addrs: Sequence[str]) -> str:
-        """The command with which others join: by one line where this peer gives them the run file."""
+        """The command for others to join: with a join line if this peer publishes the run file, else with --model."""
         run = self._plan.run
         link = best_link(self.host.addrs(), self.host.id, run.run) if run is not None else None
         if run is not None and link is not None and "backbone" in {cls.name for cls in self._plan.roles}:
@@ -436,12 +436,12 @@ class Daemon:
     # --- ending --------------------------------------------------------------------------------------------------
 
     async def _obey_signals(self, signals: AsyncIterable[int], everything: trio.CancelScope) -> None:
-        """The first signal drains, the second ends all at once; one that comes before the start is over does too."""
+        """Stop in order at the first signal, and at once at a second one or at one during the start."""
         async for number in signals:
             name = signal.Signals(number).name
             if self._up and (self.rests or not self._stopping.is_set()):
                 self.rests = False
-                say("stopping; once more to stop at once")
+                say("stopping; press Ctrl+C again to stop at once")
                 _end_process_after(DRAIN_S, lambda: 0 if self._drained else 1, self._leaving.until)
                 self.stop(name)
                 continue
@@ -453,7 +453,7 @@ class Daemon:
 
 
 async def _failure_of(action: Callable[[], Awaitable[None]]) -> Exception | None:
-    """Run a role's code and return what it raised, without the groups that nurseries wrap it in."""
+    """Run a role's code. Returns the exception that it raised, taken out of exception groups, or None."""
     try:
         await action()
     except Exception as error:
@@ -462,7 +462,7 @@ async def _failure_of(action: Callable[[], Awaitable[None]]) -> Exception | None
 
 
 def leaf(error: Exception) -> Exception:
-    """The exception that matters in nested groups: a ConfigError before others, else the first."""
+    """The exception to report from nested groups: the first ConfigError, else the first of all."""
     if not isinstance(error, ExceptionGroup):
         return error
     leaves = [leaf(inner) for inner in error.exceptions]
@@ -475,9 +475,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _is_expected(error: Exception) -> bool:
-    """True for an error that we raise of others, or of the user's settings. Else it is a fault of ours, or of a
-    plug-in.
-    """
+    """True for errors caused by other peers or by the user's settings, and not by a bug in peerd or a plug-in."""
     return isinstance(error, PeerdError) and not isinstance(error, LocalError)
 
 
@@ -487,6 +485,6 @@ def say(text: str) -> None:
 
 
 def best_addr(addrs: Sequence[str]) -> str:
-    """The address to show to others: not loopback if there is another."""
+    """The first address that is not loopback, else the first."""
     loopback = ("/ip4/127.", "/ip6/::1/")
     return next((addr for addr in addrs if not addr.startswith(loopback)), addrs[0])

@@ -1,7 +1,7 @@
-"""One worker per device for all roles of a daemon, opened when the first job comes; all keep to one guest's limits.
+"""One worker per device for all roles of a daemon, started with its first job, within the user's limits.
 
-Only then is torch imported, in a thread, so that a peer without computing roles never loads it and one with them
-keeps answering meanwhile.
+Torch is imported only then, in a thread. So peers without computing roles never load it, and the others stay responsive
+during the import.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Devices:
-    """The workers; an async context manager whose end closes them."""
+    """The workers of a daemon, by device. An async context manager that closes them on exit."""
 
     def __init__(self, limits: LimitsSection | None = None) -> None:
         self._limits = limits or LimitsSection()
-        self._pace: Any = None  # a compute.cpu_pace.CpuPace, once torch is here
+        self._pace: Any = None  # a compute.cpu_pace.CpuPace, once torch is imported
         self._open: dict[str, Worker] = {}
         self._lock = trio.Lock()
         self._stack = contextlib.AsyncExitStack()
@@ -38,7 +38,7 @@ class Devices:
         await self._stack.aclose()
 
     def worker(self, device: str) -> Worker:
-        """The worker of this device; nothing starts before its first job."""
+        """The worker of a device. It starts with its first job."""
         return _LazyWorker(self, device)
 
     async def _get(self, device: str) -> Worker:
@@ -50,7 +50,7 @@ class Devices:
             return self._open[device]
 
     def _bounded(self, module: Any, device: str) -> Any:
-        """A worker that keeps to the limits."""
+        """Create a worker within the limits on threads and memory."""
         threads = self._limits.threads
         module.bound(device, threads, int(self._limits.memory_gb * 1e9))
         if threads and self._pace is None and threads < (os.cpu_count() or 1):

@@ -1,10 +1,9 @@
-"""A daemon's files: its data directory, the lock on it, its identity key, and the list of running daemons.
+"""A daemon's files: its data directory with lock and identity key, and the list of running daemons.
 
-One daemon per data directory: a lock file says so, and the system drops the lock when the process dies, however
-it dies. The identity is an Ed25519 key in libp2p's private key form (so other libp2p programs can read it), mode
-0600, written whole or not at all. Running daemons note themselves in a directory that only this user can write,
-so that `peerd status` finds them; notes of daemons that died are recognised by their dead socket. Nothing here
-waits or talks to the network.
+A file lock allows one daemon per data directory; the system releases it when the process ends in any way. The identity
+is an Ed25519 key in libp2p's private key format (readable by other libp2p programs), mode 0600, written atomically.
+Each running daemon writes a note into a directory that only this user can write, so that `peerd status` finds it; notes
+of dead daemons are recognized by their socket, which does not answer. Nothing here waits or uses the network.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ else:
     import fcntl
 
 IDENTITY_FILE: Final = "identity.key"
-ORGANIZER_DIR: Final = "organizer"  # under the data root, of whoever issues tokens
+ORGANIZER_DIR: Final = "organizer"  # under the data root, for a user who issues tokens
 _NOT_OF_RUNS: Final = frozenset({ORGANIZER_DIR, "backbone"})
 SOCKET_PATH_BYTES: Final = 100  # the system's limit is 104 to 108
 
@@ -42,7 +41,7 @@ _KEY_BYTES: Final = len(_KEY_PREFIX) + 64
 
 
 def data_root() -> Path:
-    """This platform's folder for a user's program data, with peerd's own folder in it."""
+    """peerd's folder in this platform's folder for a user's program data."""
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -53,21 +52,20 @@ def data_root() -> Path:
 
 
 def default_data_dir(run: str | None, roles: Sequence[str]) -> Path:
-    """One directory per run and set of roles, as earlier versions had it; without a run it still is the one."""
+    """Default directory for a run and a set of roles, as in earlier versions. Without a run it is still used."""
     name = "-".join(part for part in (run, *sorted(roles)) if part)
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "peer"
-    if safe != name:  # two names must not meet in one directory
+    if safe != name:  # so that two names never get the same directory
         safe += "-" + hashlib.sha256(name.encode()).hexdigest()[:8]
     return data_root() / safe
 
 
 def run_data_dir(run: str, roles: Sequence[str]) -> Path:
-    """The data directory of a peer of `run` when none is given: one for the run, so that a peer stays the same whatever
-    roles it has.
+    """Default data directory of a peer of `run`. There is one per run, so that a peer keeps its identity in all roles.
 
-    Beside a process of this run that has other roles, the next one has a directory, and so an identity, of its own: the
-    one in which its roles were before, else a new one. A second process of the same role gets the first one's, which
-    says that it is in use.
+    If another process of this run with other roles is running, the peer gets its own directory and so its own identity:
+    the one that its roles used before, else a new one. A second process with the same role gets the first one's
+    directory, and then fails because it is in use.
     """
     there, old = run_identities(run), default_data_dir(run, roles)
     if not roles or old in there:
@@ -84,7 +82,7 @@ def run_data_dir(run: str, roles: Sequence[str]) -> Path:
 
 
 def run_identities(run: str) -> list[Path]:
-    """Directories under the data root that hold an identity of this run, those of earlier versions last."""
+    """Directories under the data root with an identity for this run; those of earlier versions are last."""
     numbered = itertools.takewhile(_has_identity, (_of_run(run, number) for number in itertools.count(1)))
     stem = f"{default_data_dir(run, []).name}-"
     earlier = [
@@ -99,7 +97,7 @@ def run_identities(run: str) -> list[Path]:
 def _of_run(run: str, number: int) -> Path:
     place = default_data_dir(run, [])
     name = f"{place.name}+run" if place.name in _NOT_OF_RUNS else place.name
-    return place.with_name(name if number == 1 else f"{name}+{number}")  # no name of a run has a plus
+    return place.with_name(name if number == 1 else f"{name}+{number}")  # names of runs have no plus
 
 
 def _has_identity(place: Path) -> bool:
@@ -107,13 +105,13 @@ def _has_identity(place: Path) -> bool:
 
 
 def _is_held(data_dir: Path) -> bool:
-    """True while a process has the directory."""
+    """True while a process has locked the directory."""
     with _open_lock(data_dir / "lock") as file:
         return not _try_lock(file)
 
 
 def make_private_dir(path: Path) -> Path:
-    """Create the directory (mode 0700) if it is missing; ConfigError when that or writing is impossible."""
+    """Create the directory (mode 0700) if it is missing. Raises ConfigError if that or writing into it fails."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -126,7 +124,7 @@ def make_private_dir(path: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o600) -> None:
-    """Write a file whole or not at all: a temporary file, synced, renamed, and the directory synced."""
+    """Write a file atomically: writes and syncs a temporary file, renames it, and syncs the directory."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
@@ -148,7 +146,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o600) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Errors of an open file with its path, for messages: the system gives one only where a file is opened."""
+    """Add the path to an OSError in the block, for messages: the system adds it only when opening a file."""
     try:
         yield
     except OSError as error:
@@ -158,15 +156,14 @@ def _named(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(data_dir: Path) -> Iterator[None]:
-    """Hold the data directory for this process; ConfigError when another daemon has it."""
+    """Lock the data directory for this process. Raises ConfigError if another process has locked it."""
     with _open_lock(data_dir / "lock") as file:
         if not _try_lock(file):
             file.seek(0)
             holder = file.read(20).decode("ascii", "replace").strip()
             who = f"process {holder}" if holder.isdigit() else "another process"
             raise ConfigError(
-                f"the data directory {data_dir} is in use by {who}; stop that daemon, or give this one another "
-                "--data-dir"
+                f"the data directory {data_dir} is in use by {who}; stop that daemon, or choose another --data-dir"
             )
         with _named(data_dir / "lock"):
             file.truncate(0)
@@ -176,7 +173,7 @@ def locked(data_dir: Path) -> Iterator[None]:
 
 def _open_lock(path: Path) -> IO[bytes]:
     try:
-        return path.open("a+b", buffering=0)  # what a full disk refused would be tried again when it is closed
+        return path.open("a+b", buffering=0)  # with a buffer, close() would repeat a write that failed on a full disk
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror or error}") from error
 
@@ -184,7 +181,7 @@ def _open_lock(path: Path) -> IO[bytes]:
 def _try_lock(file: IO[bytes]) -> bool:
     try:
         if sys.platform == "win32":
-            file.seek(1 << 20)  # a byte beyond the text, so that others can still read it
+            file.seek(1 << 20)  # a byte beyond the text, which stays readable for others
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
             file.seek(0)
         else:
@@ -195,7 +192,7 @@ def _try_lock(file: IO[bytes]) -> bool:
 
 
 def load_identity(data_dir: Path) -> Keypair:
-    """The peer's key from its data directory, made there when there is none yet."""
+    """Read the peer's key from its data directory. Creates one if there is none."""
     path = data_dir / IDENTITY_FILE
     try:
         raw = path.read_bytes()
@@ -222,23 +219,23 @@ def _new_identity(path: Path) -> Keypair:
 
 
 def _decode_identity(path: Path, raw: bytes) -> Keypair:
-    advice = "bring it back from a copy, or move it away to get a new identity at the next start"
+    advice = "restore it from a backup, or move it away to get a new identity at the next start"
     if len(raw) != _KEY_BYTES or not raw.startswith(_KEY_PREFIX):
         raise ConfigError(f"the identity {path} is damaged: it is not an Ed25519 key of {_KEY_BYTES} bytes; {advice}")
     keypair = Keypair.from_seed(raw[4:36])
     if keypair.peer_id.public_key != raw[36:]:
-        raise ConfigError(f"the identity {path} is damaged: its two halves don't belong together; {advice}")
+        raise ConfigError(f"the identity {path} is damaged: its two halves do not match; {advice}")
     return keypair
 
 
 def known_identities() -> list[Path]:
-    """Data directories under the platform's data root that hold an identity, sorted."""
+    """Data directories under the data root that have an identity, sorted."""
     return sorted(path.parent for path in data_root().glob(f"*/{IDENTITY_FILE}"))
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """A daemon's note about itself."""
+class RunningDaemon:
+    """Note of a running daemon: its process, data directory, socket, run and roles."""
 
     pid: int
     data_dir: str
@@ -252,7 +249,7 @@ class Running:
 
 
 def runtime_dir() -> Path:
-    """A directory of this user's own for notes and sockets; ConfigError when someone else made it."""
+    """This user's private directory for notes and sockets. Raises ConfigError if it belongs to another user."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return _own_dir(Path(base) / "peerd") if base else _temporary_dir()
 
@@ -263,7 +260,7 @@ def _temporary_dir() -> Path:
 
 
 def _own_dir(path: Path) -> Path:
-    """Make it if it is missing; others may have made it first where everyone can write, so look whose it is."""
+    """Create the directory if it is missing, and check its owner: in a shared folder, others may have created it."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()
@@ -281,7 +278,7 @@ def _tag(data_dir: Path) -> str:
 
 
 def socket_path(data_dir: Path) -> Path:
-    """In the data directory; elsewhere when its path is too long for a socket."""
+    """Path of the control socket: in the data directory, or in the runtime directory if that path is too long."""
     path = data_dir.resolve() / "control.sock"
     if _fits(path):
         return path
@@ -294,8 +291,8 @@ def _fits(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def noted(note: Running) -> Iterator[None]:
-    """Keep the daemon's note in the list of running daemons."""
+def noted(note: RunningDaemon) -> Iterator[None]:
+    """Write the daemon's note into the list of running daemons, and remove it at the end of the block."""
     path = runtime_dir() / f"{_tag(Path(note.data_dir))}.json"
     try:
         write_atomically(path, json.dumps(asdict(note)).encode())
@@ -307,15 +304,15 @@ def noted(note: Running) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def notes() -> list[Running]:
-    """All notes, of living and of dead daemons, by data directory; unreadable ones are left out."""
-    found: list[Running] = []
+def notes() -> list[RunningDaemon]:
+    """All notes, also of dead daemons, sorted by data directory. Skips unreadable ones."""
+    found: list[RunningDaemon] = []
     for path in runtime_dir().glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found.append(Running(**json.loads(path.read_bytes())))
+            found.append(RunningDaemon(**json.loads(path.read_bytes())))
     return sorted(found, key=lambda note: note.data_dir)
 
 
-def forget(note: Running) -> None:
-    """Remove the note of a daemon that died."""
+def forget(note: RunningDaemon) -> None:
+    """Remove the note of a dead daemon."""
     (runtime_dir() / f"{_tag(Path(note.data_dir))}.json").unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""The start of one peer's process: its directory, identity, clock and log, and the peer as long as it takes part.
+"""Runs one peer in this process: opens its directory, identity, clock and log, and runs the daemon.
 
-What `peerd join` and `peerd backbone` run. A guest's peer rests outside its hours: then the daemon has left in order,
-and another is built when they begin. Signals reach whichever there is.
+`peerd join` and `peerd backbone` call it. Outside its hours, a volunteer's peer rests: the daemon leaves in order, and
+a new one is built when the hours begin. Signals are passed to the one that is active.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import trio
 
 from peerd.control.connectivity import own_surroundings
 from peerd.control.open_hours import OpenHours
-from peerd.control.papers import PeerPapers, own_papers
-from peerd.control.resting import Rester
+from peerd.control.rester import Rester
+from peerd.control.token_files import CredentialFiles, own_papers
 from peerd.core.keys import Keypair
-from peerd.daemon import Daemon, DaemonPlan, Ground, say
-from peerd.home import Running, load_identity, locked, make_private_dir, noted, socket_path
+from peerd.daemon import Daemon, DaemonPlan, LocalResources, say
+from peerd.home import RunningDaemon, load_identity, locked, make_private_dir, noted, socket_path
 from peerd.log import EventLog
 from peerd.net.clock import RealClock
 from peerd.net.tcp.rate_limit import LimitedLine
-from peerd.role import Acting
+from peerd.role import ActsAs
 from peerd.service.peer_stack import peer_stack
 
 
 async def main(plan: DaemonPlan) -> None:
-    """Run one peer until it has finished or is asked to stop. Raises PeerdError when it could not do its work."""
-    # First the signals: none may go astray.
+    """Run one peer until it has finished or a signal stops it. Raises PeerdError if it could not do its work."""
+    # Signals first, so that none is lost.
     with trio.open_signal_receiver(*_stop_signals()) as signals, grounded(plan, sys.stderr) as ground:
         ground.log.adopt_logging()
-        # Modules stay for good, yet each full collection searches them: 0.1 s for torch's, in which no thread of this
-        # process runs, the loop's included. In a process that is not this peer's alone, that is for its owner to say.
+        # Otherwise each full collection scans the objects of all modules, which are never freed: 0.1 s with torch, in
+        # which no thread runs, the event loop's included. Not done in programs that embed a peer: they must decide it.
         gc.freeze()
         await in_its_hours(plan, ground, signals)
 
 
-async def in_its_hours(plan: DaemonPlan, ground: Ground, signals: AsyncIterable[int]) -> None:
-    """Run the peer; outside its hours it rests, and is built anew when they begin."""
+async def in_its_hours(plan: DaemonPlan, ground: LocalResources, signals: AsyncIterable[int]) -> None:
+    """Run the peer. Outside its hours it rests, and a new daemon is built when they begin."""
     hours = ground.hours or OpenHours("", ground.clock)
     rester = Rester(
         home=ground.home,
@@ -69,14 +69,14 @@ async def in_its_hours(plan: DaemonPlan, ground: Ground, signals: AsyncIterable[
 
 @contextlib.contextmanager
 def assembled(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Daemon]:
-    """The peer of `plan`, which has its directory for itself until the block ends; events go to `stream`, too."""
+    """The daemon of `plan`, whose directory is locked until the block ends. Events also go to `stream`."""
     with grounded(plan, stream) as ground:
         yield Daemon(plan, ground, peer_stack(ground.keypair, ground.clock, [ground.line.tcp()]))
 
 
 @contextlib.contextmanager
-def grounded(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Ground]:
-    """The foundations of `plan`'s peer, whose directory is locked until the block ends."""
+def grounded(plan: DaemonPlan, stream: TextIO | None) -> Iterator[LocalResources]:
+    """The local resources of `plan`'s peer, whose directory is locked until the block ends."""
     home = make_private_dir(plan.data_dir)
     run = plan.run.run if plan.run is not None else ""
     with locked(home), contextlib.ExitStack() as stack:
@@ -86,22 +86,24 @@ def grounded(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Ground]:
         log = EventLog(clock, level=plan.log_level, stream=stream, path=home / "events.jsonl")
         stack.callback(log.close)
         names = [cls.name for cls in plan.roles]
-        stack.enter_context(noted(Running(os.getpid(), str(home), str(socket_path(home)), run, names)))
+        stack.enter_context(noted(RunningDaemon(os.getpid(), str(home), str(socket_path(home)), run, names)))
         ways, line = own_surroundings(clock), LimitedLine(plan.own_limits)
         hours = OpenHours(plan.own_limits.hours, clock) if plan.own_limits.hours else None
-        yield Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers, ways=ways, line=line, hours=hours)
+        yield LocalResources(
+            home=home, keypair=keypair, clock=clock, log=log, papers=papers, ways=ways, line=line, hours=hours
+        )
 
 
-def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> PeerPapers | None:
-    """Credentials of this peer in a run with tokens; None in an open run; ConfigError when it has none."""
+def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> CredentialFiles | None:
+    """This peer's credentials in a run with tokens; None in an open run. Raises ConfigError if it has none."""
     if plan.run is None or plan.run.access.allow == "open":
         return None
-    roles = [cls.acts_as if isinstance(cls, Acting) else cls.name for cls in plan.roles]
+    roles = [cls.acts_as if isinstance(cls, ActsAs) else cls.name for cls in plan.roles]
     return own_papers(plan.run, roles, home, keypair.peer_id, time.time())
 
 
 def _stop_signals() -> list[signal.Signals]:
-    """Ctrl+C, a service manager's request, and a terminal that closes (unless nohup said to ignore that)."""
+    """Signals that stop the peer: Ctrl+C, SIGTERM, and a closed terminal unless nohup set it to be ignored."""
     asked = [signal.SIGINT, signal.SIGTERM]
     if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         asked.append(signal.SIGHUP)
@@ -109,7 +111,7 @@ def _stop_signals() -> list[signal.Signals]:
 
 
 def _own_seed(seed: int | None, keypair: Keypair) -> int | None:
-    """Peers that are given one seed still make different choices."""
+    """Seed derived from the user's seed and the peer id, so that peers with the same seed make different choices."""
     if seed is None:
         return None
     return int.from_bytes(hashlib.sha256(f"{seed}/{keypair.peer_id}".encode()).digest()[:8], "big")

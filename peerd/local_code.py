@@ -1,8 +1,8 @@
-"""Python code of this machine's user: files that they wrote and name on the command line or in a run file.
+"""Imports Python code of this machine's user, which they name on the command line or in a run file.
 
-The folder that peerd was started in comes last in the search for modules: a folder `roles` or a file `platform.py` that
-happens to lie there never takes the place of an installed package. Whatever the user's code raises while it is loaded
-is a ConfigError that names the file and the line. Nothing that comes over the network reaches this file.
+The working directory is last in the module search path, so that a folder `roles` or a file `platform.py` there never
+replaces an installed package. Any exception of the user's code during import becomes a ConfigError with file and line.
+Data from the network never reaches this module.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 def look_here() -> None:
-    """Let modules be found in the working directory, too, after all others."""
+    """Append the working directory to the module search path."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)
 
 
 def imported(name: str, what: str) -> ModuleType:
-    """The module `name`; ConfigError, with `what` in front, when there is none or it cannot be loaded."""
+    """Import the module `name`. Raises ConfigError, which begins with `what`, if it is missing or fails to load."""
     look_here()
     module = guarded(lambda: importlib.import_module(name), f"{what}: module {name} can't be loaded", name)
     file = getattr(module, "__file__", None)
@@ -46,8 +46,9 @@ def _file(name: str) -> str:
 
 
 def guarded(load: Callable[[], T], what: str, name: str = "") -> T:
-    """The result of `load`; ConfigError, with `what` in front, for whatever the user's code raises. `name`: the module
-    that is sought.
+    """Call `load`. Exceptions of the user's code become ConfigError, which begins with `what`.
+
+    `name` is the module to import, to tell its absence from that of a module that it imports.
     """
     result = outcome.capture(load)
     if isinstance(result, outcome.Value):
@@ -63,7 +64,7 @@ def guarded(load: Callable[[], T], what: str, name: str = "") -> T:
 
 
 def told(error: Exception) -> str:
-    """An error of the user's code in one line: its kind, its words, and where it was raised."""
+    """An error of the user's code in one line: type, message, file and line."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,9 +1,8 @@
-"""One structured line per event: for the person at the terminal, for `peerd status`, and for a file.
+"""Structured event log: writes one line per event to the terminal and to a file, and keeps the newest for status.
 
-Every event has a time, a level, a name such as `stage.averaged`, and facts. The newest ones stay in memory for
-status, all of them go to a JSON-lines file of bounded size. It does not decide what is worth an event. Text that
-came from a peer may hold anything: control characters are escaped and long values cut before they reach a
-terminal or the file. A disk that is full never stops the daemon; it stops the file.
+Each event has a time, a level, a name such as `stage.averaged`, and facts. The newest events stay in memory for
+`peerd status`; all are written to a JSON-lines file of bounded size. Text from other peers may contain anything, so
+control characters are escaped, and long values are cut. A full disk ends the file, never the daemon.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from peerd.core.ids import Key, PeerId
 from peerd.screen.units import number
 
 LEVELS: Final = ("debug", "info", "warn", "error")
-RECENT_EVENTS: Final = 200  # kept for status: about a screen for each of the last few minutes
-VALUE_CHARS: Final = 400  # one fact; a stranger's message may be longer than anyone wants to read
-FILE_BYTES: Final = 4 << 20  # then the file becomes events.jsonl.1 and a new one starts: at most 8 MiB in all
+RECENT_EVENTS: Final = 200  # kept in memory for status: about the last few minutes
+VALUE_CHARS: Final = 400  # most characters of a fact
+FILE_BYTES: Final = 4 << 20  # a larger file becomes events.jsonl.1 and a new one starts: at most 8 MiB in all
 
 Plain = str | int | float | bool | None | list["Plain"] | dict[str, "Plain"]
 
 
 def check_level(level: str) -> None:
-    """Raise ConfigError unless this is a level's name."""
+    """Raise ConfigError unless `level` is the name of a level."""
     if level not in LEVELS:
         raise ConfigError(f"--log-level {clean(level)!r} is unknown; allowed: {', '.join(LEVELS)}")
 
 
 def plain(value: object) -> Plain:
-    """`value` as JSON can hold it: ids as text, bytes as hex, anything unknown as its text."""
+    """Convert `value` for JSON: ids become text, bytes hex, and unknown types their text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -60,14 +59,14 @@ def plain(value: object) -> Plain:
 
 
 def clean(text: str) -> str:
-    """Printable, one line, bounded: safe to show on a terminal whoever wrote it."""
+    """Make text from any source safe for a terminal: printable, one line, at most VALUE_CHARS."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: VALUE_CHARS + 1])
     return shown if len(shown) <= VALUE_CHARS else shown[: VALUE_CHARS - 1] + "…"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event; `wall` is Unix seconds."""
+    """One event. `wall` is its time in Unix seconds."""
 
     wall: float
     level: str
@@ -75,7 +74,7 @@ class Event:
     facts: dict[str, Plain]
 
     def line(self) -> str:
-        """For a terminal: local time, name, facts; ids shortened to the eight characters people compare."""
+        """Line for the terminal: local time, name, facts. Peer ids are shortened to their last eight characters."""
         shown = " ".join(f"{key}={_brief(value)}" for key, value in self.facts.items())
         mark = {"warn": "warning: ", "error": "error: "}.get(self.level, "")
         return f"{time.strftime('%H:%M:%S', time.localtime(self.wall))} {mark}{self.name} {shown}".rstrip()
@@ -98,7 +97,7 @@ def _brief(value: Plain) -> str:
 
 @dataclass
 class _Sink:
-    """Destination of one daemon's events; shared by every log bound to it."""
+    """Destination of one daemon's events, shared by all its EventLog objects."""
 
     clock: Clock
     least: int
@@ -117,7 +116,7 @@ class _Sink:
         if self.stream is not None and LEVELS.index(event.level) >= self.least:
             try:
                 print(event.line(), file=self.stream, flush=True)
-            except (OSError, ValueError):  # the terminal went away
+            except (OSError, ValueError):  # the terminal was closed
                 self.stream = None
         if self.file is not None and (event.level != "debug" or self.least == 0):
             self._write(event)
@@ -140,7 +139,7 @@ class _Sink:
 
 
 class EventLog:
-    """Writes events; `bind` gives a log whose events carry fixed facts, such as the role's name."""
+    """Writes events. `bind` returns a log that adds fixed facts, such as the role's name, to its events."""
 
     def __init__(
         self, clock: Clock, *, level: str = "info", stream: TextIO | None = None, path: Path | None = None
@@ -154,7 +153,7 @@ class EventLog:
         self._bound: dict[str, Plain] = {}
 
     def bind(self, **facts: object) -> EventLog:
-        """A log into the same sink, with these facts on every event."""
+        """A log with the same destination that adds these facts to each event."""
         child = object.__new__(EventLog)
         child._sink = self._sink
         child._bound = {**self._bound, **{key: plain(value) for key, value in facts.items()}}
@@ -171,7 +170,7 @@ class EventLog:
         return [event.as_dict() for event in list(self._sink.recent)[-count:]]
 
     def adopt_logging(self) -> logging.Handler:
-        """Bring what the network layers say through `logging` (names under `peerd`) into this log."""
+        """Write the records of Python's `logging` below the logger `peerd`, as of the network layers, to this log."""
         handler = _Bridge(self)
         logger = logging.getLogger("peerd")
         logger.addHandler(handler)
@@ -180,7 +179,7 @@ class EventLog:
         return handler
 
     def close(self) -> None:
-        """Close the file; later events still reach memory and the terminal."""
+        """Close the file. Later events still go to memory and the terminal."""
         for handler in list(logging.getLogger("peerd").handlers):
             if isinstance(handler, _Bridge) and handler.log._sink is self._sink:
                 logging.getLogger("peerd").removeHandler(handler)
@@ -200,7 +199,7 @@ class _Bridge(logging.Handler):
         name = record.name.removeprefix("peerd.")
         facts: dict[str, object] = {"text": record.getMessage()}
         error = record.exc_info[1] if record.exc_info else None
-        if error is not None:  # what and where; a traceback is not for the terminal
+        if error is not None:  # error and place only; a traceback is too long for the terminal
             facts["error"] = f"{type(error).__name__}: {error}"
             frames = traceback.extract_tb(error.__traceback__)
             facts["at"] = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"

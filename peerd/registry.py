@@ -1,8 +1,8 @@
-"""From a role's name to its class: the entry point group `peerd.roles`, or `module:Class`.
+"""Finds a role's class by its name in the entry point group `peerd.roles`, or as `module:Class`.
 
-Nothing is scanned and nothing registers itself on import. A module is imported only when its role is asked for,
-so that `peerd backbone` never loads torch. An entry point whose module belongs to another distribution than the
-one that declared it is refused: some other package of the same name would be run in its place.
+A module is imported only if its role is requested, so that `peerd backbone` never loads torch. An entry point is
+rejected if its module belongs to another distribution than the one that declared it, since otherwise another package
+of the same name would run in its place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def names() -> list[str]:
 
 
 def load(text: str) -> type[Role]:
-    """The class behind a role's name or `module:Class`; ConfigError says why there is none."""
+    """The class of a role, given by name or as `module:Class`. Raises ConfigError if it cannot be loaded."""
     if ":" in text:
         module, _, attribute = text.partition(":")
         if not module or not attribute:
@@ -63,7 +63,7 @@ def refuse_foreign(point: EntryPoint) -> None:
     if dist is None:
         raise ConfigError(f"role {point.name!r} was declared by no installed package")
     package = point.module.partition(".")[0]
-    for module in (package, point.module):  # the package first: looking for a submodule would already run it
+    for module in (package, point.module):  # the package first, since searching a submodule executes the package
         origin = _origin(module)
         if origin is None:
             raise ConfigError(f"role {point.name!r}: its module {module} is missing; install {dist.name} again")
@@ -99,9 +99,9 @@ def _owns(dist: Distribution, origin: Path) -> bool:
 
 
 def _source_root(dist: Distribution) -> Path | None:
-    """The source tree of an editable or in-place install; None for an ordinary one."""
+    """The source tree of an editable or in-place install, or None for an ordinary install."""
     if dist.read_text("RECORD") is None:
-        return Path(str(dist.locate_file(""))).resolve()  # metadata that lies beside its sources
+        return Path(str(dist.locate_file(""))).resolve()  # the metadata is next to the sources
     told = json.loads(dist.read_text("direct_url.json") or "{}")
     if not told.get("dir_info", {}).get("editable"):
         return None

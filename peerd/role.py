@@ -1,8 +1,8 @@
-"""The Role contract: the interface of a plug-in of the daemon, and everything of the daemon that it may use.
+"""The Role interface: what a plug-in of the daemon implements, and the parts of the daemon that it may use.
 
-A role is one class in one file: it serves calls, announces records and does its own work, through the
-`RoleContext` it is given. It sees nothing else of the daemon. The daemon builds it, runs `run` under a
-supervisor, shows the user its `status`, and calls `leave` before it is cancelled.
+A role is one class in one file. It serves calls, announces records and does its own work through its `RoleContext`,
+and has no other access to the daemon. The daemon creates it, runs `run` under a supervisor, shows its `status` to the
+user, and calls `leave` before it cancels `run`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import trio
 
 from peerd.core.clock import Clock
 from peerd.core.run.runfile import RunFile
-from peerd.core.work import ReadInTurn, Worker, read_at_once
+from peerd.core.work import RateLimitedRead, Worker, read_at_once
 from peerd.log import EventLog
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
@@ -26,10 +26,10 @@ from peerd.service.run_services import RunServices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleContext:
-    """Everything a role may use. `data_dir` is the role's own directory; it exists."""
+    """Everything that a role may use. `data_dir` is the role's own directory, which exists."""
 
     run: RunFile | None  # None only for roles with `needs_run = False`
-    services: RunServices | None = None  # of that run; the process's roles have one in common
+    services: RunServices | None = None  # of that run; shared by all roles of the process
     beside: frozenset[str] = frozenset()  # names of the other roles in this process
     host: Host
     rpc: Rpc
@@ -40,47 +40,54 @@ class RoleContext:
     seed: int
     log: EventLog  # events carry the role's name
     worker: Callable[[str], Worker]  # one worker per device, shared by all roles; its thread starts with the first job
-    read_in_turn: ReadInTurn = read_at_once  # for jobs that read from the network themselves
+    read_in_turn: RateLimitedRead = (
+        read_at_once  # for jobs that read from the network themselves, within the rate limit
+    )
 
 
 @runtime_checkable
-class Checking(Protocol):
-    """A role's class that looks at what a run file names before anything is joined."""
+class ChecksRun(Protocol):
+    """Role class that checks what a run file names before the peer joins."""
 
     def check_run(self, run: RunFile) -> None:
-        """ConfigError for text, code or sizes that this role could not work with; a class method, seconds at most."""
+        """Raise ConfigError for text, code or sizes that this role cannot use. A class method of a few seconds."""
         ...
 
 
 @runtime_checkable
-class Acting(Protocol):
-    """A role's class that needs another role's rights in a run with tokens, in place of its own name's."""
+class ActsAs(Protocol):
+    """Role class that needs a token for another role (`acts_as`) instead of one for its own name."""
 
     acts_as: ClassVar[str]
 
 
 class Role(Protocol):
-    """One part that a peer plays in the swarm."""
+    """Interface of a role: one kind of work that a peer does in the swarm."""
 
     name: ClassVar[str]  # as in the entry point group `peerd.roles`
-    needs_run: ClassVar[bool]  # True when it can't start without a run file
+    needs_run: ClassVar[bool]  # True if it cannot start without a run file
 
     def __init__(self, ctx: RoleContext) -> None: ...
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve and work. Calls `task_status.started()` when ready, or when it waits for something that `status`
-        names. Returning means the work is finished: when all roles have returned the daemon leaves and exits
-        with 0. An exception makes the supervisor build the role anew after a pause; `ConfigError` does not: it
-        stops the daemon with the message. It unserves its calls (`ctx.rpc.unserve`) when it ends, however it
-        ends: the next role object of its kind will serve them again."""
+        """Serve calls and work until the work is finished. When all roles have returned, the daemon leaves and exits
+        with code 0.
+
+        Calls `task_status.started()` when it is ready, or waits for something that `status` names. After an exception
+        the supervisor creates the role again after a pause; `ConfigError` stops the daemon with its message instead.
+        However it ends, it must unserve its calls (`ctx.rpc.unserve`), since the next instance serves them again.
+        """
         ...
 
     async def leave(self) -> None:
-        """Stop taking new work and hand in what is finished; called once before `run` is cancelled, under the
-        daemon's deadline (a few seconds). A role may have an attribute `unsaved`: a sentence on a state that it still
-        writes and that nobody else is known to have, else None; while it is a sentence the role has longer."""
+        """Accept no new work, and send finished results. Called once before `run` is cancelled, with a deadline of a
+        few seconds.
+
+        A role may have an attribute `unsaved`: a message while it saves a state that no other peer is known to have,
+        else None. While it is a message, the deadline is extended.
+        """
         ...
 
     def status(self) -> dict[str, object]:
-        """Plain data for users and programs; `waits_for` is a sentence, or None when nothing is awaited."""
+        """Plain data for users and programs. `waits_for` is the reason to wait, or None if the role does not wait."""
         ...

@@ -1,7 +1,7 @@
-"""Broadcast signal: wakes every task that waits at the moment, as often as it is given.
+"""Broadcast signal: each `notify` wakes all tasks that are waiting at that time.
 
-What trio has no name for: an Event that is set and at once replaced by a new one. It is not remembered: whoever waits
-afterwards waits for the next one, so look at what it stands for first, as with a condition:
+It is like a trio.Event that is set and immediately replaced by a new one. A signal is not stored: a task that waits
+later waits for the next one. So check the condition first, as with a condition variable:
 
     while not ready():
         await signal.wait()
@@ -13,7 +13,7 @@ import trio
 
 
 class Signal:
-    """Given with `notify`, awaited with `wait`."""
+    """A broadcast signal: `wait` waits for the next `notify`."""
 
     __slots__ = ("_event",)
 
@@ -21,15 +21,15 @@ class Signal:
         self._event = trio.Event()
 
     def notify(self) -> None:
-        """Wake all who wait now."""
+        """Wake all waiting tasks."""
         self._event.set()
         self._event = trio.Event()
 
     @property
     def awaited(self) -> bool:
-        """True while a task waits."""
+        """True while any task waits."""
         return self._event.statistics().tasks_waiting > 0
 
     async def wait(self) -> None:
-        """Until the next `notify`."""
+        """Wait for the next `notify`."""
         await self._event.wait()

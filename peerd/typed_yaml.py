@@ -1,8 +1,8 @@
-"""YAML files into typed sections: every mistake at once, each with its line, its key, what was found, what is allowed.
+"""Converts YAML files to typed sections. Reports all mistakes at once, each with line, key, value and what is allowed.
 
-Reads files of this machine: what the user wrote, and what `to_yaml` wrote of checked values. Numbers follow YAML 1.2,
-so that `1e-3` is a number. A key given twice is a mistake, not a choice of the later one. The file is bounded, and so
-is what its aliases may expand to.
+Reads only local files: those written by the user, and those that `to_yaml` wrote from checked values. Numbers follow
+YAML 1.2, so `1e-3` is a number. Duplicate keys are an error. The size of the file is limited, also after expanding its
+aliases.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class YamlKind:
-    """A kind of file: its name in messages, the least that must be in it, and its bounds."""
+    """A kind of file: its name in messages, a required key, its root section, and its limits."""
 
     name: str
     least: str
     root: type[msgspec.Struct]
-    file_bytes: int = 1 << 20  # a run file takes about two thousand
-    nodes: int = 10_000  # keys and values, aliases counted each time they are used
+    file_bytes: int = 1 << 20  # a run file has about two thousand
+    nodes: int = 10_000  # keys and values; aliases count each time they are used
 
 
 @dataclass(slots=True)
 class YamlFaults:
-    """The mistakes found so far, the line of every key, and the keys whose values are not known for a mistake."""
+    """The mistakes found so far, the line of each key, and `broken`: keys whose values are unknown due to a mistake."""
 
-    root: type[msgspec.Struct] | None = None  # of the whole file: where a misplaced key belongs
+    root: type[msgspec.Struct] | None = None  # section of the whole file, to suggest the place of a misplaced key
     lines: dict[KeyPath, int] = field(default_factory=dict)
     found: list[tuple[int | None, str]] = field(default_factory=list)
     broken: set[KeyPath] = field(default_factory=set)
@@ -54,7 +54,7 @@ class YamlFaults:
         self.found.append((self.line_of(path), f"{name}{space}{message}"))
 
     def line_of(self, path: KeyPath) -> int | None:
-        """The line of a key, or of the section that it would stand in; None for one of the whole file."""
+        """Line of a key; if it is missing, that of its section. None if that is the whole file."""
         return next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), None)
 
     def error(self, file: Path) -> ConfigError:
@@ -85,20 +85,20 @@ _Loader.add_implicit_resolver(
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper; puts a text in quotes exactly if `_Loader` would read it as something else."""
+    """PyYAML's safe dumper, which quotes exactly the texts that `_Loader` would not read as text."""
 
 
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def to_yaml(tree: dict[str, Any]) -> str:
-    """Plain values as YAML, from which `parse_yaml` reads the same values."""
+    """Plain values as YAML. `parse_yaml` reads the same values from it."""
     text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=False)
     return text
 
 
 def dotted(path: KeyPath) -> str:
-    """`optimizer.lr`, `bootstrap[0]`."""
+    """A path as text, as in `optimizer.lr` and `bootstrap[0]`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -106,7 +106,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def parts_of(name: str) -> KeyPath:
-    """The path that `dotted` writes."""
+    """The path that `dotted` writes as `name`."""
     return tuple(int(index) if index else key for index, key in re.findall(r"\[(\d+)\]|([^.\[\]]+)", name))
 
 
@@ -161,7 +161,7 @@ def _neighbour(path: Path) -> str:
 
 
 def _walk(node: yaml.Node, path: KeyPath, faults: YamlFaults, budget: Iterator[int]) -> None:
-    """Note the line of every key and the keys given twice."""
+    """Record the line of each key, and add a fault for each duplicate key."""
     if len(path) > DEPTH or next(budget, None) is None:
         raise ValueError("nested too deeply, or too large once its aliases are expanded")
     faults.lines.setdefault(path, node.start_mark.line + 1)
@@ -180,7 +180,7 @@ def _walk(node: yaml.Node, path: KeyPath, faults: YamlFaults, budget: Iterator[i
 
 
 def typed_section(cls: type[Any], tree: object, path: KeyPath, faults: YamlFaults) -> Any:
-    """`tree` as a struct of type `cls`; where a mistake was noted in it, something stands in for the value."""
+    """Convert `tree` to a struct of type `cls`. Adds mistakes to `faults`, and uses placeholders for their values."""
     fields = {f.encode_name: f for f in msgspec.structs.fields(cls)}
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
@@ -193,7 +193,7 @@ def typed_section(cls: type[Any], tree: object, path: KeyPath, faults: YamlFault
                 (*path, str(name)), f"is not a known key; {_nearest(str(name), list(fields), path, faults.root)}"
             )
             near = difflib.get_close_matches(str(name), list(fields), n=1)
-            faults.broken |= {(*path, meant) for meant in near}  # its value is what was to be given
+            faults.broken |= {(*path, meant) for meant in near}  # the key that was probably meant has no value
         for name, info in fields.items():
             if name not in tree and info.required:
                 faults.broken.add((*path, name))
@@ -205,7 +205,7 @@ def typed_section(cls: type[Any], tree: object, path: KeyPath, faults: YamlFault
 
 
 def _value(kind: Any, value: object, path: KeyPath, faults: YamlFaults) -> Any:
-    """The value in its type; None where a mistake was noted that leaves nothing of it."""
+    """Convert a value to its type. Returns None after adding a fault."""
     if section := _section_that_may_miss(kind):
         return None if value is None else typed_section(section, value, path, faults)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -228,13 +228,13 @@ def _value(kind: Any, value: object, path: KeyPath, faults: YamlFaults) -> Any:
 
 
 def _section_that_may_miss(kind: Any) -> type[msgspec.Struct] | None:
-    """The section of a key that may be left out, `Section | None`; None for other types."""
+    """The section of an optional key's type, `Section | None`. Returns None for other types."""
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
     return next((part for part in parts if isinstance(part, type) and issubclass(part, msgspec.Struct)), None)
 
 
 def _item_section(kind: Any) -> type[msgspec.Struct] | None:
-    """The section that each item of a list of sections is; None for other types."""
+    """The section of the items of a list of sections. Returns None for other types."""
     item = get_args(kind)[0] if get_origin(kind) is list else None
     return item if isinstance(item, type) and issubclass(item, msgspec.Struct) else None
 
@@ -266,7 +266,7 @@ def _nearest_choice(kind: Any, value: object) -> str:
 
 
 def _allowed(kind: Any) -> str:
-    """A type in a user's words."""
+    """Description of a type for users."""
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))
     if section := _item_section(kind):

@@ -1,9 +1,9 @@
 """Role `aux`: sums gradients for the peers of one stage, without a model or data of its own.
 
-For a machine with a good line and no accelerator: it takes part in averaging rounds as an owner of parts that sends
-none, with a share as large as its line. The conductor learns of it by its reports and names it in the orders to
-average; a round can do without it, so nothing is lost when it goes. Obeys only the conductor that it follows. It does
-not help a stage that the same process serves: members sum as much as their line carries already.
+For a machine with a fast link and no accelerator. In averaging rounds it owns parts of the vector without contributing
+gradients, with a share in proportion to its link. The conductor learns of it from its reports and names it in the
+orders to average. A round can do without it, so nothing is lost when it leaves. It obeys only the conductor that it
+follows. It does not help a stage served by the same process, whose members already sum as much as their link carries.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from peerd.training.stage.line_info import own_line
 from peerd.training.stage.session import ConductorSession, PostReport
 
 
-class AuxRole:
-    """See the module's header."""
+class AuxAggregatorRole:
+    """A helper of one stage at a time."""
 
     name: ClassVar[str] = "aux"
     needs_run: ClassVar[bool] = True
@@ -38,11 +38,11 @@ class AuxRole:
         self._rounds = HelperRounds(ctx, ctx.worker("coding"))
         self._busy_s = 0.0
         self._tally = self._services.tally("aux", ctx.data_dir / "contributed.json", ctx.worker("files"))
-        self._session: ConductorSession | None = None  # of the stage that is helped now
+        self._session: ConductorSession | None = None  # of the stage that it helps
         self._waits_for: str | None = "the conductor"
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Help one stage, and another one when this process begins to serve that."""
+        """Help one stage; switch to another one if this process starts to serve it."""
         await self._services.compare_settings()
         task_status.started()
         async with trio.open_nursery() as nursery:
@@ -52,11 +52,11 @@ class AuxRole:
                 if stage is not None:
                     await self._help(stage)
                 else:
-                    self._waits_for = "a stage to help: this process serves them all, and sums there already"
+                    self._waits_for = "a stage to help: this process already serves and sums for all stages"
                     await self._services.calls.changed()
 
     def _stage_to_help(self) -> int | None:
-        """The first configured stage that this process does not serve itself, else the first of all."""
+        """The first configured stage that this process does not serve itself, or else the first such stage of all."""
         served, stages = self._services.calls.stages, range(self._run.pipeline.stages)
         return next((stage for stage in (*self._run.limits.stages, *stages) if stage not in served), None)
 
@@ -70,15 +70,15 @@ class AuxRole:
                     nursery.start_soon(self._services.assembling().run, stage)
                     await session.run()
         finally:
-            self._session = None  # nobody says goodbye for a post that is the stage's own now
+            self._session = None  # no goodbye: the stage's own session has taken over the post
 
     async def leave(self) -> None:
-        """Say goodbye: the next round is made without us."""
+        """Say goodbye to the conductor, so that the next round is made without this peer."""
         if self._session is not None:
             await self._session.say_goodbye()
 
     def status(self) -> dict[str, object]:
-        """Plain data, as `peerd.role.Role.status`."""
+        """Plain data, see `peerd.role.Role.status`."""
         conductor = self._following.conductor
         return {
             "stage": self._session.stage if self._session is not None else -1,
@@ -95,20 +95,20 @@ class AuxRole:
         return waits or self._waits_for or self._why_left_out()
 
     def _why_left_out(self) -> str | None:
-        return None if self._ctx.host.takes_inbound else "this peer cannot be dialed: it is left out of rounds"
+        return None if self._ctx.host.takes_inbound else "this peer cannot be dialed, so it is left out of rounds"
 
-    # --- towards the conductor --------------------------------------------------------------------------------
+    # --- the conductor's side ---------------------------------------------------------------------------------
 
     def report(self, whole: bool) -> PostReport:
-        """See `training.stage.session.Reporting`."""
+        """The current report to the conductor: this helper's link rates."""
         return PostReport(line=own_line(self._services.carries(), "aux"), helps=True)
 
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
-        """See `training.stage.session.Reporting`."""
+        """Process the conductor's answer to a report."""
         self._waits_for = answer.waits_for or (None if self._averaging.outcomes.rounds else "the first round")
 
     async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
-        """Sum our share of one round, of both sums if it has two; we hold no gradient and keep no mean."""
+        """Sum this peer's share of one round, of both sums if it has two. It has no gradient and keeps no mean."""
         began = self._ctx.clock.now()
         prepared = await self._rounds.sum(call)
         if prepared.ok:

@@ -1,10 +1,11 @@
-"""Role `backbone`: a dialable peer that stays: entry to the DHT for all others; with a run file, the run's memory.
+"""Role `backbone`: a permanent, dialable peer that is an entry to the DHT and, with a run file, keeps the run's
+records.
 
-The DHT and the host do the work of the first part. With a run file it also welcomes newcomers, writes the run's
-learning curve, and keeps checkpoints of all stages, which it announces and gives to stage peers that have lost theirs.
-In a run with experts it holds checkpoints of these for the peers that will adopt them, which needs no torch. It joins
-no stage, so that of several backbones any may die. Without a run file, or one that only names the run, and without
-checkpoints from before, no torch is loaded.
+The DHT and the host provide the entry. With a run file it also welcomes newcomers, writes the run's learning curve, and
+keeps checkpoints of all stages, which it announces and sends to stage peers that have lost theirs. In a run with
+experts it keeps their checkpoints for the hosts that will adopt them, which needs no torch. It joins no stage, so any
+one of several backbones may fail. Without a run file, or with one that only names the run, and without earlier
+checkpoints, it does not load torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import trio
 
 from peerd.core.errors import ConfigError, RemoteError, missing_package
 from peerd.core.messages.progress import pause_s
-from peerd.core.messages.run_link import RunFileTold, best_link, shared_file
+from peerd.core.messages.run_link import RunFileAnswer, best_link, shared_file
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
@@ -28,45 +29,45 @@ from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.training.checkpoints.kept_list import KeptList
-from peerd.training.learning_curve import Curves
-from peerd.training.run_monitor import RunSight, Watching
+from peerd.training.learning_curve import LearningCurves
+from peerd.training.run_monitor import RunMonitor, RunObservation
 
 if TYPE_CHECKING:
-    from peerd.training.checkpoints.keeper import Keeping
+    from peerd.training.checkpoints.keeper import CheckpointKeeper
 
 T = TypeVar("T")
-_LOOK_RARELY_S = 10.0  # while it is far
-_TABLE_PERIOD_S = 300.0  # between two Parquet tables
-_ANNOUNCE_S = 20.0  # between two announcements of kept checkpoints
-_HINDERED_S = 30.0  # before keeping is tried again after an error
+_LOOK_RARELY_S = 10.0  # between two looks while the step's end is far
+_TABLE_PERIOD_S = 300.0  # interval of the Parquet tables
+_ANNOUNCE_S = 20.0  # interval of announcing kept checkpoints
+_HINDERED_S = 30.0  # pause before keeping is retried after an error
 
 
 class _FileThreads:
-    """A worker for files and hashes: not the daemon's, whose thread would load torch."""
+    """A worker for files and hashes. The daemon's own worker would load torch in its thread."""
 
     async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
         return await trio.to_thread.run_sync(job)
 
 
 class BackboneRole:
-    """Serves nothing of its own: being reachable is the service."""
+    """The permanent peer of a run, through which others join."""
 
     name: ClassVar[str] = "backbone"
     needs_run: ClassVar[bool] = False
     files: ClassVar[Worker] = _FileThreads()
-    look_s: ClassVar[float] = 2.0  # between two looks into the directory, while a step is short or its end is near
+    look_s: ClassVar[float] = 2.0  # interval of reading the directory, while a step is short or near its end
 
     def __init__(self, ctx: RoleContext) -> None:
         self._ctx = ctx
-        self._curves: Curves | None = None
-        self._keeping: Keeping | None = None
+        self._curves: LearningCurves | None = None
+        self._keeping: CheckpointKeeper | None = None
         self._vault: Vault | None = None
-        self._no_vault: str | None = None  # why it does not hold experts
-        self._sight: RunSight | None = None
+        self._no_vault: str | None = None  # why it keeps no experts' checkpoints
+        self._sight: RunObservation | None = None
         self._looked = Signal()
-        self._listed: list[Position] = []  # positions by `kept.json`, until the files were opened
+        self._listed: list[Position] = []  # positions from `kept.json`, until the files are opened
         self._not_kept: str | None = None
-        self._line = ""  # with which others join
+        self._line = ""  # the command with which others join
         self._file = self._signature = b""
         self._no_table = False
         self._at_table = trio.Lock()
@@ -76,8 +77,8 @@ class BackboneRole:
         if run is None or services is None:
             task_status.started()
             await trio.sleep_forever()
-        self._curves = curves = Curves(self._ctx.data_dir / "curves", run.run)
-        await trio.to_thread.run_sync(curves.open)  # not the worker: its thread would load torch
+        self._curves = curves = LearningCurves(self._ctx.data_dir / "curves", run.run)
+        await trio.to_thread.run_sync(curves.open)  # not on the worker, whose thread would load torch
         offer = RunOffer(self._ctx.rpc, run.run, self._told)
         self._file = shared_file(run)
         self._signature = await trio.to_thread.run_sync(self._sign, run)
@@ -85,14 +86,14 @@ class BackboneRole:
         self._invite(run)
         self._listed = await trio.to_thread.run_sync(KeptList(self._ctx.data_dir, run.run).read)
         try:
-            await self._announce(services)  # before torch is here: else a swarm that begins might begin at the start
+            await self._announce(services)  # before torch loads: otherwise a new swarm might start from step 0
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._show_proofs, services)
-                nursery.start_soon(self._watch, Watching(self._ctx, services), curves)
+                nursery.start_soon(self._watch, RunMonitor(self._ctx, services), curves)
                 nursery.start_soon(self._renew_table)
                 nursery.start_soon(self._keep, services)
                 nursery.start_soon(self._announce_now_and_then, services)
-                if run.experts is not None and "expert" not in self._ctx.beside:  # its vault serves for both
+                if run.experts is not None and "expert" not in self._ctx.beside:  # its vault serves both roles
                     nursery.start_soon(self._hold_experts, run)
                 task_status.started()
         finally:
@@ -105,20 +106,20 @@ class BackboneRole:
 
     def status(self) -> dict[str, object]:
         peers = len(self._ctx.host.connected())
-        told: dict[str, object] = {"connected": peers}
+        found: dict[str, object] = {"connected": peers}
         if self._curves is not None:
-            told |= {"curve": str(self._curves.lines), "curve_step": self._curves.step}
-            told["kept_steps"] = [p.step for p in self._keeping.kept] if self._keeping else []
-            told["not_kept"] = self._not_kept
+            found |= {"curve": str(self._curves.lines), "curve_step": self._curves.step}
+            found["kept_steps"] = [p.step for p in self._keeping.kept] if self._keeping else []
+            found["not_kept"] = self._not_kept
         if self._vault is not None or self._no_vault is not None:
-            told["kept_experts"] = len(self._vault.held) if self._vault is not None else 0
-            told["no_experts_kept"] = self._no_vault or (self._vault.problem if self._vault is not None else None)
-        return told | {"waits_for": None if peers else "peers: nobody has connected yet"}
+            found["kept_experts"] = len(self._vault.held) if self._vault is not None else 0
+            found["no_experts_kept"] = self._no_vault or (self._vault.problem if self._vault is not None else None)
+        return found | {"waits_for": None if peers else "peers: nobody has connected yet"}
 
     # --- welcomes and the curve -------------------------------------------------------------------------------
 
     def _invite(self, run: RunFile) -> None:
-        """Say the line with which others join; again when it has become another."""
+        """Log the command with which others join, at first and each time that it changes."""
         link = best_link(self._ctx.host.addrs(), self._ctx.host.id, run.run)
         line = f"peerd join {link.text}" if link is not None else ""
         if run.access.allow == "tokens":
@@ -127,18 +128,18 @@ class BackboneRole:
             self._line = line
             self._ctx.log.event("run.joinable", run=run.run, line=line)
 
-    def _told(self) -> RunFileTold:
-        return RunFileTold(self._file, self._signature)
+    def _told(self) -> RunFileAnswer:
+        return RunFileAnswer(self._file, self._signature)
 
     def _sign(self, run: RunFile) -> bytes:
-        """The organizer's signature; empty without one, which the log says."""
+        """The organizer's signature of the run file; empty, with a warning in the log, if it cannot be made."""
         try:
             return own_signature(run, self._file, self._ctx.host, self._ctx.data_dir.parent / SIGNATURE_FILE)
         except ConfigError as error:
             self._ctx.log.event("run.unsigned", level="warning", reason=str(error))
             return b""
 
-    async def _watch(self, watching: Watching, curves: Curves) -> None:
+    async def _watch(self, watching: RunMonitor, curves: LearningCurves) -> None:
         while True:
             sight = self._sight = await watching.look()
             for new in sight.newcomers:
@@ -165,18 +166,18 @@ class BackboneRole:
             async with self._at_table:
                 await trio.to_thread.run_sync(self._curves.write_table)
         except (ConfigError, OSError) as error:
-            self._no_table = isinstance(error, ConfigError)  # said once
+            self._no_table = isinstance(error, ConfigError)  # a missing package is logged once
             self._ctx.log.event("curve.table_skipped", level="warning", reason=str(error))
 
     async def _show_proofs(self, services: RunServices) -> None:
-        """Give others the commit proofs of what is kept."""
+        """Serve the commit proofs of the kept checkpoints."""
         with services.proofs.serving():
             await trio.sleep_forever()
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     async def _keep(self, services: RunServices) -> None:
-        """Keep sets of checkpoints that are due. An error here never stops the rest: others join through this peer."""
+        """Keep sets of checkpoints that are due. Errors never stop the role, because others join through this peer."""
         if self._listed:
             await self._open_what_is_there(services)
         while True:
@@ -191,7 +192,7 @@ class BackboneRole:
                     continue
                 position = await self._keeping.keep(sight.point.step, sight.stages)
             except ConfigError as error:
-                self._say_not_kept(str(error))
+                self._log_not_kept(str(error))
                 await trio.sleep(_HINDERED_S)
                 continue
             if position is not None:
@@ -200,18 +201,18 @@ class BackboneRole:
                 await self._announce(services)
 
     async def _open_what_is_there(self, services: RunServices) -> None:
-        """Give the checkpoints kept from before, also when no stage peer is there yet to compare settings with."""
+        """Serve the checkpoints kept earlier, even if no stage peer is online yet to compare settings with."""
         try:
             self._keeping = await self._begin(services)
         except ConfigError as error:
             self._listed = []
-            self._say_not_kept(str(error))
+            self._log_not_kept(str(error))
 
     async def _announce_now_and_then(self, services: RunServices) -> None:
         while True:
             with trio.move_on_after(_ANNOUNCE_S):
                 await self._ctx.host.whereabouts.readdressed()
-                await trio.sleep(1.0)  # addresses often change by several at once
+                await trio.sleep(1.0)  # several addresses often change at once
             self._invite(services.run)
             await self._announce(services)
             if self._keeping is not None:
@@ -225,7 +226,7 @@ class BackboneRole:
             self._ctx.log.event("dht.announce_failed", level="warning", reason=str(error))
 
     async def _hold_experts(self, run: RunFile) -> None:
-        """Hold checkpoints of experts. A folder that cannot be used is said, and tried again."""
+        """Keep checkpoints of experts. If the folder cannot be used, logs it once and retries."""
         while True:
             vault = Vault(run, self._ctx, VaultDisk(self._ctx.data_dir / "experts" / run.run), self.files)
             try:
@@ -240,23 +241,23 @@ class BackboneRole:
             await vault.run()
 
     async def _agrees(self, services: RunServices) -> bool:
-        """True when the run's published settings are ours, False when there are none; ConfigError when they differ."""
+        """True if the run's published settings equal this peer's, False if there are none; ConfigError if not equal."""
         try:
             return await services.agrees()
         except RemoteError:
             return False
 
-    async def _begin(self, services: RunServices) -> Keeping:
-        """Open the keeper. It needs torch, which is loaded only now, in a thread, since that takes seconds."""
+    async def _begin(self, services: RunServices) -> CheckpointKeeper:
+        """Open the keeper. It loads torch, in a thread since that takes seconds."""
         try:
             module = await trio.to_thread.run_sync(importlib.import_module, "peerd.training.checkpoints.keeper")
         except ModuleNotFoundError as error:
             raise ConfigError(f"to keep checkpoints a backbone needs {missing_package(error)}") from error
-        keeping: Keeping = module.Keeping(self._ctx, services)
+        keeping: CheckpointKeeper = module.CheckpointKeeper(self._ctx, services)
         await keeping.open()
         return keeping
 
-    def _say_not_kept(self, reason: str) -> None:
+    def _log_not_kept(self, reason: str) -> None:
         if reason != self._not_kept:
             self._not_kept = reason
             self._ctx.log.event("checkpoint.none_kept", level="warning", reason=reason)

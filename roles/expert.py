@@ -1,6 +1,8 @@
-"""Role `expert`: hosts experts of a run's layers, as many as its memory holds, and keeps checkpoints of others'.
+"""Role `expert`: hosts experts of a run's layers, as many as fit into memory, and keeps checkpoints of other hosts'
+experts.
 
-What it hosts it chooses by itself (`training/expert/host`); what it learnt outlives it (`training/expert/keeping`).
+`training/expert/host` chooses the experts to host. `training/expert/vault_keeper` keeps the checkpoints, so that
+experts survive their host.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from peerd.core.run.runfile import RunFile, unused_precision
 from peerd.role import RoleContext
 from peerd.service.swarm.contributions import PERIOD_S
 from peerd.training.expert.host import ExpertHost
-from peerd.training.expert.keeping import VaultKeeper
+from peerd.training.expert.vault_keeper import VaultKeeper
 
-_COUNTED_S: Final = PERIOD_S / 4  # between two looks at the updates made
+_COUNTED_S: Final = PERIOD_S / 4  # interval for counting the updates made
 
 
 class ExpertRole:
-    """See the module's header."""
+    """One host of experts in a run."""
 
     name: ClassVar[str] = "expert"
     needs_run: ClassVar[bool] = True
@@ -45,11 +47,11 @@ class ExpertRole:
         self.host.keepers.append(self.keeper)
         self.directory.contested.source = self.keeper.vault.directory
         self._tally = self._services.tally("expert", ctx.data_dir / "updates.json", ctx.worker("files"))
-        self._counted = 0  # of the updates that our experts made
+        self._counted = 0  # updates that are in the tally already
 
     @classmethod
     def check_run(cls, run: RunFile) -> None:
-        """As `peerd.role.Checking`: the block, on one sample."""
+        """Check the run file before joining (`peerd.role.ChecksRun`): tries the block on one sample."""
         need_experts(run)
         try_block(run)
 
@@ -64,7 +66,7 @@ class ExpertRole:
             await self.host.run(task_status=task_status)
 
     async def leave(self) -> None:
-        """Withdraw what is announced, and save what has no checkpoint yet."""
+        """Withdraw what is announced, and save experts that have no checkpoint yet."""
         await self.host.leave()
         self._add_up()
 
@@ -74,19 +76,19 @@ class ExpertRole:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Count the updates made since the last time for the leader-board."""
+        """Add the updates since the last call to the leader-board's tally."""
         made = self.host.server.stats.updates
         self._tally.add(samples=made - self._counted)
         self._counted = made
 
     def status(self) -> dict[str, object]:
-        told = self.host.status() | self.keeper.status()
+        found = self.host.status() | self.keeper.status()
         room = self.host.capacity > 0 and not self.host.experts
-        why = "an expert: all of the run's are served, and their hosts share them from time to time"
-        return told | {"waits_for": why if room else None}
+        why = "an expert: all of the run's experts are hosted, and their hosts hand over some from time to time"
+        return found | {"waits_for": why if room else None}
 
 
 def need_experts(run: RunFile) -> None:
-    """ConfigError when the run has no experts to host."""
+    """Raises ConfigError if the run has no experts to host."""
     if run.experts is None:
         raise ConfigError(f"run {run.run!r} has no experts to host; role expert needs `experts:` in the run file")

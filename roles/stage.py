@@ -11,14 +11,14 @@ from peerd.training.stage.member import StageMember
 
 
 class StageRole(StageMember):
-    """A member of a stage, which it chooses by need or by the run file; see `StageMember`."""
+    """A member of a stage, chosen by need or set in the run file; see `StageMember`."""
 
     name: ClassVar[str] = "stage"
     needs_run: ClassVar[bool] = True
 
     @classmethod
     def check_run(cls, run: RunFile) -> None:
-        """As `peerd.role.Checking`: the layers of all stages."""
+        """Check the run file before joining (`peerd.role.ChecksRun`): tries the layers of all stages."""
         if run.experts is not None:
             raise ConfigError("a run with experts has no stages to serve; allowed: --role trainer, expert, backbone")
         try_layers(run)

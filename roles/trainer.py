@@ -1,11 +1,11 @@
-"""Role `trainer`: feeds shuffled text to the stages, keeps each microbatch until it counts, reports progress.
+"""Role `trainer`: sends shuffled text to the stages, keeps each microbatch until it counts, reports progress.
 
-With a model in several stages it computes nothing itself: samples come from a worker, activations pass through as
-frames. With a model of one stage it holds a replica of its own and sends its microbatches nowhere else: data parallel
-training, in which each peer goes at its own pace and all average once the swarm has the batch together. The conductor
-decides which microbatches a step counts; `Contribution` keeps the books. Evaluates on held-out text when the conductor
-asks for it. With experts, that replica is the trunk between them, and each microbatch a task that waits for the experts
-of other peers (`training/moe`). Ends when the run has made all its steps.
+With a model in several stages it computes nothing itself: samples come from a worker, and activations pass through it
+as frames. With a model of one stage it trains a replica of its own and sends its microbatches nowhere else: data
+parallel training, in which each peer works at its own pace and all peers average once the swarm has completed the
+batch. The conductor decides which microbatches a step counts; `TrainerLedger` records them. It evaluates on held-out
+text when the conductor requests it. With experts, the replica is the trunk, and each microbatch is a task that waits
+for the experts of other peers (`training/moe`). Ends when the run has made all its steps.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.service.pipeline.direct import DirectPipeline
-from peerd.service.pipeline.load import Load
-from peerd.service.pipeline.relaying import Relaying
+from peerd.service.pipeline.microbatch import Microbatch
+from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.training.contributor import Contributor
 from peerd.training.moe.asynchronous_flights import AsynchronousFlights, FlightPlan, flights_of
 from peerd.training.moe.expert_flights import ExpertFlights
@@ -40,18 +40,18 @@ from peerd.training.replica.final_state import FinalState
 from peerd.training.stage.member import StageMember
 from peerd.training.trainer_data import TrainerData
 
-_COMPARED_AGAIN_S = (1.0, 1.0, 2.0, 4.0, 8.0)  # pauses before each look at the text of those that start with us
-_AHEAD = 4  # microbatches of samples that lie ready, at least: as many as the next report may wish for
-_REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with those that would wait here
-_POSITION_S = 2.0  # for a disk to take the data position, after everything else of a trainer that leaves,
+_COMPARED_AGAIN_S = (1.0, 1.0, 2.0, 4.0, 8.0)  # pauses between comparisons with the texts of simultaneous starters
+_AHEAD = 4  # minimum of microbatches kept ready: as many as the next report may request
+_REPLICA_IN_FLIGHT = 2  # one being computed and the next; any more would wait here while other peers are free
+_POSITION_S = 2.0  # for saving the data position, after everything else of a leaving trainer,
 _LAST_POSITION_S = 30.0  # and at the end of the run
-_LAST_EVALUATION_S = 60.0  # of a run with experts: by then their hosts may have gone
-_TELL_S = 0.15  # of a delayed replica's work may go into one report: each report costs the conductor and all members
-_DELAYED_IN_FLIGHT = 32  # at most, where news travel beside the gradients and take their time
+_LAST_EVALUATION_S = 60.0  # for a run with experts, whose hosts may have left by then
+_TELL_S = 0.15  # of a delayed replica's work in one report, as each report costs the conductor and all members
+_DELAYED_IN_FLIGHT = 32  # maximum, where reports are slow because they are sent beside the gradients
 
 
 class TrainerRole:
-    """See the module's header."""
+    """One trainer of a run."""
 
     name: ClassVar[str] = "trainer"
     needs_run: ClassVar[bool] = True
@@ -62,10 +62,10 @@ class TrainerRole:
         self._run: RunFile = ctx.run
         assert ctx.services is not None
         self._services = ctx.services
-        self._contributor: Contributor[Load] = Contributor(ctx, self._services, self)
+        self._contributor: Contributor[Microbatch] = Contributor(ctx, self._services, self)
         self._books = self._contributor.books
         self._is_replica = ctx.run.pipeline.stages == 1
-        # Where role `stage` is in this process, the replica is its post.
+        # If role `stage` runs in this process, its post is the replica.
         self.replica = StageMember(ctx) if self._is_replica and "stage" not in ctx.beside else None
         keeps = self.replica is not None and ctx.run.experts is None
         self._final = FinalState(ctx, self._services, self.replica) if keeps and self.replica is not None else None
@@ -75,23 +75,23 @@ class TrainerRole:
             self._flights = flights_of(ctx, self.replica, calls, calls.status)
         self._pipeline = self._flights or self._services.pipeline(self._books.grant_of, self._books.evaluation_grant)
         self._data = TrainerData(ctx)
-        self._wanted = trio.Event()  # set when the books have too few samples waiting
+        self._wanted = trio.Event()  # set when the ledger has too few samples waiting
         self._evaluated_step = -1
         self._evaluating: set[trio.CancelScope] = set()
         self._valid_loss = math.nan
-        self._losses: dict[int, list[float]] = {}  # of finished microbatches, by step, per sample
+        self._losses: dict[int, list[float]] = {}  # mean loss per sample of finished microbatches, by step
         self._step_loss = math.nan
-        self._held_out: list[Load] = []
+        self._held_out: list[Microbatch] = []
         self._evaluations: deque[tuple[int, float]] = deque(maxlen=500)
         self._tally = self._services.tally("trainer", ctx.data_dir / "brought.json", ctx.worker("files"))
         self._rate = WorkRate(ctx.clock.now())
         most = ctx.run.limits.microbatches_in_flight or MICROBATCHES
         self._flow = InFlight(min(most, ctx.run.batch.target_samples // ctx.run.pipeline.microbatch))
-        self._counted = 0  # microbatches, at the last step
+        self._counted = 0  # counted microbatches at the last step
 
     @classmethod
     def check_run(cls, run: RunFile) -> None:
-        """As `peerd.role.Checking`: the text, and the layers: its own replica's, or others' if they are here."""
+        """Check the run file before joining (`peerd.role.ChecksRun`): the text, and the layers if they are here."""
         check_text(run)
         if run.experts is not None:
             check_trunk(run)
@@ -100,7 +100,7 @@ class TrainerRole:
         else:
             try_layers_if_here(run)
 
-    # --- life -------------------------------------------------------------------------------------------------
+    # --- lifecycle --------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         with closing(self._data):
@@ -128,11 +128,11 @@ class TrainerRole:
             nursery.start_soon(self._contributor.publish_now_and_then)
             nursery.start_soon(self._tally.run)
             nursery.start_soon(self._compare_again if read_through else self._compare_late)
-            if self.replica is None:  # else it compares
+            if self.replica is None:  # otherwise the replica compares
                 nursery.start_soon(self._services.keep_comparing)
             task_status.started()
             await self._contributor.follow()
-            evaluates = self.replica is None or self.replica.step == self._books.step  # else its own stage is not ready
+            evaluates = self.replica is None or self.replica.step == self._books.step  # else its stage is not ready
             if self._final is not None:
                 await self._final.fetched(self._books.step)
             await self._finish(evaluates=evaluates)
@@ -143,28 +143,30 @@ class TrainerRole:
             nursery.cancel_scope.cancel()
 
     async def _compare_again(self) -> None:
-        """Look at what others that started in the same moment have published, which was not there before."""
+        """Compare with the texts that peers which started at the same time have published since."""
         for pause_s in _COMPARED_AGAIN_S:
             await trio.sleep(pause_s)
             await self._services.refuse_texts_of_few()
 
     async def _compare_late(self) -> None:
-        """Compare a large text once it has been read through; ConfigError says how much was trained on till then."""
+        """Compare a large text once it has been read; ConfigError reports how much of it was used in training until
+        then.
+        """
         try:
-            told = await self._services.compare_late(await self._data.digests())
+            differences = await self._services.compare_late(await self._data.digests())
             if self._services.has_tokens:
                 await self._compare_again()
         except ConfigError as error:
             counted = self._books.tally.counted
             raise ConfigError(
-                f"{error}. The text was read through beside training: by step {self._books.step} {counted} "
+                f"{error}. The text was checked during training: by step {self._books.step}, {counted} "
                 "microbatches of it had been counted"
             ) from error
-        if told:
-            self._ctx.log.event("data.differs", level="warning", reason="; ".join(told))
+        if differences:
+            self._ctx.log.event("data.differs", level="warning", reason="; ".join(differences))
 
     async def leave(self) -> None:
-        """Begin no microbatch any more, let those under way end, say goodbye."""
+        """Start no more microbatches, let those in progress end, and say goodbye."""
         await self._contributor.hand_in()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._data.save_position)
@@ -175,7 +177,7 @@ class TrainerRole:
 
     @property
     def unsaved(self) -> str | None:
-        """As `StageMember.unsaved`."""
+        """A sentence on the replica's state that would be lost if this process ended now; None if nothing would."""
         return self.replica.unsaved if self.replica is not None else None
 
     def status(self) -> dict[str, object]:
@@ -213,8 +215,8 @@ class TrainerRole:
 
     def _waits_for(self) -> str | None:
         reason = "the first samples" if self._contributor.answer is None else None
-        told = dict.fromkeys([self._contributor.waits_for, self._pipeline.waits_for])
-        waits = "; ".join(text for text in told if text)  # what is begun and not done may fail for the other's reason
+        reasons = dict.fromkeys([self._contributor.waits_for, self._pipeline.waits_for])
+        waits = "; ".join(text for text in reasons if text)  # one's failure may be due to the other's reason
         ours, final = self._data, self._final.waits_for if self._final is not None else None
         return final or ours.preparing or self._services.view.waits_for() or waits or ours.problem or reason
 
@@ -225,37 +227,39 @@ class TrainerRole:
         while True:
             while len(self._books.waiting) < max(_AHEAD, self._contributor.in_flight()):
                 load = await self._data.take()
-                short = not self._books.waiting  # the last report wished for less than it might have
+                short = not self._books.waiting  # the last report requested less than it could have
                 self._books.waiting.append(load)
                 if short and len(self._books.open()) < self._contributor.in_flight():
                     self._contributor.tell()
             self._wanted = trio.Event()
             await self._wanted.wait()
 
-    # --- the work ---------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------------------
 
     def in_flight(self) -> int:
-        """The number of microbatches to have open: enough that no stage peer is idle while others answer."""
+        """Number of microbatches to keep open: enough that no stage peer is idle while others answer."""
         wanted, peers = self._run.limits.microbatches_in_flight, self._pipeline.peers()
         if not self._is_replica:
             return wanted or self._flow.wanted(2 + 2 * max(1, peers))
         if not peers:
-            return 0  # it still takes the state over: a microbatch with a place in the batch would hold the step up
+            return 0  # it still loads the state: a microbatch admitted to the batch would delay the step
         if self._flights is not None:
             return self._flights.places_wanted()
         return wanted or max(_REPLICA_IN_FLIGHT, self._done_unheard())
 
     def _goes_on(self) -> bool:
-        """True while microbatches may begin."""
+        """True while new microbatches may start."""
         return not self._contributor.leaving and not self._contributor.complete
 
     @property
-    def _relaying(self) -> Relaying | None:
-        """The relay for stage peers that cannot connect to each other; None: they do not hand over."""
+    def _relaying(self) -> TrainerRelay | None:
+        """The relay for stage peers that cannot connect to each other, or None if stages do not call each other
+        directly.
+        """
         return self._pipeline.relaying if isinstance(self._pipeline, DirectPipeline) else None
 
     def _in_flight_why(self) -> str:
-        """The reason that no more microbatches are under way; empty for a replica without experts."""
+        """The reason that no more microbatches are in flight; empty for a replica without experts."""
         if self._flights is not None:
             return self._flights.in_flight_why
         if self._is_replica:
@@ -263,15 +267,16 @@ class TrainerRole:
         return LIMITED if self._run.limits.microbatches_in_flight else self._flow.why
 
     def told_together(self) -> int:
-        """One; of a delayed replica, the number of microbatches that it does in _TELL_S (see `_done_unheard`)."""
+        """Number of microbatches per report: 1, or for a delayed replica those that it computes in _TELL_S."""
         if not self._is_replica or not self._run.optimizer.delayed or self._run.limits.microbatches_in_flight:
             return 1
         return max(1, min(int(_TELL_S / self._microbatch_s), self._most_unheard // 2))
 
     def _done_unheard(self) -> int:
-        """The number of microbatches that a delayed replica computes while it waits for the answer that admits more.
+        """Number of microbatches that a delayed replica computes while it waits for the answer that admits more.
 
-        Gradients fill the line meanwhile, so answers take long. News that just miss a report wait for two answers.
+        Gradients fill the link meanwhile, so answers take long. A microbatch that just misses a report waits for two
+        answers.
         """
         if not self._run.optimizer.delayed:
             return 0
@@ -280,20 +285,20 @@ class TrainerRole:
 
     @property
     def _microbatch_s(self) -> float:
-        """Seconds that a microbatch takes this peer's replica."""
+        """Seconds in which this peer's replica computes a microbatch."""
         return self._run.pipeline.microbatch / max(self._services.calls.samples_per_s(0), 1e-3)
 
     @property
     def _most_unheard(self) -> int:
         return min(_DELAYED_IN_FLIGHT, self._run.batch.target_samples // self._run.pipeline.microbatch // 2)
 
-    def refill(self, waiting: list[Load]) -> None:
-        """Wake `_feed`, which adds loads to `waiting`; or wish for places for gradients that are there."""
+    def refill(self, waiting: list[Microbatch]) -> None:
+        """Wake `_feed`, which appends samples to `waiting`, or offer ready gradients for a place in the batch."""
         if self._flights is not None:
             self._flights.offer(waiting, len(self._books.open()))
         self._wanted.set()
 
-    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
+    async def train(self, step: int, seq: int, load: Microbatch) -> list[Holding]:
         """Send the microbatch through all stages and back; returns the holder of its gradient in each stage."""
         started = self._ctx.clock.now()
         holdings = await self._pipeline.train(step, seq, load)
@@ -304,12 +309,12 @@ class TrainerRole:
         self._rate.worked(now)
         return holdings
 
-    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
-        """Do one stage's backward again, from the kept input and gradient; returns its holder now."""
+    async def repeat(self, step: int, seq: int, stage: int, load: Microbatch) -> Holding:
+        """Repeat one stage's backward from the kept input and gradient; returns the new holder."""
         return await self._pipeline.repeat(step, seq, stage, load)
 
-    def dropped(self, step: int, load: Load, error: MicrobatchNotFinite) -> None:
-        """Warn, with stage and documents, of a microbatch that is dropped for good."""
+    def dropped(self, step: int, load: Microbatch, error: MicrobatchNotFinite) -> None:
+        """Log a warning, with stage and documents, about a microbatch that is dropped for good."""
         self._ctx.log.event(
             "microbatch.dropped",
             level="warning",
@@ -321,13 +326,13 @@ class TrainerRole:
         )
 
     def note_members(self, members: list[MemberInfo]) -> None:
-        """Take the stage peers to send microbatches to; with a replica of our own, that one alone."""
+        """Set the stage peers that receive microbatches; with a replica of its own, only this peer."""
         if self._is_replica:
             members = [m for m in members if m.peer == self._ctx.host.id.text]
         self._pipeline.update(members)
 
     def stepped(self, before: int) -> None:
-        """Close the step's loss and rate, and count what we brought."""
+        """End the step's loss and rate, and count this trainer's contribution."""
         losses = [loss for step, found in sorted(self._losses.items()) if step < self._books.step for loss in found]
         self._losses = {step: found for step, found in self._losses.items() if step == self._books.step}
         if losses:
@@ -346,7 +351,9 @@ class TrainerRole:
     # --- evaluation and progress ------------------------------------------------------------------------------
 
     def answered(self, answer: TrainerAnswer) -> None:
-        """Evaluate when the conductor asks for it. Where it asks another trainer, end when our grant is too old."""
+        """Evaluate if the conductor requests it. If it requests another trainer, cancel an evaluation whose grant is
+        too old.
+        """
         if answer.evaluate and not answer.complete:
             self._evaluate_if_due(answer.step)
         elif not answer.evaluate and answer.step > self._evaluated_step + self._run.evaluate.every_steps:
@@ -368,7 +375,7 @@ class TrainerRole:
                 self._evaluating.remove(scope)
 
     async def _evaluate(self, step: int) -> None:
-        """Evaluate: the mean loss of held-out samples, the same ones each time."""
+        """Compute the mean loss of held-out samples, the same ones each time."""
         if not self._held_out:
             self._held_out = await self._data.held_out()
         total = 0.0
@@ -384,7 +391,7 @@ class TrainerRole:
         self._ctx.log.event("trainer.evaluated", step=step, loss=round(self._valid_loss, 4))
 
     async def _finish(self, *, evaluates: bool) -> None:
-        """Make the last evaluation, if it is ours to make, publish the last progress, save the data position."""
+        """Make the last evaluation, if this trainer is to make it; publish the last progress; save the position."""
         answer = self._contributor.answer
         if evaluates and answer is not None and answer.evaluate and self._run.evaluate.every_steps:
             self._evaluated_step = answer.step
@@ -405,7 +412,7 @@ class TrainerRole:
         )
 
     def progress(self) -> TrainerProgress:
-        """Our record for the directory."""
+        """This trainer's record for the directory."""
         tally = self._books.tally
         return TrainerProgress(
             step=self._books.step,

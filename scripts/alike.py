@@ -1,7 +1,7 @@
-"""Training on samples that are all alike: every batch then has the same gradient.
+"""Training on identical samples, so that all batches have the same gradient.
 
-So plain torch can make a swarm's steps without being told what was in them, while anything that was counted twice, left
-out or slipped in shows. For the soak and the check of a GPU.
+So plain torch can reproduce a swarm's steps without knowing their batches, and the parameters differ if the swarm
+counted a sample twice, left one out or accepted a wrong one. Used by the soak test and the GPU check.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from peerd.compute.model.assemble import load_whole_model
 from peerd.compute.model.partition import whole_model
 from peerd.core.run.runfile import RunFile
 
-PERIOD: Final = bytes(range(97, 97 + 26)) + b"ABCDEF"  # as long as a sample's step: all samples are alike
+PERIOD: Final = bytes(range(97, 97 + 26)) + b"ABCDEF"  # as long as the stride between samples, so that all are equal
 CONTEXT: Final = len(PERIOD)
 
 
 def write_text(folder: Path) -> Path:
-    """The text to train on, which is made once."""
+    """Write the text to train on, unless it exists. Returns its path."""
     text = folder / "text.txt"
     if not text.exists():
         text.write_bytes(PERIOD * 500_000)
@@ -31,7 +31,7 @@ def write_text(folder: Path) -> Path:
 
 
 class Plain:
-    """The same training with SGD in one process, on one device."""
+    """The same training in plain torch with SGD, in one process on one device."""
 
     def __init__(self, run: RunFile, device: str = "cpu") -> None:
         self._model = whole_model(run).to(device)
@@ -41,7 +41,7 @@ class Plain:
         self._rows = torch.stack([tokens] * run.batch.target_samples).to(device)
 
     def at(self, step: int) -> dict[str, Tensor]:
-        """Parameters after so many steps, on the CPU; steps asked for rise."""
+        """Parameters after `step` steps, on the CPU. Successive calls must not decrease `step`."""
         torch.set_num_threads(1)
         while self._steps < step:
             logits = self._model(self._rows[:, :-1])
@@ -54,9 +54,9 @@ class Plain:
 
 
 def difference(run: RunFile, replicas: Sequence[Mapping[int, Path]], device: str = "cpu") -> tuple[float, list[int]]:
-    """The largest relative difference of any tensor of any replica from plain torch's, and at which steps.
+    """The largest relative difference of a tensor of any replica from plain torch's, and the step of each replica.
 
-    `replicas`: for each stage, the folder in which its peer left a checkpoint.
+    `replicas` has, for each replica, the folder with the checkpoint of each stage.
     """
     found = []
     for folders in replicas:

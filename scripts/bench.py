@@ -1,14 +1,14 @@
-"""Benchmarks: each measures peerd beside its baseline, in one run, so that ratios hold on any machine.
+"""Runs benchmarks. Each measures peerd and its baseline in the same run, so that ratios hold on any machine.
 
-    python scripts/bench.py                      what there is
-    python scripts/bench.py transport            a table
+    python scripts/bench.py                      list of the benchmarks
+    python scripts/bench.py transport            results as a table
     python scripts/bench.py transport --json     the table on stderr, one JSON object as the last line of stdout
-    python scripts/bench.py transport --full     longer, steadier
-    python scripts/bench.py placement --large    larger instances, where a benchmark has such
+    python scripts/bench.py transport --full     a longer run with less noise
+    python scripts/bench.py placement --large    larger instances, if the benchmark has any
 
-A benchmark is a module in scripts/benchmarks with a docstring and `measure(full: bool) -> Report`, and perhaps
-`measure_large() -> Report`; hyphens of its name are underscores there. Modules whose name begins with an underscore are
-their parts.
+A benchmark is a module in scripts/benchmarks with a docstring and `measure(full: bool) -> Report`, and optionally
+`measure_large() -> Report`. Hyphens in its name are underscores in the module's name. Modules whose names begin with an
+underscore are helpers.
 """
 
 from __future__ import annotations

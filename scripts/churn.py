@@ -1,10 +1,10 @@
-"""A pipeline of real processes of which one is killed and one joins every half minute, while moves keep it in balance.
+"""Trains a pipeline of real processes; every 30 s one is killed and one joins, and moves keep the stages balanced.
 
     python scripts/churn.py --minutes 10            3 stages of 2 or 3 peers, one of them throttled, and a trainer
     python scripts/churn.py --minutes 2 --json      the report as one JSON object on the last line
 
-Told: how the loss falls, the longest time without a step, and every move with its reason. The throttled peer has a
-quarter of the others' share of a busy machine, by its priority. A stage never loses its last peer by the script's hand.
+Reports the first and last loss, the longest time without a step, and all moves with their reasons. By its priority, the
+throttled peer gets a quarter of the others' share of a busy machine. The script never kills the last peer of a stage.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-if __package__ in (None, ""):  # run as a script: this repository is beside it, not installed
+if __package__ in (None, ""):  # run as a script, so the repository is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.peerd_process import PeerdProcess
 from scripts.waiting import eventually
 
 STAGES: Final = 3
-FIRST: Final = 7  # stage peers
+FIRST: Final = 7  # stage peers at the start
 LOOK_S: Final = 0.5
 STALL_S: Final = 10.0
 THROTTLED: Final = "17"  # niceness; the others' is 10
@@ -49,18 +49,18 @@ checkpoint: {{every_steps: 10, keep: 2}}
 
 @dataclass
 class Churn:
-    """The processes, and what is seen of them."""
+    """The processes of the test, and what was observed."""
 
     folder: Path
     rng: random.Random
-    peers: list[PeerdProcess] = field(default_factory=list)  # of stages, those that live
+    peers: list[PeerdProcess] = field(default_factory=list)  # living stage peers
     all: list[PeerdProcess] = field(default_factory=list)
     losses: list[tuple[int, float]] = field(default_factory=list)
     longest_stall_s: float = 0.0
     kills: int = 0
 
     def start_all(self) -> None:
-        """The backbone, the stage peers and the trainer; returns when the first steps are made."""
+        """Start the backbone, the stage peers and the trainer, and wait for the first three steps."""
         file = self.folder / "run.yaml"
         file.write_text(RUN.format())
         self._listen = ("--listen", "/ip4/127.0.0.1/tcp/0")
@@ -80,11 +80,11 @@ class Churn:
         return found
 
     def join(self, *options: str) -> None:
-        """One more stage peer."""
+        """Start one more stage peer."""
         self.peers.append(self._start(f"stage{len(self.all)}", "join", "--role", "stage", *self._join, *options))
 
     def step(self) -> int:
-        """The trainer's step; -1: it does not say."""
+        """The trainer's step, or -1 if its status is unknown. Records the loss of a new step."""
         role = self.trainer.role()
         step = int(role.get("step", -1))
         if step > 0 and (not self.losses or self.losses[-1][0] != step):
@@ -92,11 +92,11 @@ class Churn:
         return step
 
     def step_after(self, step: int) -> int:
-        """The trainer's step, if it is a later one; else 0."""
+        """The trainer's step if it is later than `step`, else 0."""
         return now if (now := self.step()) > step else 0
 
     def kill(self) -> str:
-        """Kill a peer of a stage that has others; returns its name, or nothing."""
+        """Kill a peer of a stage that has others. Returns its name and stage, or "" if there is none."""
         stages = {peer.name: peer.role().get("stage", -1) for peer in self.peers}
         count = Counter(stages.values())
         spare = [peer for peer in self.peers if count[stages[peer.name]] > 1]
@@ -110,7 +110,7 @@ class Churn:
         return f"{lost.name} of stage {stages[lost.name]}"
 
     def watch(self, minutes: float, every_s: float) -> None:
-        """Let it go on, with a death and an arrival every so often."""
+        """Watch the training for `minutes`; every `every_s` seconds kill a peer and start another one."""
         began = stepped_at = time.monotonic()
         step, due = self.step(), every_s
         while (passed := time.monotonic() - began) < 60 * minutes:
@@ -124,7 +124,7 @@ class Churn:
                 print(f"{passed:6.0f} s  step {step}  killed {lost}, one joins", file=sys.stderr)
 
     def moves(self) -> list[str]:
-        """All moves, and those that failed, as the peers' logs tell of them."""
+        """Messages on all completed and failed moves in the peers' event logs."""
         return [
             f"{each.name} {event['name']} from stage {event['before']} to {event['stage']}: "
             f"{event.get('why') or event.get('reason')}"

@@ -1,16 +1,15 @@
-"""A check of one GPU: codes, copies beside computing, offload, exactness of a swarm on it, and its speed and memory.
+"""Checks one GPU: quantization, copies during computation, offload, exactness of a swarm on it, speed and memory.
 
-    python scripts/gpu_check.py                     all of it on the first CUDA device, in some eight minutes at most
+    python scripts/gpu_check.py                     all checks on the first CUDA device, in at most eight minutes
     python scripts/gpu_check.py --device cpu        the same on the CPU, with a small model
     python scripts/gpu_check.py --only codes,copies
     python scripts/gpu_check.py --json              the report as one JSON object on the last line
 
-Two stages of two replicas, all processes of their own on one device, train in float64 and in float32; their parameters
-are compared with plain torch's on the same device. A stage with `limits.offload` has to compute what one without it
-computes, bit for bit in float64, and to take less of the device's memory. Speed and memory are those of two stages
-beside plain torch with the same model and batch. The exit code is 1 where something is wrong; speed and memory are
-figures, and fail nothing.
-It needs peerd installed (`pip install --no-deps -e .` beside a torch that is there) and Linux.
+Two stages of two replicas train in float64 and in float32, as separate processes on one device; their parameters are
+compared with those of plain torch on the same device. A stage with `limits.offload` must compute the same as one
+without it, bit for bit in float64, and use less of the device's memory. Speed and memory of two stages are compared
+with those of plain torch with the same model and batch, but only reported. The exit code is 1 if a check fails.
+Needs Linux, and peerd installed into an environment with torch (`pip install --no-deps -e .`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from statistics import median
 from typing import Any, Final
 from unittest.mock import patch
 
-if __package__ in (None, ""):  # run as a script: this repository is beside it, not installed
+if __package__ in (None, ""):  # run as a script, so the repository is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import itertools
@@ -57,7 +56,7 @@ from scripts.peerd_process import PeerdProcess
 from scripts.waiting import eventually
 
 PARTS: Final = ("codes", "copies", "offload", "exact", "speed")
-MOST_S: Final = 480.0  # for everything
+MOST_S: Final = 480.0  # for all checks
 STAGES: Final = 2
 REPLICAS: Final = 2
 EXACT_STEPS: Final = 10
@@ -69,11 +68,11 @@ MODELS: Final[dict[str, dict[str, int]]] = {
 }
 MICROBATCHES: Final = 8
 WARM_STEPS: Final = 3
-VOCAB: Final = 256  # text is read as bytes
+VOCAB: Final = 256  # tokens are bytes
 
 
 class OutOfTime(Exception):
-    """The time is over: the other parts are not begun."""
+    """Raised if a check does not finish in time."""
 
 
 @dataclass
@@ -86,7 +85,7 @@ class Swarm:
     peers: list[PeerdProcess] = field(default_factory=list)
 
     def start(self, run: dict[str, Any], replicas: int) -> None:
-        """A backbone, `replicas` peers of each stage, and a trainer; returns when a step is made."""
+        """Start a backbone, `replicas` peers of each stage, and a trainer, and wait for the first step."""
         backbone = self._peer("backbone", "backbone")
         if not eventually(lambda: bool(backbone.addr()), self._left_s(60)):
             raise OutOfTime(f"the backbone did not begin: see {backbone.log}")
@@ -109,7 +108,7 @@ class Swarm:
         return max(0.0, min(most_s, self.deadline - time.monotonic()))
 
     def step_ends(self) -> list[float]:
-        """Moments at which the trainer's steps ended."""
+        """Times at which the trainer's steps ended."""
         return [event["time"] for event in self.peers[-1].events() if event["name"] == "trainer.stepped"]
 
     def wait_for(self, steps: int) -> None:
@@ -117,7 +116,7 @@ class Swarm:
             raise OutOfTime(f"step {steps} was not made: see the logs in {self.folder}")
 
     def leave(self) -> None:
-        """Make all leave well: each keeps what it has."""
+        """Stop all processes with SIGINT, so that they save their state."""
         for each in reversed(self.peers):
             each.popen.send_signal(signal.SIGINT)
         for each in self.peers:
@@ -146,7 +145,7 @@ def run_file(text: Path, model: dict[str, Any], **sections: Any) -> dict[str, An
         "batch": {"target_samples": 4 * MICROBATCHES},
         "data": {"path": str(text), "holdout": 0, "shuffle_buffer": 100},
         "evaluate": {"every_steps": 0},
-        "checkpoint": {"every_steps": 1, "keep": 4},  # peers leave one after the other, some a step later
+        "checkpoint": {"every_steps": 1, "keep": 4},  # peers leave one after another, and some reach a later step
         **sections,
     }
 
@@ -155,7 +154,7 @@ def run_file(text: Path, model: dict[str, Any], **sections: Any) -> dict[str, An
 
 
 def codes(device: torch.device) -> dict[str, Any]:
-    """Every code and dtype, at even and odd lengths: bits on the device beside those of the reference on the CPU."""
+    """Compare each code and dtype, at even and odd lengths, bit for bit with the reference on the CPU."""
     wrong = []
     for dtype in ops.DTYPES:
         for length in LENGTHS:
@@ -172,7 +171,7 @@ def codes(device: torch.device) -> dict[str, Any]:
 
 
 def copies(device: torch.device) -> dict[str, Any]:
-    """Activations that are coded, and decoded, while the device computes: the bytes are those of the CPU."""
+    """Encode and decode activations while the device computes, and compare the bytes with those of the CPU."""
     wrong, work = [], torch.randn(2048 if device.type == "cuda" else 128, device=device).outer
     for number in range(20):
         values = torch.randn(1_000_003, generator=torch.Generator().manual_seed(number))
@@ -193,9 +192,9 @@ def copies(device: torch.device) -> dict[str, Any]:
 
 
 def offload(device: torch.device) -> dict[str, Any]:
-    """Both stages with `limits.offload` beside the same without it: what differs, peak memory, time of a backward."""
+    """Compare both stages with and without `limits.offload`: results, peak memory, and time of a backward pass."""
     size = MODELS[device.type if device.type in MODELS else "cuda"]
-    sgd = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "offload": True}  # a small difference stays one
+    sgd = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "offload": True}  # SGD does not amplify small differences
     wrong, figures = [], {}
     for dtype, most in EXACT.items():
         run = convert(run_file(Path(), size | {"dtype": dtype}, optimizer=sgd), RunFile)
@@ -216,19 +215,19 @@ def offload(device: torch.device) -> dict[str, Any]:
 
 @dataclass
 class StageAlone:
-    """What one stage computed, and what it took."""
+    """Results, memory and time of one stage in this process."""
 
     results: dict[str, torch.Tensor]
-    peak_bytes: int  # on a GPU; else 0
+    peak_bytes: int  # on a GPU, else 0
     foretold_bytes: int
     backward_s: float
 
 
 def one_stage(run: RunFile, stage: int, device: torch.device, limits: dict[str, Any]) -> StageAlone:
-    """Some microbatches and a step of one stage. On the CPU, too, a stage with `limits.offload` copies its layers."""
+    """Compute some microbatches and a step of one stage. With `limits.offload`, layers are copied even on the CPU."""
     cuda = device.type == "cuda"
     run = msgspec.structs.replace(run, limits=convert(limits, LimitsSection))
-    gc.collect()  # the stage before this one
+    gc.collect()  # free the previous stage
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -252,7 +251,7 @@ def one_stage(run: RunFile, stage: int, device: torch.device, limits: dict[str, 
 
 
 def relative(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, as a share of the largest value."""
+    """The largest absolute difference, divided by the largest absolute value of `one`."""
     largest = float(one.abs().max())
     return float((one - other).abs().max()) / largest if largest else float(other.abs().max())
 
@@ -261,7 +260,7 @@ def relative(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def exact(folder: Path, device: str, deadline: float) -> dict[str, Any]:
-    """Two stages of two replicas beside plain torch on the device: the largest relative difference."""
+    """Train two stages of two replicas, and report the largest relative difference from plain torch on the device."""
     found: dict[str, Any] = {}
     for dtype in EXACT:
         model = {"d_model": 64, "heads": 2, "layers": 2, "context": CONTEXT, "dtype": dtype}
@@ -280,7 +279,7 @@ def exact(folder: Path, device: str, deadline: float) -> dict[str, Any]:
 
 
 def speed(folder: Path, device: str, deadline: float) -> dict[str, Any]:
-    """Tokens a second and memory of two stages, beside plain torch with the same model and batch."""
+    """Measure tokens per second and memory of two stages, and of plain torch with the same model and batch."""
     model: dict[str, Any] = MODELS["cuda" if device.startswith("cuda") else "cpu"]
     section = {"optimizer": {"name": "adamw", "lr": 1e-4}}
     run = run_file(write_text(folder), model, **section, averaging={"code": "int8"})
@@ -303,7 +302,7 @@ def speed(folder: Path, device: str, deadline: float) -> dict[str, Any]:
         "tokens_per_s": tokens_per_s,
         "torch_tokens_per_s": plain["tokens_per_s"],
         "over_torch": tokens_per_s / plain["tokens_per_s"],
-        "bytes_per_parameter": each,  # of a stage's process, with all that it holds beside
+        "bytes_per_parameter": each,  # of a stage's whole process
         "torch_bytes_per_parameter": plain["bytes_per_parameter"],
     }
 
@@ -313,7 +312,7 @@ def step_tokens(model: dict[str, Any]) -> int:
 
 
 def plain_torch(run: RunFile, device: str) -> dict[str, float]:
-    """The same steps in one process: tokens a second, and peak bytes a parameter on a GPU (elsewhere 0)."""
+    """Measure the same steps in one process: tokens per second, and peak bytes per parameter (0 on the CPU)."""
     cuda = device.startswith("cuda")
     model = whole_model(run).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.optimizer.lr)
@@ -346,7 +345,7 @@ def memory_bytes(pid: int, device: str) -> float:
 
 
 def measure(device: str, only: list[str], folder: Path) -> dict[str, Any]:
-    """All parts, as long as there is time."""
+    """Run the checks, until the time is over."""
     deadline, on = time.monotonic() + MOST_S, torch.device(device)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "codes": lambda: codes(on),

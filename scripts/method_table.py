@@ -1,7 +1,7 @@
-"""The table of all methods in peerd/SECURITY.md, made of what the methods declare.
+"""Generates the table of all RPC methods in peerd/SECURITY.md from the methods' declarations.
 
-python -m scripts.method_table           writes it anew
-python -m scripts.method_table --check   exits with 1 where the page has another one
+python -m scripts.method_table           rewrites the table
+python -m scripts.method_table --check   exits with 1 if the page's table is out of date
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-if __package__ in (None, ""):  # run as a script: this repository is beside it, not installed
+if __package__ in (None, ""):  # run as a script, so the repository is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peerd.machine.access.members import CALLERS, OPEN
@@ -29,7 +29,7 @@ HEAD: Final = (
 
 
 def modules() -> list[str]:
-    """The modules that declare methods."""
+    """Names of the modules that declare methods."""
     files = sorted((ROOT / "peerd").rglob("*.py"))
     declare = re.compile(r"^DECLARED\b", re.MULTILINE)
     return [
@@ -40,7 +40,7 @@ def modules() -> list[str]:
 
 
 def declared() -> dict[str, Declaration]:
-    """All methods, by name."""
+    """The declarations of all methods, by name."""
     found: dict[str, Declaration] = {}
     for module in modules():
         for method, declaration in importlib.import_module(module).DECLARED.items():
@@ -84,14 +84,14 @@ def _bytes(size: int | Needs) -> str:
 
 
 def page(text: str) -> str:
-    """The page with the table as it should be."""
+    """The page `text` with an up-to-date table."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 def main(arguments: list[str]) -> int:
-    """Write the table, or check that it is there."""
+    """Write the table, or check it."""
     text = PAGE.read_text("utf-8")
     if arguments == ["--check"]:
         if page(text) == text:

@@ -1,6 +1,6 @@
-"""`peerd` as a process of its own: started with its data directory and log in one folder, and asked from outside.
+"""Starts `peerd` as a process, with its data directory and log in one folder, and reads its status.
 
-For tests, benchmarks and the soak. Ends nobody: that is for whoever starts it.
+For tests, benchmarks and the soak test. The caller must end the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from peerd.home import socket_path
 
 
 class PeerdProcess:
-    """One process, and everything it has said. `folder` is that of all processes of one run."""
+    """One `peerd` process, its output and its status."""
 
     def __init__(
         self,
@@ -28,7 +28,10 @@ class PeerdProcess:
         arguments: Sequence[str],
         start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> None:
-        """`start`: as subprocess.Popen, such as one that starts it on another host."""
+        """Start `peerd ARGUMENTS`. All processes of a run share `folder`.
+
+        `start` is called like subprocess.Popen, for example to start the process on another host.
+        """
         self.name = name
         self.data_dir, self.log = folder / name, folder / f"{name}.log"
         runtime = folder / "runtime"
@@ -47,14 +50,14 @@ class PeerdProcess:
         return self.log.read_text("utf-8", "replace")
 
     def events(self) -> list[dict[str, Any]]:
-        """Its event log, as far as it is written."""
+        """The complete lines of its event log."""
         with contextlib.suppress(FileNotFoundError):
             lines = (self.data_dir / "events.jsonl").read_text("utf-8").splitlines(keepends=True)
             return [json.loads(line) for line in lines if line.endswith("\n")]
         return []
 
     def status(self) -> dict[str, Any]:
-        """Its snapshot; {} while it does not answer."""
+        """Its status snapshot, or {} if it does not answer."""
         with contextlib.suppress(OSError, ValueError):
             return socket.fetch(str(socket_path(self.data_dir)))
         return {}
@@ -65,6 +68,6 @@ class PeerdProcess:
         return found
 
     def addr(self) -> str:
-        """The first address where it listens; "" while there is none."""
+        """The first address at which it listens, or "" if there is none yet."""
         addrs: list[str] = self.status().get("peer", {}).get("addrs") or [""]
         return addrs[0]

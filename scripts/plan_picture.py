@@ -1,4 +1,4 @@
-"""A network before and after `peerd plan`: one random placement and the one found, side by side, in colours.
+"""Draws a network before and after `peerd plan`: a random and the planned placement side by side, in colours.
 
 python -m scripts.plan_picture [LINKS.yaml] [SECONDS]
 """
@@ -12,7 +12,7 @@ from random import Random
 from rich.console import Console
 from rich.text import Text
 
-from peerd.commands.plan import placing
+from peerd.commands.plan import plan_search
 from peerd.commands.plan.link_matrix import link_matrix
 from peerd.commands.plan.plan_report import link_seconds
 from peerd.machine.placement.cost import CostKind
@@ -21,11 +21,11 @@ from peerd.machine.placement.search import cost_of
 from peerd.machine.placement.starts import random_placement
 from peerd.screen.units import took
 
-WIDTH = 42  # columns of each
+WIDTH = 42  # columns of each picture
 
 
 def picture(problem: PlacementProblem, placement: StagePlacement, name: str) -> list[Text]:
-    """The matrix under what a step takes."""
+    """Lines with the time of a step and the link matrix of a placement."""
     stages = range(len(problem.stages))
     members = [sorted(placement.members(s), key=lambda device: problem.devices[device].place) for s in stages]
     step_s = cost_of(problem, placement, CostKind.STEADY).total_s
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("links", nargs="?", type=Path, default=Path("configs/links.yaml"), help="links file")
     parser.add_argument("seconds", nargs="?", type=float, default=10.0, help="of search")
     given = parser.parse_args()
-    found = placing.find(placing.PlanWish(given.links, None, None, CostKind.STEADY, given.seconds, 0, 1))
+    found = plan_search.find(plan_search.PlanRequest(given.links, None, None, CostKind.STEADY, given.seconds, 0, 1))
     before = picture(found.problem, random_placement(found.problem, Random(0)), "random")
     after = picture(found.problem, found.placement, "peerd plan")
     console = Console(width=2 * WIDTH + 2, force_terminal=True, color_system="truecolor")

@@ -1,9 +1,9 @@
-"""Picture of a program's screen: runs it in a terminal of some size and draws the screen, as it is then, to a PNG.
+"""Takes a picture of a program's screen: runs the program in a terminal of a given size and draws its screen to a PNG.
 
     python -m scripts.screenshot OUT.png --size 80x24 --when "killed stage" --after 8 -- peerd demo --steps 60
 
-Needs Pillow and a monospaced font, which peerd does not: so the pictures of README.md are kept in the repository. With
-OUT.txt only the text is written.
+Needs Pillow and a monospaced font. peerd itself does not, so the pictures of README.md are in the repository. With
+OUT.txt, only the text is written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Colour = tuple[int, int, int]
 
 FONT: Final = "/usr/share/fonts/truetype/dejavu/DejaVuSansMono{}.ttf"
 SIZE: Final = 15  # of a character, in points
-CELL: Final = (9, 19)  # pixels of one
+CELL: Final = (9, 19)  # width and height of a character, in pixels
 MARGIN: Final = 10
 GROUND, INK, DIM = (24, 26, 31), (222, 222, 222), (135, 139, 148)
 COLOURS: Final = {31: (240, 98, 98), 32: (120, 200, 120), 33: (230, 192, 90), 36: (86, 190, 210)}
@@ -33,7 +33,7 @@ BRAILLE: Final = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit
 
 
 class Look(NamedTuple):
-    """How a character is drawn."""
+    """Colours and weight of a character."""
 
     ink: Colour
     ground: Colour
@@ -41,7 +41,7 @@ class Look(NamedTuple):
 
 
 def look(style: str) -> Look:
-    """Of the numbers of a rendition: the last colour of each kind counts."""
+    """The look of a terminal style (SGR), such as "1;31". The last colour of each kind counts."""
     numbers = iter([int(number) for number in style.split(";") if number])
     ink, ground, heavy, dim = INK, GROUND, False, False
     for number in numbers:
@@ -55,7 +55,7 @@ def look(style: str) -> Look:
 
 
 def _of_many(numbers: Iterator[int]) -> Colour:
-    """A colour of 2^24, or of the cube of 6 x 6 x 6 and the greys that terminals with 256 colours have."""
+    """Read a 24-bit colour, or one of the 256 colours of terminals: 16 basic ones, a 6 x 6 x 6 cube, and greys."""
     if next(numbers) == 2:
         return next(numbers), next(numbers), next(numbers)
     number = next(numbers)
@@ -68,7 +68,7 @@ def _of_many(numbers: Iterator[int]) -> Colour:
 
 
 def draw(grid: Grid, out: Path) -> None:
-    """The screen as a PNG with few colours."""
+    """Draw the screen to a PNG with few colours."""
     image_module: Any = importlib.import_module("PIL.Image")
     drawing: Any = importlib.import_module("PIL.ImageDraw")
     fonts: Any = importlib.import_module("PIL.ImageFont")

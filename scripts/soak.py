@@ -1,12 +1,12 @@
-"""A swarm of real processes trains while hostile ones do all they can, and is compared with a calm run and plain torch.
+"""Trains a swarm of real processes under attack, and compares it with a run without attacks and with plain torch.
 
     python scripts/soak.py --minutes 30             2 stages x 3 peers and 2 trainers, 5 hostile processes at a time
     python scripts/soak.py --minutes 2 --calm 1 --only c1_syn_and_reset,h4_declared_sizes
     python scripts/soak.py --json                   the report as one JSON object on the last line
 
-All samples are alike (`alike.py`): what was counted twice, left out or slipped in shows. Lines are limited, so that
-processor time is left for the attackers; these get only what nobody else wants, since real ones compute elsewhere.
-Linux only: memory is read from /proc, and every address in 127/8 is this machine's.
+All samples are identical (`alike.py`), so samples that are counted twice, left out or wrong change the parameters. The
+honest peers' lines are limited, so that processor time is left for the attackers. These have the lowest priority, since
+real attackers compute on other machines. Linux only: memory is read from /proc, and all of 127/8 must be local.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-if __package__ in (None, ""):  # run as a script: this repository is beside it, not installed
+if __package__ in (None, ""):  # run as a script, so the repository is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peerd.config import load_run
@@ -40,8 +40,8 @@ TRAINERS: Final = 2
 GROWTH_MB: Final = 300
 SHARE: Final = 0.8
 TOLERANCE: Final = 1e-10
-SAMPLE_S: Final = 2.0  # between two looks at the processes from outside
-STEP_EVERY: Final = 5  # of these looks, one asks a peer, which then reads the directory: what is watched is disturbed
+SAMPLE_S: Final = 2.0  # between two checks of the processes
+STEP_EVERY: Final = 5  # checks per status request, which disturbs the peer: it reads the directory to answer
 RUN = """\
 run: soak
 seed: 11
@@ -64,11 +64,11 @@ class Honest(PeerdProcess):
     address = ""
 
     def step(self) -> int:
-        """Step of its first role; -1: it does not say."""
+        """Step of its first role, or -1 if its status is unknown."""
         return int(self.role().get("step", -1))
 
     def memory_mb(self) -> float:
-        """Resident; 0 once it has ended."""
+        """Resident memory; 0 after the process has ended."""
         try:
             pages = int(Path(f"/proc/{self.popen.pid}/statm").read_text().split()[1])
         except (OSError, IndexError):
@@ -78,7 +78,7 @@ class Honest(PeerdProcess):
 
 @dataclass
 class Soak:
-    """The processes of one soak, and what is seen of them."""
+    """The processes of one soak test, and what was observed."""
 
     folder: Path
     line_mbit: float = 10.0  # of each honest peer, both ways
@@ -87,7 +87,7 @@ class Soak:
     ended: list[str] = field(default_factory=list)
 
     def run_file(self, stage: int | None = None) -> Path:
-        """The run as a peer of that stage has it."""
+        """Write the run file for a peer of a stage, or for a trainer if `stage` is None. Returns its path."""
         text = write_text(self.folder)
         file = self.folder / ("run.yaml" if stage is None else f"run-{stage}.yaml")
         file.write_text(RUN.format(text=text, mbit=self.line_mbit, stage="" if stage is None else f", stage: {stage}"))
@@ -99,7 +99,7 @@ class Soak:
         return found
 
     def start_all(self) -> None:
-        """The backbone, all stage peers, the trainers; returns when the first steps are made."""
+        """Start the backbone, all stage peers and the trainers, and wait for 20 steps."""
         listen = ("--listen", "/ip4/127.0.0.1/tcp/0")
         backbone = self.start("backbone", "backbone", *listen)
         bootstrap = eventually(backbone.addr, 60)
@@ -118,11 +118,11 @@ class Soak:
             each.start_mb = each.most_mb = each.memory_mb()
 
     def step(self) -> int:
-        """The newest step that any stage peer is at."""
+        """The newest step of any stage peer or trainer."""
         return max(each.step() for each in self.honest[1:])
 
     def attack(self, number: int, seed: int, only: str) -> None:
-        """One more hostile process, at an address of its own."""
+        """Start one more hostile process, at its own address."""
         targets = ",".join(each.address for each in self.honest if each.address)
         with (self.folder / f"hostile{number}.log").open("ab") as output:
             arguments = ["--run", str(self.run_file()), "--targets", targets, "--address", f"127.0.{number + 1}.1"]
@@ -140,10 +140,10 @@ class Soak:
             )
 
     def watch(self, seconds: float) -> float:
-        """Let it go on; returns steps a second. Ended processes, and memory, are noted."""
+        """Watch the swarm, and record ended processes and peak memory. Returns the steps per second."""
         began, first, looks = time.monotonic(), self.step(), 0
         while time.monotonic() - began < seconds:
-            time.sleep(SAMPLE_S)  # a measurement of a stretch of time: nothing is awaited
+            time.sleep(SAMPLE_S)  # measures over a fixed time; there is no event to wait for
             for each in self.honest:
                 each.most_mb = max(each.most_mb, each.memory_mb())
                 if each.popen.poll() is not None and each.name not in self.ended:
@@ -155,7 +155,7 @@ class Soak:
         return (self.step() - first) / (time.monotonic() - began)
 
     def calm_down(self) -> dict[str, int]:
-        """End the hostile processes; returns how often they did what."""
+        """End the hostile processes. Returns how often each attack was made."""
         for each in self.hostile:
             each.terminate()
         for each in self.hostile:
@@ -172,18 +172,18 @@ class Soak:
         return dict(sorted(counts.items()))
 
     def faults(self) -> dict[str, Any]:
-        """Faults of its own that each honest process tells of."""
+        """Internal errors in the status of the honest processes."""
         found = {each.name: each.status().get("faults") for each in self.honest}
         return {name: told for name, told in found.items() if told and told.get("count", 1)}
 
     def replicas(self) -> list[dict[int, Path]]:
-        """For each replica the folders of its stages' peers."""
+        """For each replica, the folders of its stages' peers."""
         folders = {each.name: each.data_dir for each in self.honest}
         stages = range(STAGES)
         return [{s: folders[f"stage{STAGES * number + s}"] for s in stages} for number in range(PER_STAGE)]
 
     def stop(self) -> None:
-        """Make all leave well; processes that do not are killed."""
+        """Stop all honest processes with SIGINT, and kill those that do not end."""
         for each in reversed(self.honest):
             if each.popen.poll() is None:
                 each.popen.send_signal(signal.SIGINT)
@@ -196,7 +196,7 @@ class Soak:
 
 
 def measure(soak: Soak, options: argparse.Namespace) -> dict[str, Any]:
-    """Calm, hostile, calm; then leave, and compare."""
+    """Measure without, with, and again without attacks; then stop the swarm and compare its parameters."""
     rng = random.Random(options.seed)
     soak.start_all()
     before = soak.watch(options.calm * 60 / 2)

@@ -1,8 +1,8 @@
-"""Simulate a swarm under virtual time and print what happened: `python scripts/swarm.py --hosts 30 --churn 0.3`.
+"""Simulates a swarm in virtual time and prints statistics: `python scripts/swarm.py --hosts 30 --churn 0.3`.
 
-Real hosts (Noise, yamux, identify) over a simulated network, on one core, without sockets. Every node pings another
-one every few seconds and, with --dht, publishes and reads records, while nodes leave and are replaced. The same
-options and seed always end with the same trace hash.
+Runs real hosts (Noise, yamux, identify) over a simulated network, on one core, without sockets. Each node pings another
+one every few seconds and, with --dht, publishes and reads records, while nodes leave and are replaced. The same options
+and seed always give the same trace hash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PING_LIMIT_S = 10.0
 
 @dataclass
 class Report:
-    """The figures that are printed; `*_s` in virtual seconds, except `wall_s`."""
+    """The printed figures. `*_s` are in virtual seconds, except for `wall_s`."""
 
     hosts: int
     seed: int
@@ -59,7 +59,7 @@ async def pinging(world: World, report: Report, every_s: float) -> None:
 
 async def one_ping(source: Node, target: Node, report: Report) -> None:
     took_s = await try_ping(source, target, within_s=PING_LIMIT_S)
-    if source.up and target.up:  # one that dies meanwhile need not answer
+    if source.up and target.up:  # a node that was killed meanwhile cannot answer
         report.pings += 1
         report.pings_answered += took_s is not None
         report.times_s += [took_s] if took_s is not None else []
@@ -135,7 +135,7 @@ async def simulate(options: argparse.Namespace) -> Report:
 
 
 def acquaint(world: World) -> None:
-    """Tell every living node every other's address, as a DHT or an operator would."""
+    """Give each living node the addresses of all others, as a DHT or an operator would."""
     for node in world.living():
         for other in world.living():
             if other is not node:

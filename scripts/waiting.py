@@ -1,6 +1,6 @@
-"""Waiting for what other processes do. Nothing wakes a caller for that, so it looks again and again, here alone.
+"""Waits for other processes by polling, since nothing wakes a caller when they change. The only place that polls.
 
-Not for what happens in this process: that has events. Not in a trio loop: this blocks.
+Do not use it to wait for this process, which has events, nor in a trio event loop, which it would block.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 T = TypeVar("T")
-LOOK_S: Final = 0.1  # between looks
+LOOK_S: Final = 0.1  # between two calls of `look`
 
 
 def eventually(look: Callable[[], T], most_s: float) -> T:
-    """The result of `look` as soon as it is true, or when `most_s` seconds have passed."""
+    """Call `look` until its result is true or `most_s` seconds have passed. Returns the last result."""
     deadline = time.monotonic() + most_s
     while not (found := look()) and time.monotonic() < deadline:
         time.sleep(LOOK_S)

@@ -65,7 +65,7 @@ def test_a_bug_leaves_one_line_and_a_file_with_the_details() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("peerd: a bug stopped it (ZeroDivisionError: division by zero); please report it, details: ")
+    assert line.startswith("peerd: stopped by a bug (ZeroDivisionError: division by zero); please report it, details: ")
     details = Path(line.rpartition(" ")[2])
     assert "Traceback" in details.read_text()
     details.unlink()

@@ -19,7 +19,7 @@ import trio.testing
 from peerd import daemon
 from peerd.commands.status.status_board import StatusBoard
 from peerd.commands.status.status_view import render
-from peerd.control.company import CompanyWish
+from peerd.control.company import CompanyConfig
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import Unreachable
 from peerd.core.keys import Keypair
@@ -110,7 +110,7 @@ async def test_a_peer_that_reaches_no_bootstrap_waits_and_says_rarely_what_it_tr
         dead, other = (addr_of(net.net, name) for name in ("dead", "other"))
         assert said == (
             f"reached none of the 2 bootstrap addresses: {dead}: connection refused; {other}: connection refused; "
-            "trying again; give --alone to begin without"
+            "retrying; give --alone to begin without"
         )
         role = (await snapshot(one))["roles"][0]
         assert (role["state"], role["waits_for"]) == ("starting", said)
@@ -130,7 +130,7 @@ async def test_it_begins_once_a_bootstrap_answers(tmp_path: Path, autojump_clock
         net.start(entry)
         await trio.sleep(31)
         assert Works.happened == ["built"]
-        assert reasons(one, "company.found") == ["another peer has been reached"]
+        assert reasons(one, "company.found") == ["reached another peer"]
         assert (await snapshot(one))["roles"][0]["state"] == "running"
 
 
@@ -153,7 +153,7 @@ async def test_with_a_bootstrap_that_answers_nothing_is_said_and_nothing_is_late
 
 async def test_told_to_begin_alone_it_does(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
     async with network(tmp_path) as net:
-        one, _ = net.made("one", bootstrap=(net.closed("dead"),), company=CompanyWish(alone=True))
+        one, _ = net.made("one", bootstrap=(net.closed("dead"),), company=CompanyConfig(alone=True))
         net.start(one)
         await trio.sleep(0.1)
         assert Works.happened == ["built"]
@@ -222,7 +222,7 @@ async def test_silence_is_told_of_before_the_time_for_an_answer_has_passed(
         await trio.sleep(6)
         (said,) = reasons(one, "company.missing")
         print(said)
-        assert said.startswith(f"reached no peer at the bootstrap address {hole}: no answer yet; trying again")
+        assert said.startswith(f"reached no peer at the bootstrap address {hole}: no answer yet; retrying")
         await trio.sleep(60)
         assert f"{hole}: no answer within" in reasons(one, "company.missing")[1]
 
@@ -231,7 +231,7 @@ async def test_patience_that_ends_is_an_error_that_names_what_was_tried(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with network(tmp_path) as net:
-        one, _ = net.made("one", bootstrap=(net.closed("dead"),), company=CompanyWish(patience_s=7))
+        one, _ = net.made("one", bootstrap=(net.closed("dead"),), company=CompanyConfig(patience_s=7))
         await one.run()
         assert isinstance(one.error, Unreachable)
         print(one.error)
@@ -263,11 +263,11 @@ async def test_who_loses_everybody_is_told_so_with_the_time_and_goes_on(
         assert (await snapshot(one))["alone"] is None
         net.kill(entry)
         await trio.sleep(40)
-        lost = "no other peer can be reached any more; this one goes on alone"
+        lost = "lost the links to all other peers; continuing alone"
         assert reasons(one, "company.lost") == [lost]
         alone = (await snapshot(one))["alone"]
         print(alone)
-        assert alone in [f"alone since {seconds} s: no other peer can be reached" for seconds in (37, 38, 39, 40)]
+        assert alone in [f"alone for {seconds} s: no other peer can be reached" for seconds in (37, 38, 39, 40)]
         assert plain_text(render(await snapshot(one))).startswith(alone), "the first that the user sees"
         assert Works.happened == ["built"]
         again, same = net.made("entry", Entry)
@@ -275,7 +275,7 @@ async def test_who_loses_everybody_is_told_so_with_the_time_and_goes_on(
         net.start(again)
         await trio.sleep(40)
         assert (await snapshot(one))["alone"] is None
-        assert reasons(one, "company.found") == ["another peer has been reached again"]
+        assert reasons(one, "company.found") == ["reached another peer again"]
 
 
 async def test_a_backbone_serves_without_company_and_warns(
@@ -301,7 +301,7 @@ async def test_a_backbone_whose_address_is_announced_says_that_one_to_newcomers(
         await trio.sleep(1)
         said = capsys.readouterr().out
         peer = entry.daemon.host.id
-        assert f"others reach it at {outer}/p2p/{peer}" in said
+        assert f"announced as {outer}/p2p/{peer}" in said
         assert f"--bootstrap {outer}/p2p/{peer}" in said
         assert str(entry.daemon.host.addrs()[0]) == f"{outer}/p2p/{peer}"
 

@@ -45,7 +45,7 @@ def test_a_file_that_is_not_the_one_of_the_run_file_is_a_mistake_with_its_line()
     Path("a.json").write_text("{}")
     Path("run.yaml").write_text(f"run: r\nmodel:\n  vocab: a.json\n  vocab_digest: {'ab' * 32}\n")
     with pytest.raises(
-        ConfigError, match=r"run.yaml, line 4: model.vocab_digest is abab.*, but a.json here is another"
+        ConfigError, match=r"run.yaml, line 4: model.vocab_digest is abab.*, but a.json here has the digest"
     ):
         load_run(Path("run.yaml"))
 
@@ -109,7 +109,7 @@ def test_an_expert_of_ones_own_is_compared_as_a_model_is() -> None:
     assert named_files(run) == {"experts.block_digest": "mine.py"}
     assert unknown(run)[0].startswith("experts.block: there is no file mine.py here")
     Path("mine.py").write_text("def expert(run): return 1\n")
-    with pytest.raises(ConfigError, match=r"^experts.block_digest is .*mine.py here is another"):
+    with pytest.raises(ConfigError, match=r"^experts.block_digest is .*mine.py here has the digest"):
         with_digests(msgspec.structs.replace(run, experts=found))
 
 

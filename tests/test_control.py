@@ -34,7 +34,7 @@ async def daemon(data_dir: Path) -> AsyncIterator[Path]:
 
     async with trio.open_nursery() as nursery:
         await nursery.start(socket.serve, path, snapshot)
-        with home.noted(home.Running(os.getpid(), str(data_dir), str(path), "tiny", ["stage"])):
+        with home.noted(home.RunningDaemon(os.getpid(), str(data_dir), str(path), "tiny", ["stage"])):
             yield path
         nursery.cancel_scope.cancel()
 
@@ -53,7 +53,7 @@ async def test_a_daemon_is_found_by_its_directory_and_when_it_is_the_only_one(tm
 
 async def test_several_daemons_are_listed_with_the_option_that_chooses(tmp_path: Path) -> None:
     async with daemon(tmp_path / "a"), daemon(tmp_path / "b"):
-        with pytest.raises(ConfigError, match=r"2 daemons are running; say which:\n.*--data-dir .*/a\n.*/b"):
+        with pytest.raises(ConfigError, match=r"2 daemons are running; choose one:\n.*--data-dir .*/a\n.*/b"):
             await ask(None)
         assert (await ask(tmp_path / "b"))["data_dir"] == str(tmp_path / "b")
 
@@ -68,7 +68,7 @@ def test_no_daemon_is_said_plainly(tmp_path: Path) -> None:
 
 
 async def test_the_note_of_a_daemon_that_died_is_forgotten(tmp_path: Path) -> None:
-    dead = home.Running(1, str(tmp_path / "dead"), str(tmp_path / "dead.sock"), "tiny", ["stage"])
+    dead = home.RunningDaemon(1, str(tmp_path / "dead"), str(tmp_path / "dead.sock"), "tiny", ["stage"])
     home.runtime_dir()
     with home.noted(dead):
         async with daemon(tmp_path / "a"):

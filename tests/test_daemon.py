@@ -19,7 +19,7 @@ from peerd.control.connectivity import relaying
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
-from peerd.daemon import Daemon, DaemonPlan, Ground
+from peerd.daemon import Daemon, DaemonPlan, LocalResources
 from peerd.home import socket_path
 from peerd.log import EventLog
 from peerd.net.tcp.rate_limit import LimitedLine
@@ -86,7 +86,7 @@ class Peer:
         settings: dict[str, Any] = {"run": None, "bootstrap": (), "listen": (listen,)}
         plan = DaemonPlan(roles=roles, data_dir=home, **settings | more)
         line = LimitedLine(LimitsSection(download_mbit=8))
-        ground = Ground(home=home, keypair=keypair, clock=clock, log=self.log, line=line)
+        ground = LocalResources(home=home, keypair=keypair, clock=clock, log=self.log, line=line)
         self.daemon = Daemon(plan, ground, peer_stack(keypair, clock, [way]))
         self.press, self._signals = trio.open_memory_channel[int](4)
         self.ended = trio.Event()
@@ -279,7 +279,7 @@ async def test_a_role_that_saves_what_nobody_else_has_is_waited_for_unless_the_p
         await one.ended.wait()
     assert ("left" in Saves.happened) != fails
     assert ("role.left_late" in one.names()) == fails
-    told = "saving step 7 of stage 0, which no other peer is known to have; once more to stop without it"
+    told = "saving step 7 of stage 0, which no other peer is known to have; press Ctrl+C again to stop without it"
     assert (told in capsys.readouterr().out) != fails
 
 

@@ -23,12 +23,12 @@ from peerd.demo.children import Child, Children
 from peerd.demo.expert_scene import ExpertScene, HostRow, handed_on
 from peerd.demo.scene import Scene
 from peerd.demo.screen import LineScreen, picture
-from peerd.demo.setting import DemoWish, prepare
+from peerd.demo.setting import DemoConfig, prepare
 from peerd.screen.frame import compose
 
 
-def wish(folder: Path, **changes: Any) -> DemoWish:
-    return DemoWish(**{"steps": None, "data": None, "calm": False, "as_json": False, "folder": folder, **changes})
+def wish(folder: Path, **changes: Any) -> DemoConfig:
+    return DemoConfig(**{"steps": None, "data": None, "calm": False, "as_json": False, "folder": folder, **changes})
 
 
 class Told(Child):
@@ -184,7 +184,7 @@ def test_a_demo_refuses_data_that_is_not_there_and_a_used_folder(tmp_path: Path)
         prepare(wish(tmp_path / "d", data="nowhere"))
     (tmp_path / "d" / "stage-1").mkdir(parents=True)
     (tmp_path / "d" / "stage-1" / "identity.key").write_text("")
-    with pytest.raises(ConfigError, match="holds an earlier demo"):
+    with pytest.raises(ConfigError, match="has an earlier demo"):
         prepare(wish(tmp_path / "d"))
 
 

@@ -20,7 +20,7 @@ import trio
 
 from peerd import home
 from peerd.cli import invoke
-from peerd.commands.doctor.network_checks import Visit, bootstrap_checks
+from peerd.commands.doctor.network_checks import NetworkTarget, bootstrap_checks
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
@@ -58,7 +58,7 @@ class Broken:
     own_code: str = ""
 
 
-HUGE = "d_model: 4096, heads: 2, layers: 8"  # 1.6 thousand million parameters: 40 GB
+HUGE = "d_model: 4096, heads: 2, layers: 8"  # 1.6e9 parameters: 40 GB
 BROKEN = [
     Broken("no token", "stage", small(more=TOKENS), "token", "there is none in {tmp}/data/access.token"),
     Broken("another's token", "stage", small(more=TOKENS), "token", "that of peer", ("other", NOW + 1000)),
@@ -201,7 +201,7 @@ def test_a_full_disk_fails_doctor_and_join(tmp_path: Path, capsys: pytest.Captur
         code, found = checks(capsys, *argv)
         room = found["room for checkpoints"]
         assert (code, room["verdict"], found["data directory"]["verdict"]) == (1, "fail", "fail"), room
-        assert "free are 0.0 MB" in room["found"]
+        assert "0.0 MB are free" in room["found"]
         assert "No space left on device" in found["data directory"]["found"]
         assert invoke(["join", *argv]) == 1
         told = capsys.readouterr().err
@@ -216,7 +216,7 @@ def test_a_backbone_needs_room_for_sets_of_all_stages(tmp_path: Path, capsys: py
     argv = ["--model", "run.yaml", "--role", "backbone", "--listen", LISTEN, "--data-dir"]
     code, found = checks(capsys, *argv, str(tmp_path / "data"))
     assert (code, found["room for kept checkpoints"]["verdict"]) == (0, "ok"), found
-    assert "sets of checkpoints of all 2 stages, one that is written and one that is fetched take" in str(found)
+    assert "sets of checkpoints of all 2 stages, one being written and one being fetched take" in str(found)
     assert "room for checkpoints" not in found
     with full_disk(tmp_path / "disk"):
         code, found = checks(capsys, *argv, str(tmp_path / "disk"))
@@ -257,7 +257,7 @@ def test_a_bootstrap_that_leads_nowhere_fails_in_the_words_in_which_join_waits(
     ("skews_s", "verdict", "says"),
     [
         ((0.0,), "ok", "0.0 s from that peer's"),
-        ((10.0,), "fail", "10.0 s behind that peer's: they refuse each other's records"),
+        ((10.0,), "fail", "10.0 s behind that peer's: they reject each other's records"),
         ((-10.0,), "fail", "10.0 s ahead of that peer's"),
         ((10.0, 10.0, 10.0), "warn", "10.0 s behind those of 3 peers; it is corrected"),
         ((-200_000.0,) * 3, "fail", "too far to correct"),
@@ -271,7 +271,7 @@ async def test_a_clock_that_is_off_is_judged_as_a_running_peer_judges_it(
     async def visitor(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
         stack = stack_on(node)
         addrs = [str(other.full_addr) for other in node.world.nodes.values() if other is not node]
-        for finding in await bootstrap_checks(stack, Visit(addrs, [str(node.addr)]), [node.addr]):
+        for finding in await bootstrap_checks(stack, NetworkTarget(addrs, [str(node.addr)]), [node.addr]):
             found[finding.check.partition(" /")[0]] = finding
         task_status.started()
 
@@ -287,9 +287,9 @@ async def test_a_clock_that_is_off_is_judged_as_a_running_peer_judges_it(
 @pytest.mark.parametrize(
     ("kind", "others", "verdict", "says"),
     [
-        ("symmetric", 1, "unknown", "whether others see the same needs two to tell"),
-        ("port-restricted", 1, "unknown", "whether others see the same needs two to tell"),
-        ("symmetric", 3, "warn", "a router shows this peer under another port to each"),
+        ("symmetric", 1, "unknown", "a second observer is needed to know if the port is stable"),
+        ("port-restricted", 1, "unknown", "a second observer is needed to know if the port is stable"),
+        ("symmetric", 3, "warn", "a router maps each connection to another port"),
         ("port-restricted", 3, "warn", "port-restricted NAT"),
         ("public", 1, "ok", "reachable"),
     ],
@@ -309,7 +309,9 @@ async def visit(peers: Peers, kind: Any, others: list[str]) -> Any:
     transport, clock = peers.home("visitor", kind), SimClock(1, "visitor")
     stack = peer_stack(Keypair.from_seed(b"v" * 32), clock, [transport])
     addr = "/ip4/0.0.0.0/tcp/4001"
-    found = await bootstrap_checks(stack, Visit([str(peers.addr(name)) for name in others], [addr]), [parse_addr(addr)])
+    found = await bootstrap_checks(
+        stack, NetworkTarget([str(peers.addr(name)) for name in others], [addr]), [parse_addr(addr)]
+    )
     return found[-1]
 
 
@@ -320,5 +322,5 @@ def test_an_address_to_announce_is_shown_with_how_far_it_leads(
     addr: str, verdict: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, found = checks(capsys, "--data-dir", "data", "--listen", LISTEN, "--announce", addr)
-    assert (found["announce"]["verdict"], f"others are told {addr}" in found["announce"]["found"]) == (verdict, True)
+    assert (found["announce"]["verdict"], f"announced as {addr}" in found["announce"]["found"]) == (verdict, True)
     assert invoke(["doctor", "--announce", "/ip4/0.0.0.0/tcp/1"]) == 2

@@ -41,7 +41,7 @@ def test_a_damaged_identity_is_refused_and_left_as_it_is(tmp_path: Path, damage)
     home.load_identity(tmp_path)
     file = tmp_path / home.IDENTITY_FILE
     file.write_bytes(damaged := damage(file.read_bytes()))
-    with pytest.raises(ConfigError, match=r"is damaged: it is not an Ed25519 key.*bring it back from a copy"):
+    with pytest.raises(ConfigError, match=r"is damaged: it is not an Ed25519 key.*restore it from a backup"):
         home.load_identity(tmp_path)
     assert file.read_bytes() == damaged
 
@@ -52,7 +52,7 @@ def test_one_flipped_bit_in_an_identity_is_noticed(tmp_path: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[20] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(ConfigError, match="halves don't belong together"):
+    with pytest.raises(ConfigError, match="halves do not match"):
         home.load_identity(tmp_path)
 
 
@@ -119,7 +119,7 @@ def test_beside_a_process_of_other_roles_a_peer_has_the_next_directory_and_finds
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     first = made(home.run_data_dir("tiny", ["stage"]), "stage")
-    with home.locked(first), home.noted(home.Running(7, str(first), "s", "tiny", ["stage"])):
+    with home.locked(first), home.noted(home.RunningDaemon(7, str(first), "s", "tiny", ["stage"])):
         second = made(home.run_data_dir("tiny", ["trainer"]), "trainer")
         assert second.name == "tiny+2"
         assert home.run_data_dir("tiny", ["stage"]) == first, "which says that it is in use"
@@ -157,7 +157,7 @@ def test_a_runtime_directory_that_others_can_enter_is_refused(monkeypatch: pytes
 
 def test_running_daemons_are_listed_while_they_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    note = home.Running(7, str(tmp_path / "d"), "s", "tiny", ["stage"])
+    note = home.RunningDaemon(7, str(tmp_path / "d"), "s", "tiny", ["stage"])
     with home.noted(note):
         (tmp_path / "peerd" / "broken.json").write_text("{")
         assert home.notes() == [note]

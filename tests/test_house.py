@@ -46,6 +46,13 @@ SUPERVISORS = {
     Path("peerd/daemon.py"): 1,  # one role
 }
 
+VALUES_ONLY = {"messages", "protobuf"}  # folders whose modules hold many small values, and no main class
+# Phrases that hide who does what to whom: see "How we write" in CONTRIBUTING.
+NOT_PLAIN = (
+    *("See the module's header", "; None:", " whoever ", "Whoever ", "what there is", "of its own accord"),
+    *("it is none", " so many ", "as much as"),
+)
+
 Rule = Callable[[Path], Iterator[str]]
 RULES: list[Any] = []
 FLAGS = {
@@ -190,6 +197,33 @@ def test_a_public_class_name_stands_for_one_thing() -> None:
         for name in public_classes(file):
             found[name].append(name_of(file))
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+@rule("peerd", "roles")
+def the_main_class_shares_a_word_with_its_module(file: Path) -> Iterator[str]:
+    """The main class is the longest public one, if it has a quarter of the module's lines."""
+    classes = [node for node in parsed(file).body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    if file.parent.name in VALUES_ONLY or not classes:
+        return
+    sizes = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in classes}
+    main = max(sizes, key=sizes.__getitem__)
+    lines = len(file.read_text(encoding="utf-8").splitlines())
+    if 4 * sizes[main] >= lines and not any(
+        8 * size >= lines and shares_word(name, file) for name, size in sizes.items()
+    ):
+        yield f"has {main}, which shares no word with the module's name"
+
+
+def shares_word(name: str, file: Path) -> bool:
+    return any(re.sub("(ing|er|e|s)$", "", word) in name.lower() for word in file.stem.split("_") if len(word) > 2)
+
+
+@rule("peerd", "roles")
+def its_words_are_plain(file: Path) -> Iterator[str]:
+    text = " ".join(file.read_text(encoding="utf-8").split())
+    for phrase in NOT_PLAIN:
+        if phrase in text:
+            yield f'has "{phrase}"; write what it is in the words of the field'
 
 
 @rule("roles")

@@ -12,10 +12,10 @@ import pytest
 from peerd.cli import invoke
 from peerd.commands import joining
 from peerd.config import load_run
-from peerd.control.guest import JoinWish
+from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
-from peerd.core.messages.run_link import JoinLink, RunFileTold, shared_run
+from peerd.core.messages.run_link import JoinLink, RunFileAnswer, shared_run
 from peerd.core.messages.token import Token, seal, to_text
 from peerd.core.run.runfile import (
     AccessSection,
@@ -32,9 +32,9 @@ RUN = RunFile(
 )
 
 
-def accept(tree: dict[str, Any], roles: list[str], wish: JoinWish) -> RunFile:
+def accept(tree: dict[str, Any], roles: list[str], wish: JoinRequest) -> RunFile:
     text = msgspec.json.encode({"run": "r"} | tree)
-    return joining.accept(shared_run(RunFileTold(text, b""), "r"), LINK, roles, wish)
+    return joining.accept(shared_run(RunFileAnswer(text, b""), "r"), LINK, roles, wish)
 
 
 @pytest.mark.parametrize(
@@ -61,20 +61,20 @@ def test_code_and_files_of_this_machine_are_the_volunteers_to_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=says):
-        accept(tree, ["trainer"], JoinWish())
+        accept(tree, ["trainer"], JoinRequest())
 
 
 def test_what_was_named_and_lies_there_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tree = {"model": {"kind": "mine:build", "vocab": "tok.json"}, "data": {"path": "*.txt"}}
-    wish = JoinWish(data="texts", allow_code=("mine.py",), tokenizer="tok.json")
+    wish = JoinRequest(data="texts", allow_code=("mine.py",), tokenizer="tok.json")
     with pytest.raises(ConfigError, match=r"--allow-code mine\.py: there is no such Python file here"):
         accept(tree, ["trainer"], wish)
     for name in ("mine.py", "tok.json"):
         (tmp_path / name).write_text("")
     run = accept(tree, ["trainer"], wish)
     assert (run.data.path, run.model.vocab) == ("texts", "tok.json")
-    assert accept({"data": {"path": "*.txt"}}, ["stage"], JoinWish()).data.path == ""
+    assert accept({"data": {"path": "*.txt"}}, ["stage"], JoinRequest()).data.path == ""
 
 
 def test_a_kept_run_file_uses_the_code_that_was_allowed_and_no_other(
@@ -83,14 +83,14 @@ def test_a_kept_run_file_uses_the_code_that_was_allowed_and_no_other(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("def build(run): ...\n")  # elsewhere this name is an installed module
-    wish = JoinWish(yes=True, allow_code=("json.py",))
+    wish = JoinRequest(yes=True, allow_code=("json.py",))
     file = joining.agree(accept({"model": {"kind": "json:build"}}, ["stage"], wish), LINK, tmp_path / "home", wish)
     assert load_run(file).run.model.kind == "json:build"
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"'json\.py', which is not in this folder"):
         load_run(file)
     (tmp_path / "elsewhere/json.py").write_text("import os\n")
-    with pytest.raises(ConfigError, match="is another file than the one that was allowed"):
+    with pytest.raises(ConfigError, match="has changed since it was allowed"):
         load_run(file)
     assert invoke(["doctor", "--model", str(file)]) == 2
 
@@ -98,28 +98,30 @@ def test_a_kept_run_file_uses_the_code_that_was_allowed_and_no_other(
 def test_a_run_is_shown_and_agreed_to_once_and_a_change_is_asked_about_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="nobody is there to agree to this run file: read it, and add --yes"):
-        joining.agree(RUN, LINK, tmp_path, JoinWish())
+    with pytest.raises(
+        ConfigError, match="there is no terminal to ask you about this run file: read it, and add --yes"
+    ):
+        joining.agree(RUN, LINK, tmp_path, JoinRequest())
     shown = capsys.readouterr().err
-    assert "signed by nobody: it is the backbone's word" in shown
+    assert "not signed: only the backbone vouches for it" in shown
     assert "stages: 2" in shown
     assert not (tmp_path / "run.yaml").exists()
 
-    file = joining.agree(RUN, LINK, tmp_path, JoinWish(yes=True))
+    file = joining.agree(RUN, LINK, tmp_path, JoinRequest(yes=True))
     assert load_run(file).run == RUN
     capsys.readouterr()
-    assert joining.agree(RUN, LINK, tmp_path, JoinWish()) == file
+    assert joining.agree(RUN, LINK, tmp_path, JoinRequest()) == file
     assert capsys.readouterr().err == ""
 
     other = msgspec.structs.replace(RUN, optimizer=OptimizerSection(lr=0.5))
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr(joining.typer, "confirm", lambda *_, **__: False)
     with pytest.raises(PeerdError, match="not joined"):
-        joining.agree(other, LINK, tmp_path, JoinWish())
+        joining.agree(other, LINK, tmp_path, JoinRequest())
     assert "+  lr: 0.5" in capsys.readouterr().err
     assert load_run(file).run.optimizer.lr != 0.5
     monkeypatch.setattr(joining.typer, "confirm", lambda *_, **__: True)
-    joining.agree(other, LINK, tmp_path, JoinWish())
+    joining.agree(other, LINK, tmp_path, JoinRequest())
     assert load_run(file).run.optimizer.lr == 0.5
 
 
@@ -142,17 +144,17 @@ def test_a_token_is_given_as_text_or_as_a_file_and_kept_for_this_user_alone(tmp_
     file.write_text(text + "\n")
     for given in (text, str(file)):
         place = tmp_path / given[:5].replace("/", "_")
-        joining.agree(run, LINK, place, JoinWish(yes=True, token=given))
+        joining.agree(run, LINK, place, JoinRequest(yes=True, token=given))
         kept = place / "access.token"
         assert kept.read_text().strip() == text
         assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     with pytest.raises(ConfigError, match="--token: neither a token nor a file with one"):
-        joining.agree(run, LINK, tmp_path, JoinWish(yes=True, token="peerd-token-xyz"))
+        joining.agree(run, LINK, tmp_path, JoinRequest(yes=True, token="peerd-token-xyz"))
 
 
 def test_with_a_token_the_run_file_is_its_organizers_or_refused(tmp_path: Path) -> None:
-    wish, stranger = JoinWish(yes=True, token=token_of(ORGANIZER)), Keypair.from_seed(b"s" * 32)
-    with pytest.raises(ConfigError, match=r"access\.organizer is missing, and nobody signed"):
+    wish, stranger = JoinRequest(yes=True, token=token_of(ORGANIZER)), Keypair.from_seed(b"s" * 32)
+    with pytest.raises(ConfigError, match=r"access\.organizer is missing, and the run file is not signed"):
         joining.agree(RUN, LINK, tmp_path, wish)
     with pytest.raises(ConfigError, match="allowed with your token: the organizer who issued it"):
         joining.agree(organized(stranger), LINK, tmp_path, wish)
@@ -161,22 +163,22 @@ def test_with_a_token_the_run_file_is_its_organizers_or_refused(tmp_path: Path) 
     joining.agree(organized(ORGANIZER), LINK, tmp_path, wish)
     for run in (RUN, organized(stranger)):  # the token and the organizer are remembered
         with pytest.raises(ConfigError, match=f"allowed: {ORGANIZER.peer_id.text}, who signed"):
-            joining.agree(run, LINK, tmp_path, JoinWish(yes=True))
+            joining.agree(run, LINK, tmp_path, JoinRequest(yes=True))
     (tmp_path / "run.yaml").unlink()
     with pytest.raises(ConfigError, match=r"access\.organizer is missing"):
-        joining.agree(RUN, LINK, tmp_path, JoinWish(yes=True))
+        joining.agree(RUN, LINK, tmp_path, JoinRequest(yes=True))
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "say what to join: a line such as peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE"),
-        (["peerd://x"], "'peerd://x' is no line to join by; it has the form peerd://HOST:PORT/PEER/RUN"),
+        ([], "nothing to join; pass a line like peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE"),
+        (["peerd://x"], "'peerd://x' is not a join link; it has the form peerd://HOST:PORT/PEER/RUN"),
         (
             ["--role", "stage", "--yes"],
-            "--yes, --data, --token, --allow-code and --tokenizer go with a line peerd://...",
+            "--yes, --data, --token, --allow-code and --tokenizer need a join line peerd://...",
         ),
-        ([LINK.text, "--model", "x.yaml"], "give a line peerd://... or --model FILE, not both"),
+        ([LINK.text, "--model", "x.yaml"], "pass either a join line peerd://... or --model FILE, not both"),
     ],
 )
 def test_a_line_that_cannot_be_meant_is_one_message_and_exit_code_2(

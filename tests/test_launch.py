@@ -19,7 +19,7 @@ from peerd import daemon, home
 from peerd.commands.status import status_view
 from peerd.control import socket
 from peerd.control.open_hours import OpenHours
-from peerd.control.resting import Rester
+from peerd.control.rester import Rester
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import LimitsSection
 from peerd.daemon import DaemonPlan
@@ -148,7 +148,7 @@ async def test_status_of_a_guest_that_rests_says_until_when(tmp_path: Path) -> N
         found = await trio.to_thread.run_sync(socket.fetch, str(path))
         await press.send(signal.SIGINT)
     (role,) = found["roles"]
-    assert (role["state"], role["waits_for"]) == ("resting", "22:00: it rests until then (limits.hours)")
+    assert (role["state"], role["waits_for"]) == ("resting", "22:00, when its hours begin (limits.hours)")
     assert found["limits"]["rests_until"] == "22:00"
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(status_view.render(found))

@@ -23,7 +23,7 @@ from torch import nn
 import peerd
 from peerd.compute.checkpoint import Checkpoints
 from peerd.config import load_run
-from peerd.control import leaving
+from peerd.control import leave_deadlines
 from peerd.core.errors import ConfigError, PeerdError, Unreachable
 from peerd.core.run.runfile import LimitsSection, fingerprint
 from peerd.library import background
@@ -63,7 +63,7 @@ def backward(model: nn.Module) -> None:
         ({"samples_per_step": 4.0}, "samples_per_step is 4.0; it must be a whole number"),
         ({"run": ""}, "run has 0 characters; allowed: 1 to 64"),
         ({"min_peers": 0}, "min_peers is 0"),
-        ({"scheduler": lambda o: None}, "scheduler must give a torch scheduler of the optimizer"),
+        ({"scheduler": lambda o: None}, "scheduler must return a torch scheduler of the optimizer"),
         ({"lr": float, "scheduler": lambda o: None}, "scheduler and lr are both given"),
         ({"model": nn.BatchNorm1d(2), "buffers": "mean"}, "buffers is 'mean'; allowed: average, first, local"),
         ({"wait_s": 0}, "wait_s is 0; it must be above 0"),
@@ -240,7 +240,7 @@ def test_the_optimizers_state_is_told_and_taken_before_the_start() -> None:
     plain.step()
     opt = made(model, make=lambda p: torch.optim.Adam(p, lr=0.1))
     before = opt._run.loop
-    with pytest.raises(ConfigError, match=r"this state has no global_step.*the schedule begins anew"):
+    with pytest.raises(ConfigError, match=r"this state has no global_step.*0 restarts the schedule"):
         opt.load_state_dict(plain.state_dict())
     with pytest.raises(ConfigError, match="global_step is -1"):
         opt.load_state_dict(plain.state_dict(), global_step=-1)
@@ -328,7 +328,7 @@ def test_nobody_trains_alone_unawares(capfd: pytest.CaptureFixture[str]) -> None
     with pytest.raises(Unreachable) as caught, made(bootstrap=[addr], wait_s=2):
         raise AssertionError("it must not begin")
     assert str(caught.value) == f"{tried}; waited for 2 s"
-    assert capfd.readouterr().err == f"peerd test: {tried}; trying again; alone=True begins without\n"
+    assert capfd.readouterr().err == f"peerd test: {tried}; retrying; alone=True begins without\n"
     with made(bootstrap=[addr], alone=True) as opt:
         assert opt.status()["peers"] == 1
     assert capfd.readouterr().err == ""
@@ -358,7 +358,7 @@ def test_closing_waits_for_as_long_as_the_peer_saves_a_state(monkeypatch: pytest
     asked = []
 
     class Saves:
-        """A daemon that puts its end off twice, and has saved then."""
+        """A daemon that extends its deadline twice and then has saved its state."""
 
         def leaves_until(self) -> float:
             asked.append(len(asked))
@@ -376,7 +376,7 @@ def test_the_last_loop_saves_its_state_on_a_disk_that_is_slower_than_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(background, "CLOSE_S", 3.0)
-    monkeypatch.setattr(leaving, "LEAVE_S", 0.0)
+    monkeypatch.setattr(leave_deadlines, "LEAVE_S", 0.0)
     model, save, closing_at = nn.Linear(3, 2), Checkpoints.save, []
 
     def slow(*args: Any, **more: Any) -> Any:
@@ -402,8 +402,8 @@ def test_the_last_loop_saves_its_state_on_a_disk_that_is_slower_than_closing(
 STUCK = """
 import threading, torch, peerd
 from peerd.compute.checkpoint import Checkpoints
-from peerd.control import leaving
-leaving.LEAVE_S = 0.0
+from peerd.control import leave_deadlines
+leave_deadlines.LEAVE_S = 0.0
 Checkpoints.save = lambda *args, **more: threading.Event().wait()
 model = torch.nn.Linear(3, 2)
 opt = peerd.AveragingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), run="ctrl-c", target_samples=8,
@@ -425,7 +425,7 @@ def test_a_second_ctrl_c_ends_a_loop_whose_disk_does_not_take_its_state(tmp_path
         assert process.stdout.readline() == "at it\n"
         process.send_signal(signal.SIGINT)
         told = ", which no other peer is known to have; Ctrl+C to stop without it\n"
-        assert any(line.endswith(told) for line in process.stderr), "it never said what it waits for"
+        assert any(line.endswith(told) for line in process.stderr), "it never reported what it waits for"
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=200)
         assert process.returncode == -signal.SIGINT
@@ -453,8 +453,8 @@ BODIES = {
 
 @contextlib.contextmanager
 def loop_process(code: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that runs `code` in `folder`; it ends with the block."""
-    # Where the tests run in the background of a script, Ctrl+C is ignored, and so it would be by their children.
+    """A Python process that runs `code` in `folder`; it is killed at the end of the block."""
+    # If the tests run in the background of a script, they ignore SIGINT, and their children would inherit that.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

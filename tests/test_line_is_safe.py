@@ -30,7 +30,7 @@ from peerd.compute.model.footprint import footprint
 from peerd.compute.run_record import write_record
 from peerd.core.errors import PeerdError
 from peerd.core.keys import Keypair
-from peerd.core.messages.run_link import JoinLink, RunFileTold
+from peerd.core.messages.run_link import JoinLink, RunFileAnswer
 from peerd.core.messages.token import Token, seal, to_text
 from peerd.core.run.check_line import LINE_BYTES, LINE_RULES, Between, Rule
 from peerd.core.run.public_ip import is_public
@@ -113,10 +113,10 @@ class Volunteer:
     """Joins by a stranger's line, and does what the run would do."""
 
     def __init__(self, home: Home, patch: pytest.MonkeyPatch) -> None:
-        self.home, self._told, self.plans = home, RunFileTold(b"", b""), list[DaemonPlan]()
+        self.home, self._told, self.plans = home, RunFileAnswer(b"", b""), list[DaemonPlan]()
         self.dialed: list[str] = []
 
-        async def fetched(*_: object) -> RunFileTold:
+        async def fetched(*_: object) -> RunFileAnswer:
             return self._told
 
         async def planned(plan: DaemonPlan) -> None:
@@ -148,7 +148,7 @@ class Volunteer:
     def join(self, tree: dict[str, Any], *flags: str) -> RunFile | None:
         """The run file that is used in the end, and used; None if the line was refused, with exit code 2."""
         text = msgspec.json.encode(tree)
-        self._told = RunFileTold(text, b"")
+        self._told = RunFileAnswer(text, b"")
         self.plans.clear()
         (self.home.data / "run.yaml").unlink(missing_ok=True)
         code = invoke(["join", LINK.text, "--yes", "--role", "trainer", "--data-dir", str(self.home.data), *flags])
@@ -337,5 +337,5 @@ def test_a_stripped_signature_is_refused_by_whoever_has_a_token(
     token = Token(bytes(8), LINK.peer.public_key, "r", "Ann", ["trainer"], 1_700_000_000, 9_900_000_000)
     assert volunteer.join({"run": "r"}, "--token", to_text(Token, seal(token, organizer))) is None
     assert (
-        "access.organizer is missing, and nobody signed the run file; allowed with a token" in capsys.readouterr().err
+        "access.organizer is missing, and the run file is not signed; allowed with a token" in capsys.readouterr().err
     )

@@ -17,7 +17,7 @@ from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.service import access
 from peerd.service.rpc.served_call import Method
 from peerd.service.rpc.server import Server
-from roles.aggregator import AuxRole
+from roles.aggregator import AuxAggregatorRole
 from roles.backbone import BackboneRole
 from roles.expert import ExpertRole
 from roles.stage import StageRole
@@ -84,7 +84,7 @@ async def test_peers_of_every_role_serve_what_the_table_has_and_nothing_else(
             await s.start("holder", BackboneRole, experts)
             for stage in range(2):
                 await s.start(f"stage {stage}", StageRole, pinned(run, stage))
-            await s.start("helper", AuxRole, run)
+            await s.start("helper", AuxAggregatorRole, run)
             await s.start("trainer", TrainerRole, run)
             await s.start("expert", ExpertRole, experts)
             table = method_table.declared()

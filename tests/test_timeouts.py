@@ -1,5 +1,5 @@
-"""Every constant that reaches a time limit has a row in `service/timeouts`, with the reason that nothing grows beyond
-it; plain numbers reach none.
+"""Each constant that a time limit uses has a row in `service/timeouts`, with the reason why it need not grow. No time
+limit uses a plain number.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def searched(code: str) -> Found:
 
 def test_every_constant_in_a_time_limit_has_its_reason() -> None:
     found = in_the_code()
-    assert len(found.names) > 300, "the walk finds them"
-    assert sorted(found.numbers) == [], "give these numbers names, and rows in service/timeouts"
+    assert len(found.names) > 300, "the search missed constants"
+    assert sorted(found.numbers) == [], "name these numbers, and add rows in service/timeouts"
     missing, stale = sorted(found.names - TIMEOUTS.keys()), sorted(TIMEOUTS.keys() - found.names)
-    assert missing == [], "say in service/timeouts why it may be a constant, or let it grow"
+    assert missing == [], "explain in service/timeouts why it may be constant, or make it grow"
     assert stale == [], "no time limit uses these any more"
 
 
@@ -61,7 +61,7 @@ def test_a_constant_is_found_on_its_way_to_a_time_limit(line: str) -> None:
     assert found.names == {"a.b.X_S"}
     number = line.replace("X_S", "7")
     if "2 *" in line or "* 2.0" in line or "waited_s" in line or "limited" in line:
-        return  # the number is a factor then, or may be anything that a time is compared with
+        return  # the number is then a factor, or is compared with a time
     found = searched(f"def ask(peer, timeout_s): pass\ndef f():\n    {number}")
     assert found.numbers == {"a/b.py:3: 7"}
 

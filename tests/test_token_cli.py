@@ -12,12 +12,12 @@ import trio
 
 from peerd import home
 from peerd.cli import invoke
-from peerd.control import papers as membership
+from peerd.control import token_files as membership
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.messages.token import Revoked, Token, from_text, signed_by, unseal
 from peerd.core.run.runfile import AccessSection, RunFile
-from peerd.machine.access.members import MemberRoll
+from peerd.machine.access.members import RunMembers
 
 ANN = Keypair.from_seed(b"a" * 32)
 BOB = Keypair.from_seed(b"b" * 32)
@@ -39,10 +39,10 @@ def issue(place: Path, capsys: pytest.CaptureFixture[str], *more: str, peer: Key
 @pytest.mark.parametrize(
     ("roles", "says"),
     [
-        ("stage,trainr", "--roles: 'trainr' is no role here; did you mean trainer?"),
+        ("stage,trainr", "--roles: 'trainr' is not an installed role; did you mean trainer?"),
         (
             "walrus",
-            "--roles: 'walrus' is no role here; allowed: aux, backbone, expert, stage, trainer; a role of your own is",
+            "--roles: 'walrus' is not an installed role; allowed: aux, backbone, expert, stage, trainer; a role of",
         ),
         ("no_such_file:Role", "there is no module no_such_file"),
     ],
@@ -216,7 +216,7 @@ def test_the_organizers_own_peer_needs_no_token_and_brings_its_list(
     key = home.load_identity(organizer)
     papers = membership.own_papers(run, ["backbone"], organizer, key.peer_id, time.time())
     assert trio.run(papers.token) == b""
-    roll = MemberRoll("tiny", key.peer_id, 1)
+    roll = RunMembers("tiny", key.peer_id, 1)
     assert [roll.learn_revoked(data) for data in trio.run(papers.revoked)] == [True]
 
 
@@ -230,5 +230,5 @@ def test_a_list_given_by_file_is_read_and_its_absence_named(
     with pytest.raises(ConfigError, match=r"the list of revoked tokens .*list\.txt can't be read"):
         membership.own_papers(RunFile(run="tiny", access=access), ["stage"], place, ANN.peer_id, time.time())
     (tmp_path / "list.txt").write_text(text)
-    with pytest.raises(ConfigError, match=r"list\.txt holds no list of revoked tokens"):
+    with pytest.raises(ConfigError, match=r"list\.txt has no valid list of revoked tokens"):
         membership.own_papers(RunFile(run="tiny", access=access), ["stage"], place, ANN.peer_id, time.time())

@@ -130,7 +130,7 @@ def test_the_line_is_shown_with_its_limits_and_what_it_was_seen_to_carry() -> No
     up = {"limit_mbit": 20.0, "measured_mbit": None, "now_mbit": 12.34}
     down = {"limit_mbit": None, "measured_mbit": 95.4, "now_mbit": 0.0}
     text = shown(snapshot(network={"line": {"up": up, "down": down}}))
-    assert "line: up 12.3 Mb/s now (limit 20); down 0 Mb/s now (up to 95.4 seen)" in text
+    assert "line: up 12.3 Mb/s now (limit 20); down 0 Mb/s now (up to 95.4 measured)" in text
     nothing = {"limit_mbit": None, "measured_mbit": None, "now_mbit": 0.0}
     assert "line:" not in shown(snapshot(network={"line": {"up": nothing, "down": nothing}}))
 
@@ -203,7 +203,7 @@ def test_the_swarm_alone_is_shown_with_its_leader_board() -> None:
     assert lines[-2][:8] == ["1", "Ann", "…4kx6nXTN", "12,345", "480", "77", "2.0", "MB"]
     assert lines[-1][:8] == ["2", "-", "…4kx6nXTM", "10", "0", "0", "0", "B"]
     assert "run tiny: step 7" in text
-    assert "contributions by the peers' own word" in text
+    assert "contributions by the peers' own figures" in text
     assert "no peer" in text
     assert "listening" not in text
 
@@ -219,7 +219,7 @@ def counted_board() -> dict[str, Any]:
 
 def test_the_leader_board_shows_the_conductors_counts_beside_each_peers_own_word() -> None:
     lines = plain_text(render_swarm(counted_board())).splitlines()
-    assert lines[-5] == "contributions counted by peer …4kx6nXTN since step 1,234, beside each peer's own word"
+    assert lines[-5] == "contributions counted by peer …4kx6nXTN since step 1,234, beside each peer's own figures"
     assert lines[-4].split() == [
         "name",
         "peer",
@@ -238,7 +238,7 @@ def test_the_leader_board_shows_the_conductors_counts_beside_each_peers_own_word
     assert cells[2][:7] == ["3", "-", "…4kx6nXTM", "-", "1,000,000,000,000,000", "-", "0"]
     few = counted_board()
     few["counted"]["unlisted"] = 12
-    assert "own word; 12 peers with less left out" in plain_text(render_swarm(few))
+    assert "own figures; 12 peers with less left out" in plain_text(render_swarm(few))
 
 
 def test_the_watched_leader_board_shows_both_and_whose_count_it_is() -> None:
@@ -250,14 +250,16 @@ def test_the_watched_leader_board_shows_both_and_whose_count_it_is() -> None:
         "3. …4kx6nXTM: not counted; says 1,000,000,000,000,000 computed, 0.0 hours",
     ]
     [[whose]] = picture.facts
-    assert whose.plain == "contributions counted by peer …4kx6nXTN since step 1,234, beside each peer's own word"
+    assert whose.plain == "contributions counted by peer …4kx6nXTN since step 1,234, beside each peer's own figures"
     picture = watch_view.Watcher().draw_swarm(board())
     assert picture.events[0].plain == "2. …4kx6nXTM: 10 computed, 0.0 hours"
-    assert picture.facts[0][0].plain == "contributions by the peers' own word"
+    assert picture.facts[0][0].plain == "contributions by the peers' own figures"
 
 
 def test_a_swarm_without_anything_to_show_says_why() -> None:
-    assert "swarm: this daemon has not looked yet, or has no run" in plain_text(render_swarm(status_view.swarm_of({})))
+    assert "swarm: this daemon has not read the directory yet, or has no run" in plain_text(
+        render_swarm(status_view.swarm_of({}))
+    )
     assert status_view.swarm_of({"swarm": {"run": "x"}}) == {"run": "x"}
     evil = board(contributions=[{"name": "[red]boo[/red]", "peer": "x"}])
     assert "[red]boo[/red]" in plain_text(render_swarm(evil))
@@ -282,6 +284,6 @@ def test_who_uses_more_than_half_of_something_is_shown() -> None:
 def test_faults_are_shown_with_the_last_place() -> None:
     places = [{"place": "peerd/net/link/link.py:7", "count": 2, "ended": "a link", "error": "KeyError: [bold]3[/bold]"}]
     found = shown(snapshot(faults={"count": 2, "last": "peerd/net/link/link.py:7", "places": places}))
-    told = "2 faults of peerd's own, the last at peerd/net/link/link.py:7: KeyError: [bold]3[/bold]; please report"
+    told = "2 internal errors in peerd, the last at peerd/net/link/link.py:7: KeyError: [bold]3[/bold]; please report"
     assert told in found
-    assert "fault" not in shown(snapshot(faults={"count": 0, "last": None, "places": []}))
+    assert "internal error" not in shown(snapshot(faults={"count": 0, "last": None, "places": []}))

@@ -1,1 +1,1 @@
-"""The command line's larger commands."""
+"""Larger commands of the command line."""

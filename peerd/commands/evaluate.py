@@ -1,6 +1,6 @@
 """`peerd evaluate`: loss and perplexity of an exported model on a file of text.
 
-Progress goes to stderr where that is a terminal; the figures to stdout.
+The figures go to stdout. Progress goes to stderr if that is a terminal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def evaluate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Text; or .jsonl, .parquet with a field `text`.")],
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:N or mps.")] = "cpu",
     model: Annotated[
-        Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file, for a model of one's own.")
+        Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file, for a model of your own.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
@@ -56,7 +56,7 @@ def evaluate(
 
 
 class _Progress:
-    """One line on the terminal that says how far it is."""
+    """Progress of an evaluation, as one line on the terminal."""
 
     def __init__(self, file: Path) -> None:
         self._size = file.stat().st_size
@@ -65,7 +65,7 @@ class _Progress:
         self._shown = False
 
     def show(self, so_far: Evaluation) -> None:
-        """Show it, now and then."""
+        """Print the progress, at most every half second."""
         if not sys.stderr.isatty() or time.monotonic() - self._shown_at < _PERIOD_S:
             return
         self._shown_at, self._shown = time.monotonic(), True
@@ -74,6 +74,6 @@ class _Progress:
         sys.stderr.flush()
 
     def end(self) -> None:
-        """Take the line away."""
+        """Erase the progress line."""
         if self._shown:
             sys.stderr.write("\r\x1b[K")

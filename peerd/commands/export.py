@@ -1,6 +1,6 @@
-"""`peerd export`: a run's model out of its checkpoints, into a folder that needs no peerd.
+"""`peerd export`: writes a run's model from its checkpoints into a folder that can be used without peerd.
 
-The work is `compute/export`'s, loaded when the command runs; here are the flags and what is said of the result.
+This module has the options and prints the result. `compute/export`, imported when the command runs, does the work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def export(
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the model goes: a new folder.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FOLDER", help="Folder to write: a new one, or an earlier export.")
+    ],
     run_dir: Annotated[
         Path | None,
         typer.Argument(metavar="RUN_DIR", help="A peer's data directory, or a folder that holds several."),
@@ -31,8 +33,8 @@ def export(
         Path | None,
         typer.Option("--backbone", metavar="DIR", help="Data directory of a backbone that keeps a run."),
     ] = None,
-    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Which run, of several.")] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="Which step; the newest without it.")] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Which run, if there are several.")] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Which step. [default: the newest]")] = None,
     model: Annotated[
         Path | None,
         typer.Option("--model", "--config", metavar="FILE", help="The run file, for checkpoints without settings."),
@@ -44,8 +46,8 @@ def export(
     from peerd.config import load_run
 
     if run_dir is not None and backbone is not None:
-        raise ConfigError("RUN_DIR and --backbone are both given; give one of them")
-    wish = work.ExportWish(
+        raise ConfigError("RUN_DIR and --backbone are both given; pass only one of them")
+    wish = work.ExportRequest(
         root=_root(run_dir, backbone),
         out=out,
         run_name=run,
@@ -61,7 +63,7 @@ def export(
 
 
 def _root(run_dir: Path | None, backbone: Path | None) -> Path:
-    """The folder to look below: a backbone's own part of its data directory, where there is one."""
+    """Folder to search for checkpoints: of a backbone's data directory, the subfolder `backbone` if it exists."""
     if backbone is not None:
         return backbone / "backbone" if (backbone / "backbone").is_dir() else backbone
     from peerd.home import data_root
@@ -70,7 +72,7 @@ def _root(run_dir: Path | None, backbone: Path | None) -> Path:
 
 
 def saved_experts(root: Path, fingerprint: str) -> Iterator[SavedExpert]:
-    """All checkpoints of a run's experts below `root`, whoever keeps them: their hosts, other hosts, a backbone."""
+    """All checkpoints of a run's experts below `root`, kept by their own hosts, by other hosts or by a backbone."""
     from peerd.compute.export.experts import SavedExpert
     from peerd.compute.export.gather import folders_below
     from peerd.service.experts.vault_disk import SUFFIX, VaultDisk
@@ -105,5 +107,5 @@ def _told(made: Exported, out: Path, loss: str) -> str:
 
 
 def generate_hint(folder: Path) -> list[str]:
-    """The command to type next."""
+    """Lines that show the command to type next."""
     return [f'try: peerd generate --from {shlex.quote(str(folder))} "a prompt"']

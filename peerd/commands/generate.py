@@ -1,6 +1,6 @@
-"""`peerd generate`: text from an exported model, as it comes.
+"""`peerd generate`: generates text with an exported model and prints it token by token.
 
-What a model writes is shown as text only: characters that steer a terminal become the replacement character.
+Terminal control characters in the model's output are printed as the replacement character.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from peerd.core.errors import ConfigError
 if TYPE_CHECKING:
     from peerd.compute.export.loaded_model import LoadedModel
 
-LEAST_TEMPERATURE: Final = 0.001  # below it, chances are no numbers any more
+LEAST_TEMPERATURE: Final = 0.001  # below it, probabilities may become NaN
 LARGEST_TEMPERATURE: Final = 100.0
 
 
@@ -33,21 +33,23 @@ def generate(
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, max=LARGEST_TEMPERATURE, help="0: always the likeliest token.")
     ] = 0.8,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Choose among so many; 0: among all.")] = 40,
+    top_k: Annotated[
+        int, typer.Option("--top-k", min=0, help="Sample from this many of the likeliest tokens; 0: from all.")
+    ] = 40,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")] = None,
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:N or mps.")] = "cpu",
     model: Annotated[
-        Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file, for a model of one's own.")
+        Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file, for a model of your own.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs, at the end.")] = False,
 ) -> None:
     """Continue a text with an exported model."""
-    from peerd.compute.export.loaded_model import Style, write_text
+    from peerd.compute.export.loaded_model import SamplingOptions, write_text
 
     if 0 < temperature < LEAST_TEMPERATURE:
         raise ConfigError(f"--temperature {temperature:g}; allowed: 0, or {LEAST_TEMPERATURE} to 100")
     prompt = os.fsencode(prompt).decode("utf-8", "replace")
-    style = Style(temperature=temperature, top_k=top_k, seed=_seed(seed))
+    style = SamplingOptions(temperature=temperature, top_k=top_k, seed=_seed(seed))
     loaded = load(folder, device, model)
     sees = _what_it_sees(loaded, prompt, tokens)
     if sees:
@@ -67,7 +69,7 @@ def generate(
 
 
 def load(folder: Path, device: str, model: Path | None) -> LoadedModel:
-    """The exported model on a device that works; ConfigError in one sentence."""
+    """Load the exported model in `folder` to `device`. Raises ConfigError if either cannot be used."""
     from peerd.compute.devices import describe
     from peerd.compute.export.loaded_model import load_export
     from peerd.config import load_run
@@ -89,19 +91,19 @@ def _seed(given: int | None) -> int:
 
 
 def _what_it_sees(loaded: LoadedModel, prompt: str, count: int) -> str | None:
-    """A sentence on the part of prompt and text that the model sees; None when it is all."""
+    """Note on the part of prompt and text that exceeds the model's context, or None if all of it fits."""
     context = loaded.model.context
     given = len(loaded.vocab.encode(prompt.encode("utf-8", "replace")))
     if given > context:
         return f"the prompt has {given} tokens; the model sees the last {context} (its context)"
     if max(given, 1) + count - 1 > context:
         half = max(1, context // 2)
-        return f"the text outgrows the context: from there on the model sees the last {half} to {context} tokens"
+        return f"the text exceeds the context: from there on the model sees the last {half} to {context} tokens"
     return None
 
 
 def _shown(prompt: str, pieces: Iterator[str]) -> Iterator[str]:
-    """Write prompt and pieces to the terminal as they come."""
+    """Write the prompt, then each piece as it is generated, to the terminal; yields the pieces."""
     try:
         _write(prompt)
         for piece in pieces:
@@ -111,7 +113,7 @@ def _shown(prompt: str, pieces: Iterator[str]) -> Iterator[str]:
     except KeyboardInterrupt:
         _write("\n")
         raise
-    except BrokenPipeError:  # whoever read has seen enough
+    except BrokenPipeError:  # the reader of the pipe has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

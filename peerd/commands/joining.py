@@ -1,9 +1,9 @@
-"""Joining by one line: fetch the run file, check it, show it, ask, and keep it in the data directory.
+"""Joining by a join line: fetches the run file, checks it, shows it, asks the user, and saves it in the data directory.
 
-The network never names code that runs here, nor files or private addresses that are read: each takes a flag of the
-volunteer's. What arrives becomes a typed run file first; that value is checked, shown, and written as run.yaml, and the
-program reads nothing else. Its section `line` says where it came from, so that every later reader checks it alike.
-Another run file later is shown as the difference, and asked about anew.
+The network cannot make this machine run code, read files or connect to private addresses: the volunteer must allow each
+with an option. The received bytes are decoded to a typed run file. That value is checked, shown and written as
+run.yaml, and the program reads nothing else. Its section `line` records the source, so that later readers apply the
+same checks. If the published run file changes later, the user sees the difference and is asked again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from msgspec import structs
 
 from peerd.config import RUN_FILE
 from peerd.contents import allowed_code, with_digests
-from peerd.control.guest import JoinWish
+from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError, PeerdError, ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.run_link import JoinLink, RunFileTold, is_local, plain_tree, shared_run
+from peerd.core.messages.run_link import JoinLink, RunFileAnswer, is_local, plain_tree, shared_run
 from peerd.core.messages.token import Token, from_text, signed_by
 from peerd.core.run.check import check
 from peerd.core.run.check_line import function_file
@@ -40,15 +40,20 @@ from peerd.typed_yaml import parse_yaml, to_yaml
 FILE: Final = "run.yaml"
 TOKEN_FILE: Final = "access.token"
 FETCH_S: Final = 15.0
-_FAULTS: Final = 5  # that one message lists
+_FAULTS: Final = 5  # faults that one message lists
 
 
 def fetch(link: JoinLink) -> RunFile:
-    """The published run file from the backbone; PeerdError if there is none, ConfigError if it may not be used."""
+    """Fetch the published run file from the backbone.
 
-    async def ask() -> RunFileTold:
+    Raises PeerdError if the backbone sends none, and ConfigError if it is invalid or not for the run of the link.
+    """
+
+    async def ask() -> RunFileAnswer:
         clock = RealClock()
-        stack = peer_stack(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])  # nobody learns who asks
+        stack = peer_stack(
+            Keypair.generate(clock.secure_bytes), clock, [TcpTransport()]
+        )  # does not reveal this peer's identity
         return await fetch_file(stack, link, FETCH_S)
 
     try:
@@ -66,7 +71,7 @@ def fetch(link: JoinLink) -> RunFile:
 
 
 def default_roles(run: RunFile) -> list[str]:
-    """The role that a run needs most: hosts of experts, stages of a pipeline, helpers of own loops, else replicas."""
+    """The role that a run needs most: `aux` for users' own loops, `expert`, `stage` for a pipeline, else `trainer`."""
     if run.loop is not None:
         return ["aux"]
     if run.experts is not None:
@@ -74,8 +79,8 @@ def default_roles(run: RunFile) -> list[str]:
     return ["trainer"] if run.pipeline.stages == 1 else ["stage"]
 
 
-def accept(run: RunFile, link: JoinLink, roles: list[str], wish: JoinWish) -> RunFile:
-    """The run file that will be used: the published one, with what the user allowed. ConfigError says what to type."""
+def accept(run: RunFile, link: JoinLink, roles: list[str], wish: JoinRequest) -> RunFile:
+    """The run file to use: the published one with the user's paths and allowed code. ConfigError says what to type."""
     run = _with_data(run, roles, wish)
     if wish.tokenizer is not None and run.model.vocab != "bytes":
         run = structs.replace(run, model=structs.replace(run.model, vocab=wish.tokenizer))
@@ -90,8 +95,8 @@ def accept(run: RunFile, link: JoinLink, roles: list[str], wish: JoinWish) -> Ru
     return with_digests(run)
 
 
-def _with_data(run: RunFile, roles: list[str], wish: JoinWish) -> RunFile:
-    """The run file with the user's own text; without any, a path of the publisher's files is left empty."""
+def _with_data(run: RunFile, roles: list[str], wish: JoinRequest) -> RunFile:
+    """The run file with the user's own text. Without any, paths of the publisher's files are replaced by ""."""
     data, sources = run.data, [source for _, source in sources_of(run.data)]
     foreign = [source.path for source in sources if source.kind != "dataset" and is_local(source.path)]
     if len(sources) > 1 and (wish.data is not None or (foreign and "trainer" in roles)):
@@ -114,11 +119,11 @@ def _functions(run: RunFile) -> list[str]:
     return [name for name in named if ":" in name]
 
 
-def check_organizer(run: RunFile, place: Path, wish: JoinWish) -> None:
-    """Refuse a run file that is not signed by the organizer of the user's token, or of the run as it was joined before.
+def check_organizer(run: RunFile, place: Path, wish: JoinRequest) -> None:
+    """Raise ConfigError if the run file is not signed by the organizer who issued the user's token, or who signed it
+    when this run was joined before.
 
-    A signature is asked for only where a run file names an organizer: without this check a backbone could leave
-    both out.
+    Elsewhere a signature is required only if the run file names an organizer, so a backbone could leave both out.
     """
     organizer, before = run.access.organizer, _organizer_before(place / FILE)
     if before and organizer != before:
@@ -131,7 +136,7 @@ def check_organizer(run: RunFile, place: Path, wish: JoinWish) -> None:
         return
     if not organizer:
         raise ConfigError(
-            "access.organizer is missing, and nobody signed the run file; allowed with a token (--token): a run file "
+            "access.organizer is missing, and the run file is not signed; allowed with a token (--token): a run file "
             "that is signed by the organizer who issued it"
         )
     if not signed_by(PeerId.parse(organizer), Token, token):
@@ -139,15 +144,15 @@ def check_organizer(run: RunFile, place: Path, wish: JoinWish) -> None:
 
 
 def _organizer_before(file: Path) -> str:
-    """The organizer that the kept run file names; empty without one."""
+    """The organizer that the stored run file names, or "" if it names none or does not exist."""
     if not file.exists():
         return ""
     access = parse_yaml(file, RUN_FILE)[0].get("access")
     return str(access.get("organizer") or "") if isinstance(access, dict) else ""
 
 
-def agree(run: RunFile, link: JoinLink, place: Path, wish: JoinWish) -> Path:
-    """Show the run and ask, unless it was agreed to before; the file in which it is kept."""
+def agree(run: RunFile, link: JoinLink, place: Path, wish: JoinRequest) -> Path:
+    """Show the run file and ask the user, unless they agreed to it before. Returns the path at which it is stored."""
     file = make_private_dir(place) / FILE
     check_organizer(run, place, wish)
     text = to_yaml(plain_tree(run))
@@ -171,19 +176,19 @@ def agree(run: RunFile, link: JoinLink, place: Path, wish: JoinWish) -> Path:
 
 def _told(run: RunFile, link: JoinLink) -> str:
     organizer = run.access.organizer
-    signed = f"signed by its organizer {organizer}" if organizer else "signed by nobody: it is the backbone's word"
+    signed = f"signed by its organizer {organizer}" if organizer else "not signed: only the backbone vouches for it"
     return f"run {link.run}, from {link.host}:{link.port} ({link.peer}), {signed}:"
 
 
 def _ask() -> None:
     if not sys.stdin.isatty():
-        raise ConfigError("nobody is there to agree to this run file: read it, and add --yes to the line")
+        raise ConfigError("there is no terminal to ask you about this run file: read it, and add --yes to the command")
     if not typer.confirm("Take part in it?", default=False, err=True):
         raise PeerdError("not joined")
 
 
-def _token_of(kept: Path, wish: JoinWish) -> bytes | None:
-    """The user's token, sealed: the one that was given, else the one that is kept from before."""
+def _token_of(kept: Path, wish: JoinRequest) -> bytes | None:
+    """The user's sealed token: the one of --token, else the one stored by an earlier join. None if there is neither."""
     if wish.token is not None:
         return from_text(Token, _token_text(wish.token))
     try:
@@ -191,11 +196,11 @@ def _token_of(kept: Path, wish: JoinWish) -> bytes | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, RemoteError) as error:
-        raise ConfigError(f"{kept}: no token: {error}; give it with --token") from error
+        raise ConfigError(f"{kept} has no valid token: {error}; pass one with --token") from error
 
 
 def _token_text(given: str) -> str:
-    """A token as text, which is given itself or as a file."""
+    """The text of the token that the user passed: either itself or the path of a file with it."""
     text = given
     try:
         if not given.startswith("peerd-token-"):
@@ -207,6 +212,6 @@ def _token_text(given: str) -> str:
 
 
 def _keep_token(given: str, path: Path) -> None:
-    """Save a token, given as text or as a file, for its peer."""
+    """Write the token that the user passed, as text or as a file, to `path`, readable by the user only."""
     write_atomically(path, _token_text(given).strip().encode() + b"\n")
     os.chmod(path, 0o600)

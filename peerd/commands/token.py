@@ -1,7 +1,7 @@
-"""`peerd token`: what an organizer types to let peers into a run with tokens, and to take that back.
+"""`peerd token`: commands of a run's organizer to issue and revoke tokens, and to sign a run file.
 
-The organizer is an identity in a data directory, made there the first time; its key signs. Tokens go to stdout alone,
-so that they can be piped; what to do with them goes to stderr.
+The organizer is an identity in a data directory, created there at the first use. Its key signs. Tokens go to stdout,
+so that they can be piped, and instructions to stderr.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-if TYPE_CHECKING:  # nothing but typer is loaded before a command runs
-    from peerd.control.papers import Issued, TokenBook
+if TYPE_CHECKING:  # imports other than typer wait until a command runs
+    from peerd.control.token_files import IssuedToken, TokenBook
 
 LONGEST_DAYS: Final = 3650
 
 app = typer.Typer(
-    help="Let peers into a run with tokens, and take that back.", no_args_is_help=True, rich_markup_mode=None
+    help="Issue and revoke the tokens of a run for invited peers.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Organizer = Annotated[
-    Path | None, typer.Option("--data-dir", metavar="DIR", help="The organizer's identity and book of tokens.")
+    Path | None,
+    typer.Option("--data-dir", metavar="DIR", help="Folder of the organizer's identity and list of tokens."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
 
@@ -35,14 +36,14 @@ def issue(
     run: Annotated[str, typer.Option(metavar="NAME", help="The run that the token is for.")],
     peer: Annotated[str, typer.Option(metavar="ID", help="The peer that may use it: 12D3KooW...")],
     roles: Annotated[
-        str, typer.Option(metavar="NAMES", help="What it may be, with commas: names of roles, or module:Class.")
+        str, typer.Option(metavar="NAMES", help="Roles that it may have, separated by commas: names, or module:Class.")
     ] = "stage,trainer",
-    name: Annotated[str, typer.Option(metavar="TEXT", help="Whose peer it is, for the leader-board.")] = "",
-    days: Annotated[int, typer.Option(min=1, max=LONGEST_DAYS, help="How long it is valid.")] = 30,
+    name: Annotated[str, typer.Option(metavar="TEXT", help="Name of its owner, for the leader-board.")] = "",
+    days: Annotated[int, typer.Option(min=1, max=LONGEST_DAYS, help="Days until it expires.")] = 30,
     data_dir: Organizer = None,
 ) -> None:
     """Sign a token for one peer, and print it."""
-    from peerd.control.papers import TOKEN_FILE, TokenGrant
+    from peerd.control.token_files import TOKEN_FILE, TokenGrant
     from peerd.core.messages.token import Token, from_text, unseal
 
     _, book = _book(data_dir)
@@ -52,7 +53,7 @@ def issue(
     typer.echo(text)
     typer.echo(
         f"token {token.id.hex()} for {token.name or 'a peer'} ({token.peer}), valid until {_day(token.expires)}\n"
-        f"that peer saves it as {TOKEN_FILE} in its data directory; the run file says:\n"
+        f"that peer saves it as {TOKEN_FILE} in its data directory; the run file must contain:\n"
         f"access:\n  allow: tokens\n  organizer: {book.organizer}",
         err=True,
     )
@@ -75,24 +76,24 @@ def list_tokens(data_dir: Organizer = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def revoke(
-    token: Annotated[str, typer.Argument(metavar="ID", help="As `peerd token list` shows it, or its beginning.")],
+    token: Annotated[str, typer.Argument(metavar="ID", help="Id from `peerd token list`, or its first characters.")],
     data_dir: Organizer = None,
 ) -> None:
-    """Take a token back: its peer is refused as soon as the others hear of it."""
-    from peerd.control.papers import REVOKED_FILE
+    """Revoke a token. Its peer is refused as soon as the others receive the revocation."""
+    from peerd.control.token_files import REVOKED_FILE
 
     place, book = _book(data_dir)
     entry = book.revoke(token, time.time())
     typer.echo(f"revoked {entry.id}: {entry.name or 'no name'} ({entry.peer}), run {entry.run}")
     typer.echo(
-        f"a peer that runs with --data-dir {place} tells the others within a minute; without one, give them "
-        f"{book.folder / REVOKED_FILE} and have their run files name it: access.revoked",
+        f"a peer that runs with --data-dir {place} sends the revocation to the others within a minute; without such "
+        f"a peer, give them {book.folder / REVOKED_FILE} and set access.revoked in their run files to its path",
         err=True,
     )
 
 
 def _role_names(text: str) -> list[str]:
-    """The names that a token lists: those of installed roles, and of a `module:Class` the one that its class has."""
+    """Names of the roles for a token. `text` has names of installed roles, and `module:Class`, whose name is loaded."""
     from peerd import registry
     from peerd.core.errors import ConfigError
     from peerd.log import clean
@@ -103,7 +104,7 @@ def _role_names(text: str) -> list[str]:
             near = difflib.get_close_matches(given, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}"
             own = "; a role of your own is given as module:Class, from the folder with its file"
-            raise ConfigError(f"--roles: {clean(given)!r} is no role here; {hint}{'' if near else own}")
+            raise ConfigError(f"--roles: {clean(given)!r} is not an installed role; {hint}{'' if near else own}")
         found.append(registry.load(given).name if ":" in given else given)
     return found
 
@@ -113,7 +114,7 @@ def sign(
     file: Annotated[Path, typer.Argument(metavar="RUN_FILE", help="The run file (YAML) to sign.")],
     data_dir: Organizer = None,
 ) -> None:
-    """Sign a run file, so that backbones of others can give it to newcomers."""
+    """Sign a run file, so that backbones of others can offer it to newcomers."""
     from peerd.config import load_run
     from peerd.core.errors import ConfigError
     from peerd.core.messages.run_link import DOMAIN, shared_file
@@ -128,14 +129,14 @@ def sign(
 
 
 def _book(data_dir: Path | None) -> tuple[Path, TokenBook]:
-    from peerd.control.papers import TokenBook
+    from peerd.control.token_files import TokenBook
     from peerd.home import ORGANIZER_DIR, data_root, load_identity, make_private_dir
 
     place = make_private_dir(data_dir or data_root() / ORGANIZER_DIR)
     return place, TokenBook(place, load_identity(place))
 
 
-def _line(entry: Issued, now: float) -> str:
+def _line(entry: IssuedToken, now: float) -> str:
     shown = f"{entry.id}  {entry.state(now):7}  until {_day(entry.expires)}  run {entry.run}  {entry.peer}"
     return "  ".join(part for part in (shown, ",".join(entry.roles), entry.name) if part)
 

@@ -1,1 +1,1 @@
-"""Layer 3': the only torch in peerd. May import core (and trio, for the worker)."""
+"""Layer 3': the only code in peerd that uses torch. May import core (and trio, for the worker)."""

@@ -1,8 +1,8 @@
-"""Changes of a model's parameters: how many were begun, and whether the last one came to its end.
+"""Changes of a model's parameters: counts them, and detects one that failed in the middle.
 
-A change that fails in the middle, as for want of memory, leaves parameters that are neither the old nor the new ones.
-Nothing may be computed with them; only a whole state that takes their place makes them whole again. Readers of the
-parameters as they are now are told before they change.
+A change that fails in the middle, for example for lack of memory, leaves parameters that are neither the old nor the
+new ones. Nothing may be computed with them until a whole state replaces them. Readers that still need the current
+parameters are notified before each change.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from peerd.core.errors import PeerdError
 
 
 class ParametersLost(PeerdError):
-    """The parameters are neither those of their position nor others: a change of them failed in the middle."""
+    """The parameters belong to no position, because a change of them failed in the middle."""
 
 
 class ParameterReader(Protocol):
-    """Someone who still needs the parameters as they are now."""
+    """A reader that still needs the current parameters."""
 
     def before_change(self) -> None:
-        """The parameters change as soon as this returns."""
+        """Called just before the parameters change."""
         ...
 
 
 class Changes:
-    """See the module's header. For one thread."""
+    """Counter of the changes of one model (`begun`), and the readers to notify. For one thread."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -36,18 +36,18 @@ class Changes:
         self._readers = WeakSet[ParameterReader]()
 
     def announce_to(self, reader: ParameterReader) -> None:
-        """Tell `reader` before the next change, if it still exists then."""
+        """Notify `reader` before the next change, if it still exists then."""
         self._readers.add(reader)
 
     def announce(self) -> None:
-        """Tell all readers that the parameters are about to change, if only for a while."""
+        """Notify all readers that the parameters are about to change, even if only temporarily."""
         for reader in list(self._readers):
             reader.before_change()
         self._readers.clear()
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """The scope of a change."""
+        """Scope of one change."""
         self.announce()
         self.begun += 1
         self._torn = True
@@ -55,6 +55,6 @@ class Changes:
         self._torn = False
 
     def need_whole(self) -> None:
-        """ParametersLost after a change that failed in the middle."""
+        """Raises ParametersLost after a change that failed in the middle."""
         if self._torn:
             raise ParametersLost("the parameters were lost in a change that failed")

@@ -1,9 +1,9 @@
-"""Checkpoints of one stage on disk: each is a safetensors file and a JSON manifest that names it and its SHA-256.
+"""Checkpoints of one stage on disk: each is a safetensors file, and a JSON manifest with its name and SHA-256.
 
-A checkpoint exists from the moment its manifest does: the tensors are written under a name of their own and synced,
-then the manifest is written aside, synced, and renamed into place. So a crash at any moment leaves the checkpoints
-that were there, and files without a manifest, which the next `clean` removes. Loading checks size, digest, run and
-stage before a tensor is used; what is wrong is a ConfigError that names the file. Nothing is unpickled.
+A checkpoint exists once its manifest does: the tensors are written under a temporary name and synced, then the manifest
+is written to a temporary file, synced, and renamed. A crash at any moment therefore leaves the earlier checkpoints, and
+files without a manifest, which the next `clean` removes. Loading checks size, digest, run and stage before a tensor is
+used; a fault raises ConfigError, which names the file. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
 
 FORMAT: Final = 1
-_UNKNOWN_DIGEST: Final = "0" * 16  # in the name of a file that is being written
+_UNKNOWN_DIGEST: Final = "0" * 16  # placeholder in the name of a file that is being written
 _MANIFEST: Final = re.compile(r"step-(\d{8,})\.json")
 _TENSORS: Final = re.compile(r"step-(\d{8,})\.[0-9a-f]{16}\.safetensors")
 _WRITTEN: Final = re.compile(r"step-(\d{8,})\.([0-9a-f]{16}\.safetensors(\.new)?|json\.new)")
-_SYSTEM_SAYS: Final = re.compile(r'(?:message: "|I/O error: )([^"(]+\w)')  # inside what safetensors says of it
+_SYSTEM_SAYS: Final = re.compile(r'(?:message: "|I/O error: )([^"(]+\w)')  # the system's message in safetensors'
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,31 +41,31 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int
     step: int
     stage: int
-    fingerprint: str  # of the run, hexadecimal
+    fingerprint: str  # of the run, in hexadecimal
     tensors: str  # name of the safetensors file beside the manifest
     tensor_bytes: int
     sha256: str  # of that file
-    digest: str  # of the state itself, as peers compare it
+    digest: str  # of the state itself, which peers compare
     extra: dict[str, Any] = {}
 
 
 class Checkpoints:
-    """The checkpoints of one stage of one run in one folder; the newest `keep` stay. Several processes may read."""
+    """The checkpoints of one stage of one run in one folder. Keeps the newest `keep`. Several processes may read."""
 
     def __init__(self, folder: Path, keep: int, fingerprint: bytes, stage: int, most_bytes: int | None = None) -> None:
-        """Touches nothing on disk; `clean` and `save` are for the one process that writes.
+        """Does not touch the disk. Only the one process that writes may call `clean` and `save`.
 
-        `most_bytes`: for the tensors of all stages of the run, in the folders beside this one; None: no limit.
+        `most_bytes`: limit for the tensors of all stages of the run, in the folders beside this one; None: no limit.
         """
         self.folder = folder
         self._most_bytes = most_bytes
         self._keep = max(1, keep)
-        self._held: set[int] = set()  # steps that stay, and do not count
+        self._held: set[int] = set()  # steps that are never pruned, and not counted
         self._fingerprint = fingerprint.hex()
         self._stage = stage
 
     def steps(self) -> list[int]:
-        """Steps that are saved, ascending: a listing of the folder, no file is opened."""
+        """The saved steps, ascending. Lists the folder without opening a file."""
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
@@ -75,14 +75,15 @@ class Checkpoints:
         return sorted(int(match[1]) for name in names if (match := _MANIFEST.fullmatch(name)))
 
     def hold(self, step: int) -> None:
-        """Never prune the checkpoint of `step`, present or future, while this object lives."""
+        """Never prune the checkpoint of `step`, present or future, while this object exists."""
         self._held.add(step)
 
     def save(
         self, step: int, state: Mapping[str, Tensor] | FrozenState, extra: Mapping[str, Any] | None = None
     ) -> Path:
-        """Write a checkpoint, replacing one of the same step, and prune; gives the manifest's path. A frozen state is
-        read once, piece by piece.
+        """Write a checkpoint, replacing one of the same step, and prune; returns the manifest's path.
+
+        A frozen state is read once, piece by piece.
         """
         frozen = state if isinstance(state, FrozenState) else FrozenState(state)
         self._make_room(step, frozen.nbytes)
@@ -133,7 +134,7 @@ class Checkpoints:
         return state, manifest
 
     def manifest(self, step: int) -> Manifest:
-        """The manifest alone, checked to be of this run and stage."""
+        """The manifest of a step, after checking that it belongs to this run and stage."""
         path = self._manifest_path(step)
         found = read_manifest(path, f"delete {self._hint(step)}")
         if found.fingerprint != self._fingerprint:
@@ -146,18 +147,20 @@ class Checkpoints:
         return found
 
     def remove(self, step: int) -> None:
-        """Forget a checkpoint, if it is there."""
+        """Delete a checkpoint, if it exists."""
         with _disk(self.folder):
             self._manifest_path(step).unlink(missing_ok=True)
         self._prune()
 
     def clean(self) -> None:
-        """Remove what a crash left behind; call it once at the start, before the first `save`."""
+        """Delete leftovers of a crash; call it once at the start, before the first `save`."""
         self._prune()
 
     def _make_room(self, step: int, nbytes: int) -> None:
-        """Remove the oldest checkpoints, except the newest, until `nbytes` more are within the limit; ConfigError where
-        that is too few: without the newest a crash while this one is written would leave none.
+        """Delete the oldest checkpoints, except the newest, until `nbytes` more are within the limit.
+
+        Raises ConfigError if that is not enough: without the newest one, a crash during the next write would leave
+        none.
         """
         if self._most_bytes is None:
             return
@@ -165,13 +168,13 @@ class Checkpoints:
             sizes = {file: file.stat().st_size for file in self.folder.parent.glob("stage-*/*.safetensors")}
         total, most = sum(sizes.values()) + nbytes, self._most_bytes
         others = [other for other in self.steps() if other not in self._held and other != step]
-        mine = sorted(others, key=lambda other: (other <= step, other))[:-1]  # as `_prune`
+        mine = sorted(others, key=lambda other: (other <= step, other))[:-1]  # in the order of `_prune`
         freed = {other: (self.folder / manifest.tensors) for other in mine if (manifest := self._mine(other))}
         if total - sum(sizes.get(file, 0) for file in freed.values()) > most:
             raise ConfigError(
-                f"a checkpoint takes {nbytes / 1e9:.2g} GB beside the one before; limits.disk_gb (--disk-gb) allows "
-                f"{most / 1e9:g} GB below {self.folder.parent}: allow more, or remove folders of stages that this peer "
-                "serves no more"
+                f"a checkpoint takes {nbytes / 1e9:.2g} GB beside the previous one; limits.disk_gb (--disk-gb) allows "
+                f"{most / 1e9:g} GB below {self.folder.parent}: allow more, or delete folders of stages that this peer "
+                "no longer serves"
             )
         for other in mine:
             if total <= most:
@@ -181,9 +184,9 @@ class Checkpoints:
                 self.remove(other)
 
     def _prune(self, written: int = LAST_STEP) -> None:
-        """Keep the newest checkpoints and the tensors they name; leave alone whatever is not surely ours.
+        """Delete all but the newest checkpoints and the tensors that they name. Leaves checkpoints of other runs alone.
 
-        After `written` later ones go first: a run that went back has left the branch that they are of.
+        Steps after `written` are deleted first: a run that went back has abandoned their branch.
         """
         with _disk(self.folder):
             mine = {step: manifest for step in self.steps() if (manifest := self._mine(step)) is not None}
@@ -202,7 +205,7 @@ class Checkpoints:
                         path.unlink()
 
     def _mine(self, step: int) -> Manifest | None:
-        """The manifest of a step, or None when it is not of this run or cannot be read."""
+        """The manifest of a step, or None if it is of another run or cannot be read."""
         try:
             return self.manifest(step)
         except ConfigError:
@@ -212,14 +215,14 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}.json"
 
     def _hint(self, step: int) -> str:
-        """The file to delete so that the run goes on from an earlier checkpoint, in words."""
+        """Text that names the file to delete, so that the run continues from an earlier checkpoint."""
         earlier = [other for other in self.steps() if other < step]
         then = f"step {earlier[-1]}" if earlier else "the start"
         return f"{self._manifest_path(step).name} to go on from {then}"
 
 
 def read_manifest(path: Path, advice: str = "") -> Manifest:
-    """A manifest of whichever run and stage; ConfigError, with `advice`, when it cannot be read."""
+    """Read a manifest of any run and stage; raises ConfigError, with `advice`, if it cannot be read."""
     with _disk(path):
         raw = path.read_bytes()
     try:
@@ -237,7 +240,7 @@ def _sha256(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Make a file's content, or a folder's entries, survive a power cut. Windows has no such call for folders."""
+    """Flush a file's content, or a folder's entries, to the disk. Windows has no such call for folders."""
     if path.is_dir() and os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -249,7 +252,7 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _whole_or_gone(path: Path) -> Iterator[None]:
-    """Remove a file that was not written to its end: it takes no room on a disk that has none."""
+    """Delete the file if it could not be written completely, so that it takes no space on a full disk."""
     with contextlib.ExitStack() as failed:
         failed.callback(_forget, path)
         yield
@@ -263,7 +266,7 @@ def _forget(path: Path) -> None:
 
 @contextlib.contextmanager
 def _disk(path: Path, writes: bool = False) -> Iterator[None]:
-    """Errors of the file system as ConfigErrors that name the path; of a disk that is written to, also its room."""
+    """Convert file system errors into ConfigErrors that name the path and, if `writes`, the free space."""
     try:
         yield
     except OSError as error:

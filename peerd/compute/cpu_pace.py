@@ -1,8 +1,8 @@
-"""Pace of a process's computing: no more processor time, over a second and longer, than so many processors have.
+"""Limits a process's processor time: over a second or longer, it uses at most `threads` processors.
 
-Counts what the whole process uses, its loop and its encryption too, and has its computing rest for what is too much:
-before a job, never inside one. What was not used is not saved up. One for all workers of a process; called in their
-threads.
+Measures the whole process, including its trio loop and encryption, and makes computing jobs wait for any excess before
+they start, never while they run. Unused time is not saved up. One instance for all workers of a process; called in
+their threads.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-BURST_S: Final = 0.1  # of each processor: what a job may begin with after a rest
+BURST_S: Final = 0.1  # per processor: credit of a job after an idle period
 
 
 class CpuPace:
-    """See the module's header."""
+    """Credit of processor time for one process, with one lock for all its threads."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class CpuPace:
         self._at, self._used_s = clock(), used()
 
     def delay_s(self) -> float:
-        """Seconds for which computing has to rest now; 0: it may go on."""
+        """Seconds that computing must wait now; 0 if it may start."""
         with self._lock:
             now, used_s = self._clock(), self._used()
             gained_s = self._threads * (now - self._at) - (used_s - self._used_s)
@@ -39,6 +39,6 @@ class CpuPace:
             return max(0.0, -self._credit_s / self._threads)
 
     def rest(self) -> None:
-        """Wait until computing may go on, in the calling thread."""
+        """Block the calling thread until computing may start."""
         while (delay_s := self.delay_s()) > 0:
-            time.sleep(delay_s)  # a worker's thread: the loop runs on
+            time.sleep(delay_s)  # only blocks a worker's thread, not the trio loop

@@ -1,6 +1,6 @@
-"""Computing devices of this machine, in plain data: for `peerd doctor`, and to refuse a device that isn't there.
+"""Computing devices of this machine: describes them for `peerd doctor`, and rejects a device that does not exist.
 
-Asks torch and computes nothing but one small product, which shows that the device really works.
+Computes one small product, to check that the device works.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from peerd.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """A device that works."""
+    """Properties of a device that works."""
 
     name: str
     torch_version: str
-    threads: int  # that torch uses for one operation on the CPU
-    memory_bytes: int | None  # of a GPU
+    threads: int  # used by torch for one operation on the CPU
+    memory_bytes: int | None  # of a GPU, else None
 
 
 def describe(device: str) -> DeviceFacts:
-    """Try the device; ConfigError says in one sentence what is wrong with it."""
+    """Test the device and describe it; ConfigError explains in one sentence what is wrong."""
     _refuse_missing(device)
     try:
         ones = torch.ones(8, 8, device=device)
@@ -31,7 +31,7 @@ def describe(device: str) -> DeviceFacts:
     except RuntimeError as error:
         raise ConfigError(f"device {device} does not work: {str(error).splitlines()[0]}") from error
     if total != 512.0:
-        raise ConfigError(f"device {device} computes wrongly: 8 x 8 ones times themselves sum to {total}, not 512")
+        raise ConfigError(f"device {device} is faulty: a product of 8 x 8 ones sums to {total}, not 512")
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory

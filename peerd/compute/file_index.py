@@ -1,9 +1,9 @@
-"""The list of files under an http(s) address: `index.json` beside them, with each one's name, size and SHA-256.
+"""Index of the files under an http(s) address: `index.json` beside them, with each file's name, size and SHA-256.
 
 `python -m peerd.compute.file_index FOLDER` writes it for a folder that a web server will serve, and prints its own
-SHA-256, which belongs into the run file as `digest`: then everybody reads the same text or none. Digests of a file's
-pieces let a trainer use the first ones while it fetches the rest. An index comes from the network: sizes, counts and
-names are bounded, and a name can lead nowhere but below the folder.
+SHA-256. With that as `digest` in the run file, all peers read the same text or none. Digests of a file's pieces let a
+trainer use the first pieces while it fetches the rest. An index comes from the network: sizes, counts and names are
+bounded, and a name cannot point outside the folder.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from peerd.core.errors import ConfigError
 from peerd.core.limits import DATA_FILE_BYTES, INDEX_FILES, INDEX_NAME_CHARS
 
 INDEX_NAME: Final = "index.json"
-PIECE_BYTES: Final = 1 << 20  # so much of a file is here before its first sample
-_MOST_PIECES: Final = 200_000  # of all files together; pieces are larger where there would be more
+PIECE_BYTES: Final = 1 << 20  # a file's first sample needs one piece
+_MOST_PIECES: Final = 200_000  # of all files together; pieces get larger to stay below it
 
 
 class IndexedFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One file: its name below the folder with `/` between parts, its bytes, its SHA-256 in hex.
+    """One file: its name below the folder with `/` between parts, its size, its SHA-256 in hex.
 
-    `pieces`: the SHA-256 of each `piece_bytes` of it, the last piece being the rest; none in an index of old.
+    `pieces`: SHA-256 of each `piece_bytes` of the file, the last piece being the rest; empty in an index of an older
+    version.
     """
 
     name: str
@@ -47,7 +48,7 @@ class FileIndex(msgspec.Struct, frozen=True):
 
 
 def parse_index(raw: bytes, where: str) -> list[IndexedFile]:
-    """The files of an index; ConfigError says what is wrong with it, starting with `where`."""
+    """The files of an index; ConfigError explains what is wrong with it, prefixed by `where`."""
     try:
         files = from_json(raw, FileIndex).files
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -59,7 +60,7 @@ def parse_index(raw: bytes, where: str) -> list[IndexedFile]:
         if fault := _fault(file):
             raise ConfigError(f"{where}: file {file.name[:100]!r}: {fault}")
         if file.name in seen:
-            raise ConfigError(f"{where}: file {file.name[:100]!r} is there twice")
+            raise ConfigError(f"{where}: file {file.name[:100]!r} is listed twice")
         seen.add(file.name)
     return files
 
@@ -69,7 +70,7 @@ def _fault(file: IndexedFile) -> str | None:
     if len(file.name) > INDEX_NAME_CHARS or not file.name.isprintable() or "\\" in file.name:
         return f"not a name; allowed: up to {INDEX_NAME_CHARS} printable characters"
     if any(part in ("", ".", "..") for part in parts):
-        return "leads elsewhere; allowed: names below the folder"
+        return "points outside the folder; allowed: names below it"
     if not 0 <= file.bytes <= DATA_FILE_BYTES:
         return f"has {file.bytes} bytes; allowed: 0 to {DATA_FILE_BYTES}"
     if not all(re.fullmatch("[0-9a-f]{64}", digest) for digest in (file.sha256, *file.pieces)):
@@ -80,12 +81,14 @@ def _fault(file: IndexedFile) -> str | None:
 
 
 def encode_index(files: list[IndexedFile]) -> bytes:
-    """The text of an index."""
+    """Encode an index as JSON text."""
     return msgspec.json.format(msgspec.json.encode(FileIndex(files)), indent=1) + b"\n"
 
 
 def with_pieces(paths: Mapping[str, Path], go_on: Callable[[], bool] = lambda: True) -> list[IndexedFile]:
-    """An index's entries for the files of some names; raises OSError. `go_on` is asked now and then; False ends it."""
+    """Index entries of the given files by name; raises OSError. `go_on` is called regularly, and False ends the
+    reading.
+    """
     piece = PIECE_BYTES
     sizes = [path.stat().st_size for path in paths.values()]
     while sum(-(-size // piece) for size in sizes) > _MOST_PIECES + len(sizes):
@@ -104,7 +107,7 @@ def with_pieces(paths: Mapping[str, Path], go_on: Callable[[], bool] = lambda: T
 
 
 def make_index(folder: Path) -> bytes:
-    """The index of all files below `folder`, hidden ones and an index left out."""
+    """Make the index of all files below `folder`, except hidden ones and an existing index."""
     paths: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -116,7 +119,7 @@ def make_index(folder: Path) -> bytes:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the index of the folder that is the only argument."""
+    """Write the index of the folder that is the only argument; returns the exit code."""
     if len(arguments) != 1 or not Path(arguments[0]).is_dir():
         print(f"usage: python -m peerd.compute.file_index FOLDER (writes FOLDER/{INDEX_NAME})", file=sys.stderr)
         return 2

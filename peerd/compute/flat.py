@@ -1,4 +1,4 @@
-"""Flat tensors: all parameters of a stage, its gradient and each moment lie in one, and this says where each is."""
+"""Flat tensors: a stage keeps all parameters in one, and likewise its gradient and each moment."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Layout of a flat tensor: the place of each parameter; the order is that of `names`."""
+class FlatLayout:
+    """Layout of a flat tensor: names and shapes of the parameters, in their order."""
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
 
     @property
     def count(self) -> int:
-        """Values in the flat tensor."""
+        """Number of values in the flat tensor."""
         return sum(shape.numel() for shape in self.shapes)
 
     def views(self, flat: Tensor) -> list[Tensor]:

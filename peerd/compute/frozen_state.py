@@ -1,9 +1,9 @@
-"""A state as it was at one moment, to be read once, from its first tensor to its last, while training goes on.
+"""Snapshot of a state, to be read once from its first tensor to its last while training goes on.
 
-Nothing is copied when a state is frozen. What was not read yet is copied at the moment before the parameters change
-(`Changes`): to a file where `make_room` gives one, else to memory, which is freed as it is read. So a reader that is
-done before the next step takes memory for one piece, and a slow one as much room as what is left to read. Without room
-for the copy the change goes on, and the reader gets NoMemory. Reading is for any thread.
+Freezing copies nothing. The tensors that were not read yet are copied just before the parameters change (`Changes`):
+to a file if `make_room` provides one, otherwise to memory, which is freed as it is read. A reader that finishes before
+the next step needs memory for one piece; a slow one needs as much room as remains to be read. If there is no room for
+the copy, the parameters change anyway, and the reader gets NoMemory. Any thread may read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from peerd.compute.changes import Changes
 from peerd.compute.tensors import dtype_name, raw_bytes
-from peerd.core.errors import GivenUp, NoMemory
+from peerd.core.errors import NoMemory, WorkCancelled
 from peerd.core.frame import DTYPES
 from peerd.core.messages.state import TensorSpec
 
@@ -30,16 +30,16 @@ _SAFETENSORS_NAMES: Final = {
     **{"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16", "bool": "BOOL"},
     **{"int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8"},
 }
-_ALIGN_BYTES: Final = 8  # of the header, by spaces at its end
+_ALIGN_BYTES: Final = 8  # of the header, padded with spaces
 
 
 class MappedRoom(Protocol):
-    """Memory that can be put out to a disk, such as `service.state.state_room.StateRoom`."""
+    """Memory that the system can write to disk, such as a `service.state.state_room.StateRoom`."""
 
     row: memoryview
 
     def used(self, count: int) -> None:
-        """Take note that so many bytes were read or written."""
+        """Count bytes that were read or written."""
         ...
 
 
@@ -47,7 +47,7 @@ MakeRoom = Callable[[int], MappedRoom | None]  # bytes -> room, or None to use m
 
 
 class FrozenState:
-    """One state, read piece by piece. `specs` are sorted by name, and tensors are read in that order."""
+    """Snapshot of one state, read piece by piece. `specs` are sorted by name, and tensors are read in that order."""
 
     def __init__(
         self,
@@ -56,18 +56,18 @@ class FrozenState:
         make_room: MakeRoom | None = None,
         room: MappedRoom | None = None,
     ) -> None:
-        """`changes` reports each change of the live tensors; None if they never change. `make_room` provides room
-        for a copy, in the thread that changes them; by default the copy uses memory. `room` holds tensors that never
-        change.
+        """`changes` reports each change of the live tensors; None if they never change. `make_room` allocates room for
+        a copy, in the thread that changes the tensors; by default the copy is in ordinary memory. `room` is the room of
+        tensors that never change.
         """
         self.specs = [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(state.items())]
         self._tensors: list[Tensor | None] = [tensor.detach() for _, tensor in sorted(state.items())]
         self._live = changes is not None
         self._make_room = make_room
-        self._room = room  # where the tensors, or the copies of them, lie, if not in ordinary memory
-        self._lacks_room: str | None = None  # the reason that what was left was not copied
+        self._room = room  # of the tensors or their copies, if not in ordinary memory
+        self._lacks_room: str | None = None  # why the unread tensors were not copied
         self._is_given_up = False
-        self._at = 0  # the tensor that is read now: those before it are done
+        self._at = 0  # index of the tensor being read; earlier ones are done
         self._lock = threading.Lock()
         if changes is not None:
             changes.announce_to(self)
@@ -78,18 +78,19 @@ class FrozenState:
         return sum(spec.nbytes for spec in self.specs)
 
     def give_up(self) -> None:
-        """Let every later read fail with GivenUp: nobody waits for the rest of the state."""
-        self._is_given_up = True  # without the lock, which a copy may hold for long
+        """Make every later read raise WorkCancelled, because the rest of the state is no longer needed."""
+        self._is_given_up = True  # without the lock, which a copy may hold for a long time
 
     def read(self, tensor: int, begin: int, end: int) -> memoryview:
-        """Bytes `begin` to `end` of a tensor, no earlier one than was read last; NoMemory: they were not kept. Raises
-        GivenUp after `give_up`.
+        """Bytes `begin` to `end` of a tensor; tensors must be read in order.
+
+        Raises NoMemory if the rest could not be copied before a change, WorkCancelled after `give_up`.
         """
         with self._lock:
             if self._is_given_up:
-                raise GivenUp("nobody waits for the rest of the state")
+                raise WorkCancelled("the rest of the state is no longer needed")
             if self._lacks_room is not None:
-                raise NoMemory(f"what was left of the state when the next step was made was lost: {self._lacks_room}")
+                raise NoMemory(f"the part of the state that was unread at the next step was lost: {self._lacks_room}")
             if self._room is not None:
                 self._room.used(end - begin)
             for done in range(self._at, tensor):
@@ -101,13 +102,13 @@ class FrozenState:
             return raw_bytes(part.clone() if self._live and part.device.type == "cpu" else part)
 
     def pieces(self) -> Iterator[tuple[int, int, memoryview]]:
-        """All bytes, piece by piece: the number of the tensor, where the piece begins in it, and its bytes."""
+        """All bytes, piece by piece: index of the tensor, offset in it, and bytes."""
         for tensor, spec in enumerate(self.specs):
             for begin in range(0, spec.nbytes, PIECE_BYTES):
                 yield tensor, begin, self.read(tensor, begin, min(begin + PIECE_BYTES, spec.nbytes))
 
     def before_change(self) -> None:
-        """Copy what was not read yet; for the thread that is about to change the tensors."""
+        """Copy the unread tensors; called by the thread that is about to change them."""
         with self._lock:
             if not self._live or self._is_given_up:
                 return
@@ -116,7 +117,7 @@ class FrozenState:
                 self._copy_what_is_left()
             except NoMemory as error:
                 self._lacks_room, self._tensors = str(error), []
-            except (MemoryError, RuntimeError):  # torch has no type of its own for a CPU without memory
+            except (MemoryError, RuntimeError):  # torch has no type of its own for a CPU out of memory
                 self._lacks_room, self._tensors = "there was no memory for a copy", []
 
     def _copy_what_is_left(self) -> None:
@@ -135,7 +136,7 @@ class FrozenState:
 
 
 def _copied(tensor: Tensor, row: memoryview, room: MappedRoom) -> Tensor:
-    """The bytes of a tensor, copied to `row`, which is a part of `room`."""
+    """Copy the bytes of a tensor to `row`, a part of `room`; returns them as a flat uint8 tensor."""
     if not row:
         return torch.empty(0, dtype=torch.uint8)
     source, copy = tensor.reshape(-1).view(torch.uint8), torch.frombuffer(row, dtype=torch.uint8)
@@ -147,10 +148,11 @@ def _copied(tensor: Tensor, row: memoryview, room: MappedRoom) -> Tensor:
 
 
 def write_state(path: Path, state: FrozenState) -> bytes:
-    """Write a new safetensors file, piece by piece; returns the state's digest, as `tensors.state_digest` has it.
+    """Write a new safetensors file, piece by piece; returns the state's digest as in `tensors.state_digest`.
 
-    The file is the length of a JSON header (8 bytes, little-endian), the header, and the values of all tensors without
-    gaps: those with the widest values first, so that all are aligned, and equally wide ones by name.
+    The file consists of the length of a JSON header (8 bytes, little-endian), the header, and the values of all tensors
+    without gaps. Tensors with wider values come first, so that all are aligned; those of equal width are sorted by
+    name.
     """
     header, begins = _header(state.specs)
     digest, hashed = hashlib.sha256(), -1
@@ -167,7 +169,7 @@ def write_state(path: Path, state: FrozenState) -> bytes:
 
 
 def _header(specs: list[TensorSpec]) -> tuple[bytes, list[int]]:
-    """The header, and where each tensor begins behind it."""
+    """The header, and the offset of each tensor after it."""
     begins, end = [0] * len(specs), 0
     described: dict[str, object] = {}
     for index in sorted(range(len(specs)), key=lambda i: (-DTYPES[specs[i].dtype].itemsize, specs[i].name)):
@@ -183,7 +185,7 @@ def _header(specs: list[TensorSpec]) -> tuple[bytes, list[int]]:
 
 
 def _hash_names(digest: hashlib._Hash, specs: list[TensorSpec], done: int, tensor: int) -> int:
-    """Add what stands before each tensor's values, of those after `done` up to `tensor`; returns `tensor`."""
+    """Add the descriptions (name, dtype, shape) of the tensors after `done` up to `tensor`; returns `tensor`."""
     for spec in specs[done + 1 : tensor + 1]:
         digest.update(f"{spec.name}\0{spec.dtype}\0{list(spec.shape)}\0".encode())
     return tensor

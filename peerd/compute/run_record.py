@@ -1,10 +1,10 @@
-"""A run's settings beside its checkpoints, so that these can be read without the run file: `run.json`, and a copy of
-the tokenizer where the run has one.
+"""A run's settings beside its checkpoints (`run.json`), so that these can be read without the run file, and a copy of
+the run's tokenizer, if it has one.
 
-Holds what the peers of a run share, except where this peer has its text; of its own only what its user allowed a run
-that came by a line (`LineSection`), no addresses, limits or tokens. The fingerprint in it says of which checkpoints it
-is. Written whole or not at all, before the first checkpoint. Reading checks it like a run file; what is wrong is a
-ConfigError that names the file.
+Contains the settings that the peers of a run share, except the location of the text. Of this peer's own settings it
+contains only what its user allowed for a run joined by a link (`LineSection`); no addresses, limits or tokens. Its
+fingerprint identifies the checkpoints that it belongs to. It is written atomically, before the first checkpoint.
+Reading validates it like a run file and raises ConfigError, which names the file.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _BYTES: Final = 1 << 20
 
 class _Record(msgspec.Struct, frozen=True):
     format: int
-    fingerprint: str  # of the run, hexadecimal, as in its checkpoints
+    fingerprint: str  # of the run, in hexadecimal, as in its checkpoints
     settings: dict[str, Any]
 
 
 def settings_of(run: RunFile) -> dict[str, Any]:
-    """Settings that the peers of a run share, without the places of its text."""
+    """Settings that the peers of a run share, without the location of its text."""
     tree = msgspec.to_builtins(run)
     more = [name for name in ("experts", "loop") if tree[name] is not None]
     return {name: tree[name] for name in (*FINGERPRINT_SECTIONS, *more) if name != "data"}
 
 
 def run_of(settings: dict[str, Any], where: str) -> RunFile:
-    """The run of `settings_of`; ConfigError, with `where`, when these are none."""
+    """The run with these settings (see `settings_of`); raises ConfigError, prefixed by `where`, if they are invalid."""
     try:
         run = convert({name: value for name, value in settings.items() if name != "data"}, RunFile)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: these are not the settings of a run: {error}") from error
+        raise ConfigError(f"{where}: not the settings of a run: {error}") from error
     if faults := check(run):
         raise ConfigError(f"{where}: {faults[0][0]} {faults[0][1]}")
     return run
 
 
 def write_record(folder: Path, run: RunFile, fingerprint: bytes) -> None:
-    """Put the settings of `run` into the folder that holds its stages' checkpoints; raises OSError."""
+    """Write the settings of `run` into the folder with its stages' checkpoints; raises OSError."""
     allowed = {} if run.line is None else {"line": msgspec.to_builtins(run.line)}
     record = _Record(_FORMAT, fingerprint.hex(), settings_of(run) | allowed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,9 +61,9 @@ def write_record(folder: Path, run: RunFile, fingerprint: bytes) -> None:
 
 
 def read_record(folder: Path) -> tuple[str, RunFile]:
-    """The fingerprint, in hexadecimal, and the settings of the run whose checkpoints lie in `folder`.
+    """Read the fingerprint, in hexadecimal, and the settings of the run whose checkpoints are in `folder`.
 
-    `model.vocab` is the tokenizer's copy there. FileNotFoundError when nothing was recorded.
+    `model.vocab` becomes the path of the copied tokenizer. Raises FileNotFoundError if there is no record.
     """
     path = folder / NAME
     try:

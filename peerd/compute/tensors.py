@@ -1,6 +1,6 @@
-"""Between torch tensors and bytes: raw values, names of dtypes, digests for comparing states.
+"""Conversion between torch tensors and bytes: raw values, dtype names, digests for comparing states.
 
-Memory and wire are the same bytes because both are little-endian. How tensors become frames is `codec/frames`' affair.
+Memory and wire use the same bytes, because both are little-endian. `codec/frames` encodes tensors into frames.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from peerd.core.errors import LocalError
 from peerd.core.frame import DTYPES
 
 if sys.byteorder != "little":
-    raise LocalError("peerd needs a little-endian machine: tensors travel as they lie in memory")
+    raise LocalError("peerd needs a little-endian machine: tensors are sent as they are in memory")
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in DTYPES}
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """True when no value is NaN or infinite. One fast sum decides nearly always: it is finite only if all are."""
+    """True if no value is NaN or infinite. One fast sum nearly always decides: it is finite only if all values are."""
     if not tensor.is_floating_point():
         return True
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def all_finite_in(tensors: Sequence[Tensor]) -> bool:
-    """True when no value of any tensor is NaN or infinite. Each GPU is waited for once, not once a tensor."""
+    """True if no value of any tensor is NaN or infinite. Waits once per GPU, not once per tensor."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return all(map(all_finite, tensors))
     sums = [tensor.sum().float() for tensor in tensors if tensor.is_floating_point()]
@@ -39,9 +39,9 @@ def all_finite_in(tensors: Sequence[Tensor]) -> bool:
 
 
 def largest_in(tensors: Iterable[Tensor]) -> float:
-    """The largest absolute value of all; NaN where one is; 0 where there is none. Waits once for tensors of a GPU.
+    """The largest absolute value of all tensors; NaN if any value is NaN; 0 if there are no values. Waits once per GPU.
 
-    Torch's maximum norm says the same, and takes a processor many times as long.
+    Torch's maximum norm gives the same, but takes many times as long on a CPU.
     """
     extremes = [torch.stack(torch.aminmax(tensor.detach())) for tensor in tensors if tensor.numel()]
     found = [float(torch.stack(of_one).abs().max()) for of_one in _by_device(extremes)]
@@ -49,7 +49,7 @@ def largest_in(tensors: Iterable[Tensor]) -> float:
 
 
 def _by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors of each device."""
+    """The tensors, grouped by device."""
     found: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device, []).append(tensor)
@@ -57,13 +57,13 @@ def _by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The values in C order, as they lie in memory; shares memory with a contiguous CPU tensor."""
+    """The values in C order, as they are in memory; shares memory with a contiguous CPU tensor."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` is `float32`."""
+    """Short name of a dtype: `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -78,12 +78,12 @@ def state_digest(state: Mapping[str, Tensor]) -> bytes:
 
 
 def fits(shape: tuple[int, ...], wanted: Sequence[int | None]) -> bool:
-    """True when a shape is the wanted one, where None stands for any length."""
+    """True if `shape` matches `wanted`, where None allows any length."""
     return len(shape) == len(wanted) and all(b is None or a == b for a, b in zip(shape, wanted, strict=True))
 
 
 def values_of(payload: memoryview, dtype: torch.dtype) -> Tensor:
-    """A payload of whole values as a flat tensor: the payload itself where it is writable and aligned, else a copy."""
+    """View a payload as a flat tensor of whole values; copies it if it is read-only or misaligned."""
     if payload.nbytes == 0:
         return torch.empty(0, dtype=dtype)
     if not payload.readonly:

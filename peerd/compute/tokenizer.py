@@ -1,6 +1,6 @@
-"""Vocabularies: bytes to token numbers and back. Bytes as they are, or a tokenizers JSON file.
+"""Vocabularies: conversion between bytes and token numbers, either one token per byte or by a tokenizers JSON file.
 
-Knows nothing of files of text or samples. A vocabulary's separator is the token put between two documents.
+Independent of text files and samples. A vocabulary's separator is the token between two documents.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from peerd.core.errors import ConfigError
 if TYPE_CHECKING:
     Tokens = npt.NDArray[np.generic]
 
-# Names that tokenizers give the token between documents, the most common first.
+# Names of the token between documents in common tokenizers, the most common first.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
-class Vocabulary(Protocol):
-    """`size` tokens, numbered from 0; `separator` stands between documents (None: nothing does)."""
+class Tokenizer(Protocol):
+    """A vocabulary of `size` tokens, numbered from 0. `separator` is the token between documents, or None."""
 
     size: int
     separator: int | None
-    tokens_per_s: float  # of `encode` on one core, roughly: how much may be read before someone waits
+    tokens_per_s: float  # of `encode` on one core, roughly; limits how much is read at once
 
     def encode(self, text: bytes) -> Tokens:
-        """UTF-8 text to a 1-D array of the smallest unsigned dtype that holds `size`."""
+        """Encode UTF-8 text into a 1-D array of the smallest unsigned dtype that holds `size`."""
         ...
 
     def decode(self, tokens: list[int]) -> str:
-        """Text; what is no valid UTF-8 becomes the replacement character, separators become line ends."""
+        """Decode tokens into text; invalid UTF-8 becomes the replacement character, separators become line ends."""
         ...
 
 
-class ByteVocabulary:
-    """256 tokens, one per byte. The byte 0, which text has no use for, separates documents."""
+class ByteTokenizer:
+    """256 tokens, one per byte. The byte 0, which does not occur in text, separates documents."""
 
     size = 256
     separator: int | None = 0
@@ -54,13 +54,13 @@ class ByteVocabulary:
         return bytes(tokens).replace(b"\0", b"\n").decode("utf-8", errors="replace")
 
 
-class FileVocabulary:
-    """A vocabulary that the `tokenizers` package reads from its JSON file."""
+class FileTokenizer:
+    """A vocabulary read from a JSON file by the `tokenizers` package."""
 
     tokens_per_s = 5e5
 
     def __init__(self, tokenizer: Any, path: str) -> None:
-        """`path`: for messages. A truncation or padding of the file's own does not apply: all tokens are wanted."""
+        """`path`: for messages. Disables truncation and padding set in the file, because all tokens are needed."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer, self._path = tokenizer, path
@@ -70,14 +70,14 @@ class FileVocabulary:
         self._dtype = np.uint16 if self.size <= 1 << 16 else np.uint32
 
     def encode(self, text: bytes) -> Tokens:
-        """ConfigError for a text that the tokenizer has no tokens for."""
+        """Raises ConfigError if the tokenizer has no tokens for a part of the text."""
         plain = text.decode("utf-8", errors="replace")
-        # tokenizers raises bare Exception, so the outcome is looked at instead.
+        # tokenizers raises bare Exception, so the outcome is inspected instead.
         result = outcome.capture(self._tokenizer.encode, plain, add_special_tokens=False)
         if isinstance(result, outcome.Error):
             if not isinstance(result.error, Exception):
                 raise result.error
-            remedy = "use a tokenizer with an unknown token, or one of bytes"
+            remedy = "use a tokenizer with an unknown token, or a byte-level one"
             raise ConfigError(
                 f"model.vocab: {self._path} cannot encode the text: {result.error} (text: {plain[:80]!r}); {remedy}"
             ) from result.error
@@ -94,10 +94,10 @@ class FileVocabulary:
 
 
 @functools.lru_cache(maxsize=8)
-def load_vocabulary(vocab: str) -> Vocabulary:
-    """`bytes`, or the path of a tokenizers JSON file; ConfigError names the file and what is wrong with it."""
+def load_vocabulary(vocab: str) -> Tokenizer:
+    """Load the vocabulary `bytes` or a tokenizers JSON file; ConfigError names the file and the fault."""
     if vocab == "bytes":
-        return ByteVocabulary()
+        return ByteTokenizer()
     try:
         text = Path(vocab).read_text(encoding="utf-8")
         json.loads(text)
@@ -110,10 +110,10 @@ def load_vocabulary(vocab: str) -> Vocabulary:
     except ImportError as error:
         message = f"model.vocab: {vocab} needs the tokenizers package: pip install 'peerd[data]', or use vocab: bytes"
         raise ConfigError(message) from error
-    # tokenizers raises bare Exception for a file it does not understand, so the outcome is looked at instead.
+    # tokenizers raises bare Exception for an invalid file, so the outcome is inspected instead.
     result = outcome.capture(tokenizers.Tokenizer.from_str, text)
     if isinstance(result, outcome.Error):
         if not isinstance(result.error, Exception):
             raise result.error
         raise ConfigError(f"model.vocab: {vocab} is not a tokenizers file: {result.error}") from result.error
-    return FileVocabulary(result.unwrap(), vocab)
+    return FileTokenizer(result.unwrap(), vocab)

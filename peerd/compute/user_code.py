@@ -1,8 +1,8 @@
-"""Functions of the user's own that a run file names as `module:function`: models and sources of data.
+"""The user's own functions that a run file names as `module:function`: models and data sources.
 
-The module is a Python file below the working directory, or, for a run file of the user's own, one that is installed.
-It is code that this machine's user put there. A run file that came by a line names only files that the user allowed:
-`core.run.check_line` sees to that before anything comes here, and `find_function` looks again.
+The module is a Python file below the working directory or, for the user's own run file, an installed module. The user
+of this machine put that code there. A run file received through a link may name only files that the user allowed:
+`core.run.check_line` checks that first, and `find_function` checks it again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _DRAWING = threading.RLock()
 
 @contextmanager
 def torchs_random_numbers(seed: int | None = None) -> Iterator[None]:
-    """The scope of code that draws from torch's own generator, from `seed` on, if given; then that is as it was before.
+    """Scope of code that uses torch's global generator. `seed`, if given, seeds it; its state is restored afterwards.
 
-    All threads of the process share that generator: of several that draw at once, none would get what its seed says.
+    All threads of the process share that generator, so only one thread at a time is admitted; otherwise a seed would
+    not determine the numbers.
     """
     with _DRAWING, torch.random.fork_rng(devices=[]):
         if seed is not None:
@@ -38,9 +39,10 @@ def torchs_random_numbers(seed: int | None = None) -> Iterator[None]:
 
 
 def find_function(text: str, key: str, otherwise: str = "", line: LineSection | None = None) -> Callable[..., object]:
-    """The function that `text` names; `key` is the run file's, `otherwise` what else it may be, for ConfigErrors.
+    """Return the function that `text` names. `key` (of the run file) and `otherwise` (other allowed values) are for
+    ConfigErrors.
 
-    `line`: of a run file that came by a line; the function must be in a file that the user allowed then.
+    `line`: set for a run file received through a link; the function must then be in a file that the user allowed.
     """
     module_name, colon, attribute = text.partition(":")
     if not colon or not module_name or not attribute:
@@ -61,7 +63,7 @@ def _module(name: str, where: str) -> ModuleType:
         if spec is not None and spec.loader is not None:
             module = importlib.util.module_from_spec(spec)
             loader = spec.loader
-            look_here()  # for what it imports from beside it
+            look_here()  # so that the file can import its neighbours
             guarded(lambda: loader.exec_module(module), f"{where}: {file} can't be loaded")
             return module
     if not _is_installed(name.partition(".")[0]):

@@ -1,11 +1,13 @@
 """Workers for computing: one thread per device, so that the trio loop never computes.
 
-Invariants: jobs run one at a time, urgent ones before others, else in the order they were handed in; a job that was
-started runs to its end even when its caller is cancelled (the result is dropped); a job whose caller left before it
-started is skipped; what a job raises, its caller gets, and NoMemory where torch found none; a job on a GPU ends when
-the GPU has done it. `InlineWorker` keeps the same promises under the virtual clock, where a thread would let virtual
-time run away (trio counts a task that waits for a thread as idle): it computes at once and then lets the virtual cost
-of the job pass.
+Invariants: jobs run one at a time, urgent ones first, otherwise in the order of submission. A started job runs to its
+end even if its caller is cancelled (its result is dropped); a job whose caller is cancelled before it starts is
+skipped. The caller receives a job's exception, which is NoMemory if torch ran out of memory. A job on a GPU ends when
+the GPU has finished it.
+
+`InlineWorker` keeps the same guarantees under the virtual clock. A thread would let virtual time run ahead, because
+trio regards a task that waits for a thread as idle. So it computes at once, then sleeps for the virtual cost of the
+job.
 """
 
 from __future__ import annotations
@@ -32,20 +34,20 @@ from peerd.core.errors import LocalError, NoMemory
 
 T = TypeVar("T")
 
-CLOSE_TIMEOUT_S: Final = 10.0  # what a job in flight gets when its worker closes: the drain of the whole daemon
+CLOSE_TIMEOUT_S: Final = 10.0  # for the running job when its worker closes; slightly longer than the daemon's drain
 
 
 def use_threads(count: int) -> None:
-    """Let torch use `count` threads in the calling thread: several peerd processes may share one machine."""
+    """Let torch use `count` threads in the calling thread, since several peerd processes may share one machine."""
     torch.set_num_threads(max(1, count))
 
 
 def bound(device: str, threads: int, memory_bytes: int) -> None:
-    """Bound what torch takes of this machine, in all threads; 0: no bound. Before torch has computed anything."""
+    """Limit torch's threads and GPU memory in this process; 0: no limit. Call it before torch computes anything."""
     return_large_blocks()
     if threads:
         use_threads(threads)
-        with contextlib.suppress(RuntimeError):  # torch has begun, in a process that is not only this peer's
+        with contextlib.suppress(RuntimeError):  # torch has already computed in this process
             torch.set_num_interop_threads(threads)
     if memory_bytes and device.startswith("cuda"):
         total = torch.cuda.get_device_properties(device).total_memory
@@ -54,7 +56,7 @@ def bound(device: str, threads: int, memory_bytes: int) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """One job on its way through the worker's thread."""
+    """One job submitted to the worker's thread."""
 
     job: Callable[[], Any]
     name: str
@@ -63,12 +65,12 @@ class _Ticket:
     result: outcome.Outcome[Any] | None = None
 
 
-_Place = tuple[int, int, _Ticket | None]  # in the line: how urgent, number, and what; None closes
+_Place = tuple[int, int, _Ticket | None]  # in the queue: urgency, number and job; None closes the worker
 _URGENT, _ORDINARY, _LAST = range(3)
 
 
 class _Turn:
-    """One at a time, the more urgent first, else in order of coming; none before `free_at`."""
+    """A lock that admits urgent tasks first, otherwise in order of arrival, and nobody before `free_at`."""
 
     def __init__(self) -> None:
         self.free_at = float("-inf")
@@ -85,7 +87,7 @@ class _Turn:
                     await self._stand_in_line(mine)
                 self._taken = holds = True
                 await trio.sleep_until(max(self.free_at, trio.current_time()))
-                if self._line and self._line[0][:2] < mine:  # somebody more urgent came meanwhile
+                if self._line and self._line[0][:2] < mine:  # a more urgent task has arrived
                     holds = False
                     self._pass_on()
             yield
@@ -99,7 +101,7 @@ class _Turn:
         try:
             await place[2].wait()
         except trio.Cancelled:
-            if place[2].is_set():  # our turn came when we had been cancelled, and not run since
+            if place[2].is_set():  # the turn was passed to this task after it was cancelled
                 self._pass_on()
             else:
                 self._line.remove(place)
@@ -114,10 +116,10 @@ class _Turn:
 
 
 class DeviceWorker:
-    """A `peerd.core.work.Worker` with one thread of its own; use it as an async context manager.
+    """A `peerd.core.work.Worker` with a thread of its own; use it as an async context manager.
 
-    `threads`: how many torch may use inside one job; None keeps torch's own choice. `pace`: what jobs wait for before
-    they start.
+    `threads`: number of threads that torch may use inside a job; None keeps torch's default. `pace`: delays the start
+    of jobs.
     """
 
     def __init__(self, device: str = "cpu", *, threads: int | None = None, pace: CpuPace | None = None) -> None:
@@ -140,7 +142,7 @@ class DeviceWorker:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Jobs not yet started fail; the one that runs gets `CLOSE_TIMEOUT_S` to end."""
+        """Fail the jobs that have not started, and wait up to `CLOSE_TIMEOUT_S` for the running one."""
         self._token = None
         for ticket in self._waiting:
             ticket.wanted = False
@@ -152,16 +154,16 @@ class DeviceWorker:
 
     @property
     def queued(self) -> int:
-        """Jobs handed in and not finished, the running one included."""
+        """Number of submitted jobs that have not finished, including the running one."""
         return len(self._waiting)
 
     @property
     def current(self) -> str:
-        """Name of the job that runs now; empty when idle."""
+        """Name of the running job; empty if idle."""
         return self._current
 
     async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
-        """Run `job` in the device's thread; `cost_s` is for the simulator and not used here."""
+        """Run `job` in the device's thread; `cost_s` is for the simulator and unused here."""
         if self._token is None:
             raise LocalError(f"the worker of {self.device} is not open: cannot run {name}")
         ticket = _Ticket(job, name)
@@ -178,10 +180,10 @@ class DeviceWorker:
         return result
 
     def _work(self, token: trio.lowlevel.TrioToken) -> None:
-        """The thread: ticket after ticket until the closing mark."""
+        """Body of the thread: runs one ticket after another until the closing mark."""
         if self._threads is not None:
             use_threads(self._threads)
-        with contextlib.suppress(RuntimeError):  # a GPU that does not work fails the jobs that need it
+        with contextlib.suppress(RuntimeError):  # a faulty GPU fails the jobs that use it
             gpu.wake(self.device)
         while (ticket := self._tickets.get()[2]) is not None:
             if ticket.wanted and self._pace is not None:
@@ -193,9 +195,9 @@ class DeviceWorker:
                 self.busy_s += time.perf_counter() - started
                 self.jobs_done += 1
                 self._current = ""
-            self._tell(token, ticket.done)
-            del ticket  # holds tensors: must not outlive the job while the thread waits for the next
-        self._tell(token, self._stopped)
+            self._set(token, ticket.done)
+            del ticket  # it holds tensors, which must not outlive the job while the thread waits for the next one
+        self._set(token, self._stopped)
 
     def _whole(self, job: Callable[[], T]) -> T:
         result = job()
@@ -203,8 +205,8 @@ class DeviceWorker:
         return result
 
     @staticmethod
-    def _tell(token: trio.lowlevel.TrioToken, event: trio.Event) -> None:
-        with contextlib.suppress(trio.RunFinishedError):  # the loop is gone, and with it everyone who waited
+    def _set(token: trio.lowlevel.TrioToken, event: trio.Event) -> None:
+        with contextlib.suppress(trio.RunFinishedError):  # the loop has ended, and all waiters with it
             token.run_sync_soon(event.set)
 
 
@@ -219,17 +221,17 @@ def _within_memory(job: Callable[[], T], name: str) -> T:
 
 
 class Timed:
-    """A job's result that says how many seconds the job took."""
+    """Base of job results that carry the seconds their job took."""
 
     __slots__ = ()
     seconds: float
 
 
 class InlineWorker:
-    """A `peerd.core.work.Worker` for the virtual clock: computes on the loop, then lets `cost_s * slowness` pass.
+    """A `peerd.core.work.Worker` for the virtual clock: computes on the loop, then sleeps for `cost_s * slowness`.
 
-    The next job starts when the cost of the one before has passed, as on a real device. Results that say how long it
-    took say the virtual time.
+    The next job starts when the cost of the previous one has passed, as on a real device. `Timed` results carry virtual
+    seconds.
     """
 
     def __init__(self, *, slowness: float = 1.0) -> None:

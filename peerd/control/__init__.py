@@ -1,1 +1,1 @@
-"""The daemon's surroundings: its control socket, connectivity and papers on disk."""
+"""Parts of the daemon around its roles: control socket, connectivity, token files, and a guest's limits."""

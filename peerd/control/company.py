@@ -1,10 +1,10 @@
-"""Company of a peer: whether it has reached anybody, and has a view of its run, so that nobody trains alone unawares.
+"""Makes sure that a peer has reached other peers and has a view of its run, so that it never trains alone unnoticed.
 
-A peer that was given bootstrap addresses waits with its part in the run until it has company, or was told to begin
-without (`alone`); then until it has a view of the run (`service/swarm/run_view`). Company is a peer at one of these
-addresses that answers us, or one of the same run that we are linked with, however it was found (it came to us, or lies
-in our local network): such peers know each other by the settings that each publishes in the directory, also while it
-waits. What was tried, and how that ended, is told rarely; a peer that has lost its last link is told so, and goes on.
+A peer with bootstrap addresses takes no part in its run until it has company, unless `alone` is set, and then until it
+has a view of the run (`service/swarm/run_view`). Company is a peer at one of these addresses that answers, or any
+connected peer of the same run: one that connected to us, or was found in the local network. Peers of a run recognize
+each other by the settings that each publishes in the directory, even while it waits. Failed attempts are reported, at
+growing intervals. If a peer loses its last link, it reports that, and continues.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.run_services import RunServices
 
-_FIRST_WORD_S: Final = 5.0  # an address that says nothing is told of after this
-_AGAIN_S: Final = 60.0  # between two such words, each time twice as long, up to ...
+_FIRST_WORD_S: Final = 5.0  # until an address that does not answer is reported
+_AGAIN_S: Final = 60.0  # between two reports; doubles each time, up to _RARELY_S
 _RARELY_S: Final = 900.0
-_FELLOWS_S: Final = 2.0  # between two looks for peers of the run among those that we are linked with
-_LOOK_S: Final = 1.0  # between two looks at our links
-_LOST_S: Final = 5.0  # without any link
-_TOLD: Final = 3  # addresses in one line
+_FELLOWS_S: Final = 2.0  # between two searches for peers of the run among the connected peers
+_LOOK_S: Final = 1.0  # between two checks of our links
+_LOST_S: Final = 5.0  # without any link, until that is reported
+_TOLD: Final = 3  # most addresses in one message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompanyWish:
-    """The user's wish. `advice`: how to begin without company. `patience_s`: after it waiting is an error."""
+class CompanyConfig:
+    """The user's settings. `advice` is how to start without company; after `patience_s`, waiting raises an error."""
 
     alone: bool = False
     advice: str = "give --alone to begin without"
@@ -41,10 +41,10 @@ class CompanyWish:
 
 
 class Company:
-    """See the module's header. `tell(event, reason)` is called for the user; nothing moves until `run`."""
+    """Waits for other peers and for a view of the run. Calls `tell(event, reason)` to inform the user."""
 
     def __init__(
-        self, net: tuple[Host, Dht], services: RunServices | None, wish: CompanyWish, tell: Callable[[str, str], None]
+        self, net: tuple[Host, Dht], services: RunServices | None, wish: CompanyConfig, tell: Callable[[str, str], None]
     ) -> None:
         self._host, self._dht = net
         self._services, self._wish, self._tell = services, wish, tell
@@ -55,7 +55,7 @@ class Company:
         self._said = False
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Look for company, and tell of it, until cancelled; the directory must run."""
+        """Look for company, and report on it, until cancelled. The directory must be running."""
         if self._wish.alone or self._dht.entries.reached.is_set():
             self._found.set()
         async with trio.open_nursery() as nursery:
@@ -64,7 +64,7 @@ class Company:
             task_status.started()
 
     async def wait(self) -> None:
-        """Wait for company and a view of the run; Unreachable says what is missing after the user's patience."""
+        """Wait for company and a view of the run. Raises Unreachable after `patience_s`, with what is missing."""
         began = trio.current_time()
         with trio.move_on_after(self._wish.patience_s):
             await self._found.wait()
@@ -74,17 +74,17 @@ class Company:
             await self._services.view.settled(max(0.0, began + self._wish.patience_s - trio.current_time()))
 
     def waits_for(self) -> str | None:
-        """The addresses that this peer has tried so far, or what its view of the run lacks; None: it waits no more."""
+        """The bootstrap addresses that failed, or what the view of the run lacks. None once nothing is missing."""
         if not self._found.is_set():
-            return f"{self._tried()}; trying again; {self._wish.advice}"
+            return f"{self._tried()}; retrying; {self._wish.advice}"
         return self._services.view.waits_for() if self._services is not None else None
 
     def alone(self) -> str | None:
-        """Since when nobody is there any more; None while somebody is, and before anybody was."""
+        """Message on how long all links have been lost. None while a peer is connected, or before any was."""
         if self._lost_at is None or (gone_s := trio.current_time() - self._lost_at) < _LOST_S:
             return None
         told = f"{gone_s:.0f} s" if gone_s < 100 else f"{gone_s / 60:.0f} min"
-        return f"alone since {told}: no other peer can be reached"
+        return f"alone for {told}: no other peer can be reached"
 
     def _tried(self) -> str:
         tried = [f"{addr}: {why}" for addr, why in self._dht.entries.tried()]
@@ -96,7 +96,7 @@ class Company:
     # --- looking --------------------------------------------------------------------------------------------------
 
     async def _seek(self) -> None:
-        """Look for company and a view until both are there."""
+        """Look for company and a view of the run until both are found."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._complain)
             nursery.start_soon(self._look_for_fellows)
@@ -106,14 +106,14 @@ class Company:
                 await self._services.view.settled()
             nursery.cancel_scope.cancel()
         if self._said and not self._wish.alone:
-            self._tell("company.found", "another peer has been reached")
+            self._tell("company.found", "reached another peer")
 
     async def _await_entry(self) -> None:
         await self._dht.entries.reached.wait()
         self._found.set()
 
     async def _look_for_fellows(self) -> None:
-        """Look for peers of our run that came otherwise than by our bootstrap addresses."""
+        """Look for connected peers of our run that are not at our bootstrap addresses."""
         while True:
             await trio.sleep(_FELLOWS_S)
             if self._services is None or not self._host.connected() or self._found.is_set():
@@ -124,7 +124,7 @@ class Company:
                     self._found.set()
 
     async def _complain(self) -> None:
-        """Say what was tried: once every address has failed or been silent for long, and then rarely."""
+        """Report what was tried, first when every address has failed or not answered, then at growing intervals."""
         with trio.move_on_after(_FIRST_WORD_S):
             await self._dht.entries.failed.wait()
             if self._found.is_set():
@@ -137,21 +137,21 @@ class Company:
                 if self._found.is_set():
                     await trio.sleep_forever()
                 await self._found.wait()
-                await trio.sleep(_FIRST_WORD_S)  # then what the view lacks is said, if it lacks anything
+                await trio.sleep(_FIRST_WORD_S)  # then report what the view lacks, if anything
             pause_s = min(2 * pause_s, _RARELY_S)
 
     async def _watch_links(self) -> None:
-        """Note when the last link is lost, and say so once it stays lost."""
+        """Record when the last link is lost, and report it if none follows within _LOST_S."""
         had, said = False, False
         while True:
             await trio.sleep(_LOOK_S)
             if self._host.connected():
                 had, self._lost_at = True, None
                 if said:
-                    self._tell("company.found", "another peer has been reached again")
+                    self._tell("company.found", "reached another peer again")
                 said = False
             elif had:
                 self._lost_at = trio.current_time() if self._lost_at is None else self._lost_at
                 if not said and self.alone() is not None:
                     said = True
-                    self._tell("company.lost", "no other peer can be reached any more; this one goes on alone")
+                    self._tell("company.lost", "lost the links to all other peers; continuing alone")

@@ -1,7 +1,7 @@
-"""Connectivity of this peer: builds and runs, in order, everything by which it reaches others and is reached.
+"""Connectivity of a peer: builds and starts relays, hole punching, port mapping, AutoNAT and LAN discovery.
 
-Composition only: each part is told the host, and knows nothing of the others but what is passed here. Used by the
-daemon, by `peerd doctor`, and by any program with a Host of its own; needs neither torch nor a run.
+This module only composes the parts. Each part gets the host, and of the others only what is passed here. Used by the
+daemon, and by any program with a Host of its own; needs neither torch nor a run.
 """
 
 from __future__ import annotations
@@ -21,44 +21,45 @@ from peerd.net.gateway.router import Router
 from peerd.net.host.host import Host
 from peerd.net.host.upkeep import Upkeep
 from peerd.net.relay.circuit_transport import Circuits
-from peerd.service.connectivity.autonat import Reach, ReachConfig, port_of
-from peerd.service.connectivity.dcutr import Punching
+from peerd.service.connectivity.autonat import AutoNat, AutoNatConfig, port_of
+from peerd.service.connectivity.hole_puncher import HolePuncher
 from peerd.service.connectivity.lan_discovery import Finder, LanDiscovery, own_finder
 from peerd.service.connectivity.port_mapping import PortMapping, own_routers
 from peerd.service.connectivity.relay import Relay
-from peerd.service.connectivity.relay_client import Reserving
+from peerd.service.connectivity.relay_client import RelayReservations
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
 
-_RELAY_SHARE = 0.9  # of the line, for others' circuits: the rest is encryption, headers and our own calls
+_RELAY_SHARE = 0.9  # of the line, for others' circuits; the rest is for encryption, headers and our own calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectivityConfig:
-    """Settings of this peer's connectivity, and of what it does for others'."""
+    """Settings of this peer's connectivity, and of its work as a relay for others."""
 
-    relay: bool = False  # carry others' circuits
-    relaying: RelayConfig = field(default_factory=RelayConfig)  # how much of it
-    routers: tuple[Router, ...] = ()  # that may be asked for a way in from outside
-    finder: Finder | None = None  # of peers in the same network
-    reach: ReachConfig = field(default_factory=ReachConfig)
+    relay: bool = False  # True: carry others' circuits
+    relaying: RelayConfig = field(default_factory=RelayConfig)  # limits for these circuits
+    routers: tuple[Router, ...] = ()  # routers to ask for a port mapping
+    finder: Finder | None = None  # finds peers in the local network
+    reach: AutoNatConfig = field(default_factory=AutoNatConfig)
 
 
 def relaying(line: LimitsSection) -> RelayConfig:
-    """Settings of the relay: with what the line carries known, circuits take turns before they fill it: each byte goes
-    in and out.
+    """Settings of the relay. If the line's limits are known, circuits together stay below the lower one.
+
+    The lower limit counts, because each relayed byte is received and sent.
     """
     mbit = min((most for most in (line.upload_mbit, line.download_mbit) if most), default=math.inf)
     return RelayConfig(bytes_per_s=_RELAY_SHARE * mbit * 125_000)
 
 
 def own_surroundings(clock: Clock) -> ConnectivityConfig:
-    """Configuration by what this machine's own network offers, as far as the optional extras for it are installed."""
+    """Configuration for this machine's network: its routers and LAN discovery, if the optional extras are installed."""
     return ConnectivityConfig(routers=tuple(own_routers(clock)), finder=own_finder(clock))
 
 
 class Connectivity:
-    """The ways of one host. Nothing moves until `run`, which has to begin after the host's."""
+    """Connectivity services of one host. Start `run` after the host's."""
 
     def __init__(
         self,
@@ -71,21 +72,21 @@ class Connectivity:
         self._host, self._clock = host, clock
         self.config = config or ConnectivityConfig()
         self.circuits = Circuits(host, clock)
-        self.reach = Reach(host, clock, self.config.reach)
-        self.punching = Punching(host, clock)
-        self.reserving = Reserving(host, self.circuits, clock, net[1])
+        self.reach = AutoNat(host, clock, self.config.reach)
+        self.punching = HolePuncher(host, clock)
+        self.reserving = RelayReservations(host, self.circuits, clock, net[1])
         self.relay = Relay(host, clock, keypair, self.config.relaying) if self.config.relay else None
         self.portmap = PortMapping(host, self.config.routers) if self.config.routers else None
         finder, dht = self.config.finder, net[1]
         self.lan = LanDiscovery(host, finder, dht.meet) if finder is not None and dht is not None else None
         host.add_transport(self.circuits)
         self.reach.count_relays(lambda: len(self.circuits.reservations))
-        spare = not self.config.relay  # a relay's own line is as good as that of another
+        spare = not self.config.relay  # a relay needs no spare: its line is as good as another's
         self.reach.on_change(lambda finding: self.reserving.want(finding.needs_relays, spare=spare))
         self.reserving.on_change(self.reach.look)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Make ways until cancelled; a part that fails begins again, and the others go on."""
+        """Run all parts until cancelled. A part that fails is restarted; the others keep running."""
         upkeep = Upkeep(self._host.faults)
         async with trio.open_nursery() as nursery:
             await nursery.start(upkeep.run, "circuits", self.circuits.run)
@@ -101,13 +102,13 @@ class Connectivity:
             task_status.started()
 
     def waits_for(self) -> str | None:
-        """The lack because of which others cannot reach this peer, in words; None when there is none."""
+        """What this peer needs before others can reach it, in words. None if nothing is missing."""
         if self.reach.finding.needs_relays and not self.reach.finding.proven and not self.reserving.relays:
             return "a relay: without one nobody can connect to this peer"
         return None
 
     def status(self) -> dict[str, Any]:
-        """Plain data for `peerd status`: the verdict, what it means, and what to do."""
+        """Plain data for `peerd status`: the verdict on reachability, its meaning, and advice."""
         finding = self.reach.finding
         relay = asdict(self.relay.traffic()) if self.relay is not None else None
         relays = [str(peer) for peer in self.reserving.relays]

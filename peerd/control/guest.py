@@ -1,8 +1,8 @@
-"""A guest's limits on its own machine: merges flags with the run file, and has this process keep to them.
+"""A volunteer's limits on its own machine: merges command line options with the run file, and applies them.
 
-A volunteer's part, never sent. What bounds the network is `net/tcp/rate_limit`'s, the hours are `control/open_hours`'s,
-processor time is kept by `compute/cpu_pace`; here are priority, threads of libraries, and memory as the system tells
-it. Loads no torch: `obey` has to come before anything starts threads of its own.
+The limits are local and never sent. This module sets the priority and the libraries' number of threads, and reads the
+memory in use. `net/tcp/rate_limit` limits the network, `control/open_hours` the hours, `compute/cpu_pace` the processor
+time. Imports no torch, since `obey` must be called before any library starts threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from peerd.core.errors import ConfigError
 from peerd.core.run.check import limits_faults
 from peerd.core.run.runfile import LimitsSection
 
-GUEST_NICE: Final = 10  # others' programs come first; on an idle machine it costs nothing
+GUEST_NICE: Final = 10  # other programs run first; costs nothing on an idle machine
 GB: Final = 10**9
 _THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _BELOW_NORMAL, _IDLE = 0x4000, 0x40  # Windows' classes of priority
@@ -30,7 +30,7 @@ _STATM: Final = Path("/proc/self/statm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuestFlags:
-    """Limits given on the command line; None: not given."""
+    """Limits from the command line. None means that the option was not used."""
 
     upload_mbit: float | None = None
     download_mbit: float | None = None
@@ -42,7 +42,7 @@ class GuestFlags:
     disk_gb: float | None = None
 
     def over(self, limits: LimitsSection) -> LimitsSection:
-        """`limits` with the flags in their place; ConfigError names the first flag that makes no sense."""
+        """`limits` with the flags' values in place of its own. Raises ConfigError for the first invalid flag."""
         given = {key: value for key in self.__slots__ if (value := getattr(self, key)) is not None}
         for key, message in limits_faults(structs.replace(LimitsSection(), **given)):
             raise ConfigError(f"--{key.replace('_', '-')} {message}")
@@ -50,8 +50,8 @@ class GuestFlags:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinWish:
-    """What the user gives beside a line `peerd://...`: only this may name code and files of this machine."""
+class JoinRequest:
+    """Options of `peerd join peerd://...`. Only these may allow code and files of this machine."""
 
     yes: bool = False
     data: str | None = None
@@ -61,10 +61,10 @@ class JoinWish:
 
 
 def settled(limits: LimitsSection, roles: list[str]) -> LimitsSection:
-    """`limits` with what depends on the roles: a guest is nice, a backbone has no hours (ConfigError)."""
+    """`limits` with the default niceness of the roles. Raises ConfigError if a backbone has hours."""
     if "backbone" in roles and limits.hours:
         raise ConfigError(
-            f"hours {limits.hours} are given, but a backbone has to stay, as others join through it; leave them out"
+            f"hours {limits.hours} are set, but a backbone must always run, as others join through it; leave them out"
         )
     if limits.nice is not None:
         return limits
@@ -72,7 +72,7 @@ def settled(limits: LimitsSection, roles: list[str]) -> LimitsSection:
 
 
 def obey(limits: LimitsSection) -> None:
-    """Have this process, and threads that it starts from now on, keep to priority and number of threads."""
+    """Set the priority of this process, and the number of threads that libraries will start."""
     if limits.nice:
         _be_nice(limits.nice)
     if limits.threads:
@@ -86,18 +86,18 @@ def _be_nice(nice: int) -> None:
         kernel = ctypes.windll.kernel32
         kernel.SetPriorityClass(kernel.GetCurrentProcess(), _IDLE if nice >= 15 else _BELOW_NORMAL)
         return
-    with contextlib.suppress(OSError):  # a system that forbids it; status shows what holds
-        # A process that was started nicer stays so: going back takes a right that users have not.
+    with contextlib.suppress(OSError):  # some systems forbid it; status shows the actual value
+        # A process that was started with a higher niceness keeps it: lowering it needs a privilege.
         os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def niceness() -> int | None:
-    """The priority that this process has, as `nice` counts it; None where the system counts otherwise."""
+    """The niceness of this process. Returns None on Windows, which has none."""
     return None if sys.platform == "win32" else os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def resident_bytes() -> int | None:
-    """Memory that this process holds now; None where the system does not say."""
+    """Resident memory of this process. Returns None if the system does not report it."""
     try:
         return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, AttributeError):
@@ -105,7 +105,7 @@ def resident_bytes() -> int | None:
 
 
 def limits_told(limits: LimitsSection, rests_until: str | None = None) -> dict[str, Any]:
-    """Plain data for `peerd status`: each limit, what is used of it where that is known, and `text`, for people."""
+    """Plain data for `peerd status`: each limit, its use if known, and all of it as `text`."""
     held, nice = resident_bytes(), niceness()
     told: dict[str, Any] = {
         "upload_mbit": limits.upload_mbit or None,

@@ -1,10 +1,9 @@
-"""The limit of a guest's memory, kept: near it, what is freed goes back at once; a process that stays above it ends.
+"""Enforces a volunteer's memory limit: ends a process that stays above `limits.memory_gb`.
 
-Before a stage is built, `compute/model/footprint` refuses what surely does not fit. Activations, and what libraries
-take, are known only when they come: `keep` looks again and again at what the system says that the process holds. Near
-the limit freed memory goes back to the system at once, which takes time and so is not done before; a process that stays
-more than 5 % above it is told to end, in one sentence. Where the system does not say what a process holds, only the
-look at the stage is taken.
+Before a stage is built, `compute/model/footprint` rejects what cannot fit. The memory of activations and libraries is
+known only at run time, so `keep` polls the memory that the process holds. Near the limit, freed memory is returned to
+the system at once; not earlier, because that costs time. A process that stays more than 5 % above the limit is ended
+with an error message. On systems that do not report a process' memory, only the check before a stage is built applies.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ from peerd.control.guest import GB, resident_bytes
 _LOOK_S: Final = 0.25
 _NEAR: Final = 0.5
 _TOLERATED: Final = 1.05
-_LOOKS: Final = 12  # in a row: a peak that passes is no reason to go
-_BIG_BYTES: Final = 1 << 20  # what is bigger is given back as soon as it is free
+_LOOKS: Final = 12  # checks in a row above the limit; shorter peaks are tolerated
+_BIG_BYTES: Final = 1 << 20  # larger blocks are returned as soon as they are freed
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MOST = -1, -3, -8  # options of glibc's mallopt
 _ARENAS: Final = 2
 
 
 async def keep(memory_gb: float, over: Callable[[str], None], held: Callable[[], int | None] = resident_bytes) -> None:
-    """Watch until the process is over its limit for good: `over` is told why it has to end. Returns then, or at once
-    where the system does not say what it holds.
+    """Watch the memory until the process stays above its limit; then call `over` with an error message, and return.
+
+    Returns at once if the system does not report the memory (`held` returns None).
     """
     limit, looks, near = memory_gb * GB, 0, False
     while (now := held()) is not None:
@@ -44,7 +44,7 @@ async def keep(memory_gb: float, over: Callable[[str], None], held: Callable[[],
         if looks == _LOOKS:
             over(
                 f"this process holds {now / GB:.2f} GB of memory, and limits.memory_gb (--memory-gb) allows "
-                f"{memory_gb:g}; allow more, or give it less to do: a smaller stage (limits.stage), fewer threads or "
+                f"{memory_gb:g}; allow more, or reduce its work: a smaller stage (limits.stage), fewer threads or "
                 "roles, limits.keep_totals: 0"
             )
             return
@@ -52,7 +52,7 @@ async def keep(memory_gb: float, over: Callable[[str], None], held: Callable[[],
 
 
 def _return_freed() -> None:
-    """Have the C library return freed memory at once, where it can: else it keeps much of it for later."""
+    """Make the C library return freed memory at once, if it is glibc, which otherwise keeps much of it for reuse."""
     if (libc := _glibc()) is not None:
         for option, value in ((_MMAP_THRESHOLD, _BIG_BYTES), (_TRIM_THRESHOLD, _BIG_BYTES), (_ARENA_MOST, _ARENAS)):
             libc.mallopt(option, value)
@@ -66,7 +66,7 @@ def _give_back() -> None:
 
 
 def _glibc() -> Any:
-    """The C library, if it is GNU's; None: another one."""
+    """The C library if it is glibc, else None."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)

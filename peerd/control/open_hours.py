@@ -1,7 +1,7 @@
-"""Hours of a guest: whether this peer takes part now, by the clock on the wall of its machine.
+"""A volunteer's hours: whether this peer takes part now, by its machine's local time.
 
-That clock is looked at once a minute, so a change of it, of the time zone, or a night that the machine slept through
-is noticed within one. Corrections that peers agree on do not count here: people's hours follow their own clocks.
+The local time is read once a minute, so a changed clock or time zone, or a suspended machine, is noticed within a
+minute. The clock correction that peers agree on is not applied, because users' hours follow their own clocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def local_minute(unix_s: float) -> int:
 
 
 class OpenHours:
-    """The hours of `limits.hours`; empty: always open. `minute_of`: minute of the day at a Unix time."""
+    """The hours of `limits.hours`; always open if `text` is empty. `minute_of` returns the minute of the day."""
 
     def __init__(self, text: str, clock: Clock, minute_of: Callable[[float], int] = local_minute) -> None:
         self.text = text
@@ -33,17 +33,17 @@ class OpenHours:
 
     @property
     def open(self) -> bool:
-        """True when this peer takes part now."""
+        """True if this peer takes part now."""
         return self._hours is None or self._hours.open_at(self._minute)
 
     @property
     def opens(self) -> str:
-        """The time of day at which it next takes part, such as 22:00; now, when it does already."""
+        """The time of day at which it next takes part, such as 22:00; the current time if it takes part now."""
         minute = self._minute
         return clock_text(minute if self._hours is None or self.open else self._hours.opens_next(minute))
 
     async def closed(self) -> None:
-        """Wait until the hours are over; for ever where there are none."""
+        """Wait until the hours end; forever if there are none."""
         if self._hours is None:
             await trio.sleep_forever()
         while self.open:

@@ -1,7 +1,7 @@
-"""The control socket: whoever may open it gets one JSON snapshot of the daemon, and nothing else can be asked.
+"""The control socket: sends each client one JSON snapshot of the daemon. It accepts no requests.
 
-A unix socket of mode 0600: only the daemon's own user can connect. The daemon answers a bounded number of callers
-at once and drops those who do not read. The client half needs no trio, so that `peerd status` starts quickly.
+It is a unix socket of mode 0600, so that only the daemon's own user can connect. The daemon answers a limited number of
+clients at once and drops those that do not read. The client functions need no trio event loop.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, Final
 import trio
 
 from peerd.core.errors import ConfigError, PeerdError
-from peerd.home import Running, forget, notes, socket_path
+from peerd.home import RunningDaemon, forget, notes, socket_path
 
-CALLERS: Final = 8  # at once; the watchers of one user
-ANSWER_TIMEOUT_S: Final = 10.0  # for building a snapshot and sending it,
-_MORE_S: Final = 2.0  # and for the daemon to say that it took longer
-_ACCEPT_S: Final = 1.0  # for a daemon that lives to take a connection; one that takes longer is busy
-SNAPSHOT_BYTES: Final = 16 << 20  # a client believes no more than this
+CALLERS: Final = 8  # clients at once; enough for the watchers of one user
+ANSWER_TIMEOUT_S: Final = 10.0  # for building a snapshot and sending it
+_MORE_S: Final = 2.0  # a client waits this much longer, to see the daemon close a connection that timed out
+_ACCEPT_S: Final = 1.0  # for a running daemon to accept a connection; one that takes longer is busy
+SNAPSHOT_BYTES: Final = 16 << 20  # most that a client reads
 SUPPORTED: Final = hasattr(socket, "AF_UNIX")
 
 Snapshot = Callable[[], Awaitable[dict[str, Any]]]
@@ -41,7 +41,7 @@ async def serve(
                 async with slots, stream:
                     await stream.send_all(json.dumps(await snapshot(), ensure_ascii=False).encode())
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            return  # the caller left
+            return  # the client disconnected
 
     with _listening(path) as listener:
         await trio.serve_listeners(answer, [listener], task_status=_Quiet(task_status))
@@ -61,7 +61,7 @@ def _listening(path: Path) -> Iterator[trio.SocketListener]:
 
 
 class _Quiet:
-    """Says started without handing out the listeners."""
+    """Task status that reports the start without passing the listeners on."""
 
     def __init__(self, status: trio.TaskStatus[None]) -> None:
         self._status = status
@@ -71,7 +71,7 @@ class _Quiet:
 
 
 def fetch(path: str, *, timeout_s: float = ANSWER_TIMEOUT_S + _MORE_S) -> dict[str, Any]:
-    """One snapshot. Raises OSError when nobody answers there, ValueError when the answer is no snapshot."""
+    """Fetch one snapshot. Raises OSError if no daemon answers, and ValueError if the answer is not a snapshot."""
     if not SUPPORTED:
         raise ConfigError("this platform has no unix sockets, so a daemon here can't be asked for its status")
     parts: list[bytes] = []
@@ -90,24 +90,24 @@ def fetch(path: str, *, timeout_s: float = ANSWER_TIMEOUT_S + _MORE_S) -> dict[s
     return found
 
 
-def alive(note: Running) -> bool:
-    """True while this daemon still takes connections."""
+def alive(note: RunningDaemon) -> bool:
+    """True while the daemon accepts connections."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(_ACCEPT_S)
         try:
             client.connect(note.socket)
         except TimeoutError:
-            return True  # busy, not gone
+            return True  # it is busy, not dead
         except OSError:
             return False
     return True
 
 
-def running() -> list[Running]:
-    """This user's living daemons; the notes of dead ones are removed on the way."""
+def running() -> list[RunningDaemon]:
+    """This user's running daemons. Removes the notes of dead ones."""
     if not SUPPORTED:
         return []
-    living: list[Running] = []
+    living: list[RunningDaemon] = []
     for note in notes():
         if alive(note):
             living.append(note)
@@ -117,7 +117,10 @@ def running() -> list[Running]:
 
 
 def find(data_dir: Path | None) -> str:
-    """The socket of the daemon meant. Raises PeerdError when none runs, ConfigError when several do."""
+    """Socket of the daemon in `data_dir`, or of the only one running.
+
+    Raises PeerdError if no daemon runs, and ConfigError if there are several, or `data_dir` does not exist.
+    """
     if data_dir is not None:
         if not data_dir.is_dir():
             raise ConfigError(f"there is no data directory {data_dir}")
@@ -127,12 +130,12 @@ def find(data_dir: Path | None) -> str:
         raise PeerdError("no peerd daemon of this user is running; start one with `peerd backbone` or `peerd join`")
     if len(found) > 1:
         told = "\n".join(f"  {note.line()}" for note in found)
-        raise ConfigError(f"{len(found)} daemons are running; say which:\n{told}")
+        raise ConfigError(f"{len(found)} daemons are running; choose one:\n{told}")
     return found[0].socket
 
 
 def ask(data_dir: Path | None) -> dict[str, Any]:
-    """The snapshot of the daemon meant; PeerdError says in one sentence why there is none."""
+    """Fetch the snapshot of the daemon in `data_dir`, or of the only one running. Raises PeerdError if it fails."""
     path = find(data_dir)
     try:
         return fetch(path)

@@ -1,1 +1,1 @@
-"""Layer 0: values and codecs. No trio, no torch, no clock, no randomness."""
+"""Layer 0: value types and codecs. No trio, no torch, no clock, no randomness."""

@@ -1,8 +1,8 @@
-"""Multiaddr helpers: reading addresses that users type and that peers send, and what kind an address is.
+"""Multiaddr helpers: parsing of addresses from users and from peers, and classification of addresses.
 
-Knows the protocols that appear in libp2p addresses and checks every component itself, so that an accepted address
-always prints, splits and compares. Opens nothing and resolves nothing. Hostile input: unknown codes, lengths beyond
-the end, names with odd bytes, peer ids of other key types, addresses of unreasonable length: ProtocolViolation.
+Knows the protocols that appear in libp2p addresses and validates every component, so that an accepted address can
+always be printed, split and compared. No sockets, no name resolution. Hostile input: unknown codes, lengths beyond the
+end, host names with invalid bytes, peer ids of other key types, oversized addresses; each raises ProtocolViolation.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _VALUE_BYTES: Final = {
 }
 _DNS_BYTES: Final = 253
 _DNS_LABEL: Final = re.compile("[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
-_CID: Final = b"\x01\x72"  # a peer id as CIDv1 (libp2p-key) is these bytes and the id
-# A peer id is 38 bytes in every accepted address: /p2p is then always these three bytes and the id.
+_CID: Final = b"\x01\x72"  # prefix of a peer id as CIDv1 (libp2p-key)
+# In every accepted address, /p2p is these three bytes (code and length) and a peer id of 38 bytes.
 _PEER_HEAD: Final = b"\xa5\x03\x26"
 _CIRCUIT_PART: Final = b"\xa2\x02"
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -59,7 +59,7 @@ _PRIVATE: Final = [
         ("10.0.0.0/8", "10.0.0.0/8"),
         ("172.16.0.0/12", "172.16.0.0/12"),
         ("192.168.0.0/16", "192.168.0.0/16"),
-        ("100.64.0.0/10", "100.64.0.0/10"),  # shared by providers' customers; virtual private networks use it, too
+        ("100.64.0.0/10", "100.64.0.0/10"),  # carrier-grade NAT; some VPNs use it, too
         ("fc00::/7", "fc00::/7"),
     )
 ]
@@ -75,21 +75,21 @@ class TcpPlace(NamedTuple):
 
 
 class CircuitPlace(NamedTuple):
-    """The start of a circuit: `relay`, dialed at `addr`; None: at any address known for it."""
+    """The relay of a circuit. `addr` is the relay's address, or None for any known address of it."""
 
     relay: PeerId
     addr: Multiaddr | None
 
 
 def parse_addr(text: str) -> Multiaddr:
-    """An address as a user writes it; raises ConfigError that says what is wrong."""
+    """Parse an address written by a user. Raises ConfigError with the reason."""
     if len(text) > ADDR_BYTES or not text.isprintable() or not text.isascii():
         raise ConfigError(f"{text[:60]!r} is not an address: it is too long or holds odd characters")
     if not text.startswith("/") or len(text) < 2:
         raise ConfigError(f"{text!r} is not an address: it has to begin with '/', as in {EXAMPLE}")
     names = [name for family, name in pairwise(text.split("/")) if family in _DNS_CODES.values()]
     try:
-        for name in names:  # the library's own words on names are about code points
+        for name in names:  # the library's errors about names are about code points
             _check_host_name(name)
         return decode_addr(Multiaddr(text).to_bytes())
     except (MultiaddrError, ValueError, LookupError) as error:
@@ -100,7 +100,9 @@ def parse_addr(text: str) -> Multiaddr:
 
 
 def decode_addr(raw: bytes) -> Multiaddr:
-    """The binary form as peers send it; raises ProtocolViolation. A peer id as CIDv1 becomes the usual 38 bytes."""
+    """Parse an address from a peer, in binary form. Raises ProtocolViolation. A peer id as CIDv1 is converted to the
+    38-byte form.
+    """
     if not 0 < len(raw) <= ADDR_BYTES:
         raise ProtocolViolation(f"an address has {len(raw)} bytes; allowed: 1 to {ADDR_BYTES}")
     parts = [_usual(code, raw[begin:end]) for code, begin, end in _components(raw)]
@@ -113,7 +115,7 @@ def _usual(code: int, component: bytes) -> bytes:
 
 
 def _components(raw: bytes) -> Iterator[tuple[int, int, int]]:
-    """Code, begin and end of each component; ProtocolViolation for a malformed one."""
+    """Yield code, begin and end of each component. Raises ProtocolViolation for a malformed one."""
     at = 0
     while at < len(raw):
         begin = at
@@ -148,7 +150,7 @@ def _check_value(code: int, value: bytes) -> None:
 
 
 def _check_host_name(name: str) -> None:
-    """Raise ProtocolViolation unless `name` is a host name that the library can print, too (RFC 1123, IDNA)."""
+    """Raise ProtocolViolation unless `name` is a host name (RFC 1123, IDNA) that the library can print."""
     shown, labels = repr(name[:80]), name.removesuffix(".").split(".")
     if "_" in name:
         raise ProtocolViolation(
@@ -158,7 +160,7 @@ def _check_host_name(name: str) -> None:
         raise ProtocolViolation(
             f"{shown} is not a host name: it needs parts of 1 to 63 letters, digits and '-', with dots between them"
         )
-    xn = any(label[2:4] == "--" for label in labels)  # reserved: other alphabets are written so
+    xn = any(label[2:4] == "--" for label in labels)  # reserved for IDNA
     if xn or "." not in name:
         try:
             Multiaddr(f"/dns/{name}")
@@ -169,7 +171,7 @@ def _check_host_name(name: str) -> None:
 
 
 def split_peer(addr: Multiaddr) -> tuple[Multiaddr, PeerId | None]:
-    """The address without its last /p2p part, and the peer named there."""
+    """The address without a final /p2p component, and the peer in that component, or None."""
     raw = addr.to_bytes()
     tail = raw[-41:]
     if len(tail) == 41 and tail.startswith(_PEER_HEAD):
@@ -181,7 +183,9 @@ def split_peer(addr: Multiaddr) -> tuple[Multiaddr, PeerId | None]:
 
 
 def peers_named(texts: Iterable[str]) -> list[str]:
-    """The peers that addresses end at, as texts; those without one, and what is no address, are left out."""
+    """The peer ids at the end of these addresses, without duplicates. Invalid addresses and addresses without a peer
+    are skipped.
+    """
     found = []
     for text in texts:
         with suppress(ConfigError):
@@ -192,13 +196,13 @@ def peers_named(texts: Iterable[str]) -> list[str]:
 
 
 def with_peer(addr: Multiaddr, peer: PeerId) -> Multiaddr:
-    """`addr` with /p2p/<peer> at its end."""
+    """`addr` with /p2p/<peer> as its last component."""
     bare, named = split_peer(addr)
     return addr if named == peer else Multiaddr(bare.to_bytes() + _PEER_HEAD + peer.raw)
 
 
 def normal(addr: Multiaddr) -> Multiaddr:
-    """`addr` in its normal form: an IPv4 address that is written as an IPv6 one (::ffff:1.2.3.4) becomes IPv4."""
+    """`addr` in its normal form: an IPv4-mapped IPv6 address (::ffff:1.2.3.4) becomes IPv4."""
     ip = ip_of(addr)
     if ip is None or ip.version == 4 or ip.ipv4_mapped is None:
         return addr
@@ -206,7 +210,7 @@ def normal(addr: Multiaddr) -> Multiaddr:
 
 
 def tcp_addr(host: str, port: int) -> Multiaddr:
-    """/ip4|ip6/<host>/tcp/<port> of a literal IP address (an IPv6 zone is dropped)."""
+    """/ip4|ip6/<host>/tcp/<port> for a literal IP address. An IPv6 zone is dropped."""
     ip = ipaddress.ip_address(host.partition("%")[0])
     if ip.version == 6 and ip.ipv4_mapped is not None:
         ip = ip.ipv4_mapped
@@ -215,7 +219,7 @@ def tcp_addr(host: str, port: int) -> Multiaddr:
 
 
 def tcp_place(addr: Multiaddr) -> TcpPlace | None:
-    """Host and port of a plain TCP address (a /p2p at its end is ignored), else None."""
+    """Host and port of a plain TCP address, or None for any other address. A final /p2p is ignored."""
     raw = split_peer(addr)[0].to_bytes()
     if raw[:1] == b"\x04" and len(raw) == 8 and raw[5] == 6:
         return TcpPlace("ip4", str(ipaddress.IPv4Address(raw[1:5])), int.from_bytes(raw[6:], "big"))
@@ -229,7 +233,7 @@ def tcp_place(addr: Multiaddr) -> TcpPlace | None:
 
 
 def ip_of(addr: Multiaddr) -> Ip | None:
-    """The IP address that `addr` begins with, if it does."""
+    """The IP address at the start of `addr`, or None if it does not start with one."""
     raw = addr.to_bytes()
     if raw[:1] == b"\x04" and len(raw) >= 5:
         return ipaddress.IPv4Address(raw[1:5])
@@ -239,15 +243,15 @@ def ip_of(addr: Multiaddr) -> Ip | None:
 
 
 def circuit_addr(relay_addr: Multiaddr | None, relay: PeerId) -> Multiaddr:
-    """The way to any peer that holds a reservation at `relay`: <relay_addr>/p2p/<relay>/p2p-circuit."""
+    """The address of any peer with a reservation at `relay`: <relay_addr>/p2p/<relay>/p2p-circuit."""
     begin = b"" if relay_addr is None else split_peer(relay_addr)[0].to_bytes()
     return Multiaddr(begin + _PEER_HEAD + relay.raw + _CIRCUIT_PART)
 
 
 def circuit_place(addr: Multiaddr) -> CircuitPlace | None:
-    """The inverse of `circuit_addr`, whether or not the address ends with the destination's peer id.
+    """The relay of a circuit address, with or without the destination's peer id at its end; inverse of `circuit_addr`.
 
-    None for every other address, also for a circuit through two relays: such chains are not made here.
+    Returns None for every other address, including circuits through two relays, which are not supported.
     """
     raw = addr.to_bytes()
     circuits = [(start, end) for code, start, end in _components(raw) if code == _CIRCUIT]
@@ -265,23 +269,23 @@ def circuit_place(addr: Multiaddr) -> CircuitPlace | None:
 
 
 def is_relayed(addr: Multiaddr) -> bool:
-    """True when the address is a circuit over a relay."""
+    """True if the address is a circuit over a relay."""
     return any(code == _CIRCUIT for code, _, _ in _components(addr.to_bytes()))
 
 
 def is_dialable(addr: Multiaddr) -> bool:
-    """True when the address can be dialed as it stands: a concrete host and port, or one relay that has these."""
+    """True if the address can be dialed: it has a concrete host and port, or one relay whose address has these."""
     if is_relayed(addr):
         circuit = circuit_place(addr)
         return circuit is not None and (circuit.addr is None or is_dialable(circuit.addr))
     ip, place = ip_of(addr), tcp_place(addr)
     if ip is not None and (ip.is_unspecified or ip.is_multicast or (ip.version == 6 and ip.is_link_local)):
-        return False  # an IPv6 link-local address means nothing without an interface
+        return False  # an IPv6 link-local address needs an interface
     return place is None or place.port != 0
 
 
 def parse_announced(text: str) -> Multiaddr:
-    """An address that a user announces as this peer's own, without /p2p; ConfigError if others cannot dial it."""
+    """Parse an address that a user announces for this peer, without /p2p. ConfigError if others cannot dial it."""
     addr = split_peer(parse_addr(text))[0]
     if is_relayed(addr) or tcp_place(addr) is None or not is_dialable(addr):
         raise ConfigError(f"{text} cannot be dialed; allowed: a host or name and a port, as /ip4/203.0.113.5/tcp/31337")
@@ -289,25 +293,26 @@ def parse_announced(text: str) -> Multiaddr:
 
 
 def reach(addr: Multiaddr) -> int:
-    """Scope of an address: 0 this machine, 1 this network, 2 everywhere (names count as such)."""
+    """Scope of an address: 0 for this machine, 1 for this network, 2 for the internet. Names count as 2."""
     ip = ip_of(addr)
     if ip is None:
         return 2
     if ip.is_loopback:
         return 0
-    return 2 if ip.is_global else 1  # shared addresses of providers (100.64.0.0/10) are not global either
+    return 2 if ip.is_global else 1  # carrier-grade NAT (100.64.0.0/10) is not global either
 
 
 def block_of(ip: Ip) -> str | None:
-    """The block of addresses for private use that `ip` belongs to: everybody may have the same ones at home.
-    Else None.
-    """
+    """The private address block that contains `ip`, or None. Different networks may use the same private address."""
     return next((name for name, block in _PRIVATE if ip.version == block.version and ip in block), None)
 
 
 def place_of(ip: Ip | None) -> tuple[str, str]:
-    """The place, and the region around it, that an address stands for: one household has an IPv4 address or an IPv6
-    /64, and whoever rents addresses has a /24 or a /48. Identities are free, places are not."""
+    """The place and the region of an address, which rate limits count because identities are free.
+
+    A place is an IPv4 address or an IPv6 /64, what one household has. A region is a /24 or a /48, what a customer can
+    rent.
+    """
     if ip is None:
         return "an unknown place", "an unknown region"
     if isinstance(ip, ipaddress.IPv6Address):

@@ -1,7 +1,7 @@
-"""Blockwise quantization apart from its arithmetic: the codes, their sizes, and the layout of scales and codes.
+"""Blockwise quantization, without the arithmetic: the codes, their sizes, and the layout of scales and codes.
 
-A tensor's values in C order are cut into blocks of `block` values (the last may be shorter). Each block has a scale,
-a single of 4 bytes, and a code of 8 or 4 bits for each value; with 4 bits, two neighbours share a byte.
+A tensor's values in C order are cut into blocks of `block` values (the last block may be shorter). Each block has one
+float32 scale and a code of 8 or 4 bits per value; two neighbouring 4-bit codes share a byte.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class BlockCode:
-    """A code: its number on the wire and in the kernels, bits for a value, and the block size that suits it."""
+    """A code: its number on the wire and in the kernels, the bits per value, and its default block size."""
 
     number: int
     bits: int
@@ -31,10 +31,10 @@ SCALE_BYTES: Final = 4
 
 
 def scale_count(count: int, block: int) -> int:
-    """Scales of `count` values."""
+    """Number of scales for `count` values."""
     return -(-count // block)
 
 
 def code_bytes(count: int, code: str) -> int:
-    """Bytes that the codes of `count` values take, scales not included."""
+    """Bytes of the codes of `count` values, without scales."""
     return -(-count * CODES[code].bits // 8)

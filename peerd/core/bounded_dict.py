@@ -1,7 +1,7 @@
-"""Bounded dictionary: remembers at most `maxlen` keys, and drops the one that was written longest ago for a new one.
+"""Bounded dictionary: holds at most `maxlen` keys, and evicts the key that was written longest ago.
 
-For what strangers can fill: who was met, asked, refused, suspected. Writing a key anew makes it the youngest, reading
-it does not (`move_to_end` does). Iteration goes from the oldest to the youngest.
+For tables that strangers can fill, such as peers that were seen, asked or refused. Writing a key makes it the newest;
+reading does not (`move_to_end` does). Iteration is from the oldest to the newest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 
 class BoundedDict(OrderedDict[K, V]):
-    """A dict of at most `maxlen` items, the latest last."""
+    """A dict of at most `maxlen` items, the newest last."""
 
     def __init__(self, maxlen: int) -> None:
         super().__init__()

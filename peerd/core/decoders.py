@@ -1,9 +1,9 @@
-"""Decoders of typed data, built one at a time: from msgpack, JSON and plain values into msgspec's types.
+"""Decoders from msgpack, JSON and plain values into msgspec types, built under a lock.
 
-msgspec notes in a struct's class what its fields are when a decoder of it is first built. It publishes the note before
-it is complete, and releases the interpreter meanwhile: a second thread that decodes the same struct, or one that
-contains it, reads null pointers, and the process dies. So every typed decoding of ours comes through here, and the
-first of each type holds a lock. Once built a type may be decoded by any number of threads.
+When msgspec first builds a decoder of a struct, it caches the fields' descriptions in the class. It publishes the cache
+entry before it is complete, and releases the GIL meanwhile: a second thread that decodes the same struct, or one that
+contains it, reads null pointers, and the process crashes. So all typed decoding of peerd uses this module, which builds
+each type's first decoder under a lock. After that, any number of threads may decode the type.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import msgspec
 T = TypeVar("T")
 
 _BUILDING = threading.Lock()
-_BUILT: dict[Any, msgspec.msgpack.Decoder[Any]] = {}  # one per type that the program decodes
+_BUILT: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """The decoder of a type from msgpack; its errors are msgspec's."""
+    """The msgpack decoder of a type; decoding raises msgspec's errors."""
     built = _BUILT.get(kind)
     if built is None:
         with _BUILDING:
@@ -29,12 +29,12 @@ def decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
 
 
 def from_json(raw: bytes | str, kind: type[T]) -> T:
-    """The value of this type that a JSON text holds; msgspec.DecodeError where it holds none."""
+    """Decode JSON into a value of this type. Raises msgspec.DecodeError."""
     decoder(kind)
     return msgspec.json.decode(raw, type=kind)
 
 
 def convert(value: object, kind: type[T]) -> T:
-    """A plain value as this type; msgspec.ValidationError where it does not fit."""
+    """Convert a value of dicts, lists and scalars to this type. Raises msgspec.ValidationError."""
     decoder(kind)
     return msgspec.convert(value, kind)

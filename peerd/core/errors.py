@@ -1,6 +1,6 @@
-"""The error tree. Type tells whose fault it is: ours, the user's, a peer's, or the network's.
+"""Exception classes. The class says who is at fault: this program, the user, a peer, or the network.
 
-A decoder raises `ProtocolViolation`; the driver that knows the peer calls `blame(peer)` on it.
+A decoder raises `ProtocolViolation`; the caller that knows the peer calls `blame(peer)` on it.
 """
 
 from __future__ import annotations
@@ -9,42 +9,43 @@ from typing import Final, Self
 
 from peerd.core.ids import PeerId
 
-OTHER_RUN_FILE: Final = "your run file differs from this run's"  # the reason of a Refused, where that is it
-NOT_CONDUCTING: Final = "this peer does not conduct"  # a Refused of one that is not the conductor begins so
+OTHER_RUN_FILE: Final = "your run file differs from this run's"  # message of a Refused if the run files differ
+NOT_CONDUCTING: Final = "this peer does not conduct"  # prefix of a Refused by a peer that is not the conductor
 _DISTRIBUTIONS: Final = {"yaml": "PyYAML", "nacl": "pynacl", "google": "protobuf", "sklearn": "scikit-learn"}
 
 
 class PeerdError(Exception):
-    """Any failure that peerd names itself."""
+    """Base class of peerd's own exceptions."""
 
 
 class ConfigError(PeerdError):
-    """The user gave something that cannot be used: says what, where, and what is allowed."""
+    """Invalid input from the user. The message says what is wrong, where, and what is allowed."""
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
-    """The package that an import lacks, and what to type to get it."""
+    """Message for the user: the missing package, and the command that installs it."""
     package = (error.name or str(error)).partition(".")[0]
     distribution = _DISTRIBUTIONS.get(package, package)
     return f"the package {package}, which is not installed; type: pip install {distribution}"
 
 
 class LocalError(PeerdError):
-    """We misused one of our own parts: a bug, never a peer's doing."""
+    """A bug in this program: an interface was used wrongly. Never caused by a peer."""
 
 
-class GivenUp(PeerdError):
-    """Work was stopped because its result is not needed any more."""
+class WorkCancelled(PeerdError):
+    """Work was cancelled because its result is no longer needed."""
 
 
 class NoMemory(PeerdError):
-    """This machine, or its device, has no memory left for a job: others' programs may have it. Later it may do."""
+    """This machine, or its device, has no memory left for a job. Another program may use it, so a retry can succeed."""
 
 
 class RemoteError(PeerdError):
-    """A peer failed us. `peer` is None until the driver that knows it fills it in.
+    """A failure caused by a peer. `peer` is None until `blame` sets it.
 
-    `unproven`: a call showed a proof that does not hold, which took a signature check; it counts against the caller.
+    `unproven` is True if a call carried an invalid proof: checking it cost a signature verification, which is charged
+    to the caller.
     """
 
     unproven = False
@@ -54,12 +55,12 @@ class RemoteError(PeerdError):
         self.peer = peer
 
     def as_unproven(self) -> Self:
-        """The error of a call whose proof does not hold; returns self."""
+        """Mark this as the error of a call with an invalid proof; returns self."""
         self.unproven = True
         return self
 
     def blame(self, peer: PeerId) -> RemoteError:
-        """Name the peer at fault; returns self, so that `raise error.blame(peer)` reads well."""
+        """Set the peer at fault unless it is set; returns self, for `raise error.blame(peer)`."""
         self.peer = self.peer or peer
         return self
 
@@ -73,19 +74,19 @@ class ProtocolViolation(RemoteError):
 
 
 class Refused(RemoteError):
-    """The peer understood and said no; the message is its reason."""
+    """The peer refused the request; the message is its reason."""
 
 
 class Untrusted(RemoteError):
-    """We do not deal with the peer: it showed nothing that makes it a member of the run."""
+    """This side rejects the peer, which has not proven that it is a member of the run."""
 
 
 class NotFiniteHere(RemoteError):
-    """The peer's own output or gradient for a microbatch is not finite, or too large, though its input was finite."""
+    """The peer computed a non-finite or too large output or gradient for a microbatch with a finite input."""
 
 
 class Overloaded(RemoteError):
-    """The peer is busy; try again after `retry_after_s`."""
+    """The peer is busy; retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float, peer: PeerId | None = None) -> None:
         super().__init__(message, peer)
@@ -93,7 +94,7 @@ class Overloaded(RemoteError):
 
 
 class Unreachable(RemoteError):
-    """No connection to the peer, or the connection was lost."""
+    """The peer cannot be connected to, or the connection was lost."""
 
 
 class TooSlow(RemoteError):
@@ -101,4 +102,4 @@ class TooSlow(RemoteError):
 
 
 class TooFewExperts(RemoteError):
-    """Fewer experts answered for a sample than it needs; the message names those asked and what became of each."""
+    """Fewer experts answered for a sample than required; the message lists the experts asked and each one's result."""

@@ -1,20 +1,21 @@
 """TensorFrame: a tensor on the wire, as a small strict header and payload bytes. No torch, no arithmetic.
 
-Header, little-endian: magic "pT" | version 2 | dtype | coding | flags (bit 0: lossless) | log2 of the block size (0
-where the coding has no blocks) | number of dims, one byte each; each dim (8 bytes); the payload's length (8); CRC-32
-of all this (4). The payload follows elsewhere, little-endian, C order. How many bytes it has follows from dtype,
-shape, coding and block alone, so the length is checked before anything is allocated:
+Header, little-endian: magic "pT" | version 2 | dtype | coding | flags (bit 0: lossless) | log2 of the block size (0 if
+the coding has no blocks) | number of dims, one byte each; each dim (8 bytes); the payload's length (8); CRC-32 of all
+these bytes (4). The payload is sent separately, little-endian, C order. Its length follows from dtype, shape, coding
+and block alone, so it is checked before memory is allocated:
 
-    none, bf16, fp16   the values, 2 bytes each when rounded
-    blockwise          scales (4 bytes for each block) | CRC-32 of the scales (4) | codes; nothing for no values
-    lossless           one of these cut into chunks of LOSSLESS_CHUNK_BYTES, each packed by itself: its length (4, top
-                       bit set: stored as it is) and so many bytes. The length varies; its bounds do not.
+    none, bf16, fp16   the values, 2 bytes each if rounded
+    blockwise          scales (4 bytes per block) | CRC-32 of the scales (4) | codes; empty for a tensor without values
+    lossless           one of these payloads, cut into chunks of LOSSLESS_CHUNK_BYTES that are compressed one by one:
+                       length (4; top bit set: stored uncompressed), then the chunk's bytes. The total length varies
+                       within fixed bounds.
 
-A payload may grow while it is sent (`ReadyBytes`): the receiver sees no difference.
+A payload may still be produced while it is sent (`ReadyBytes`); the receiver sees no difference.
 
-A hostile peer may send: another version, unknown codes, flags or blocks; more dims than allowed; dims whose product
-overflows or is masked by a zero; a length that does not fit; little that claims to unpack into much (what is
-unpacked is bounded here, and counted as if it had been sent in machine/rpc/codec). Each raises `ProtocolViolation`.
+A hostile peer may send: another version; unknown codes, flags or blocks; too many dims; dims whose product overflows or
+is hidden by a zero; a wrong length; a small payload that claims to decompress into a huge one (the decompressed size is
+bounded here, and machine/rpc/message_codec accounts for it as received bytes). Each raises `ProtocolViolation`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from peerd.core.limits import FRAME_BYTES, FRAME_DIMS, FRAME_ELEMENTS
 MAGIC: Final = b"pT"
 VERSION: Final = 2
 LOSSLESS_FLAG: Final = 1
-LOSSLESS_CHUNK_BYTES: Final = 1 << 20  # of the raw payload; the last chunk may be shorter
+LOSSLESS_CHUNK_BYTES: Final = 1 << 20  # of the uncompressed payload; the last chunk may be shorter
 CRC_BYTES: Final = 4
 _START = struct.Struct("<2sBBBBBB")
 _BODIES = [struct.Struct(f"<2sBBBBBB{dims + 1}Q") for dims in range(FRAME_DIMS + 1)]  # all but the checksum
@@ -44,7 +45,7 @@ _CHUNK_HEAD_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type: its code in the header, its size in bytes."""
+    """An element type: its code in the header, and its size in bytes."""
 
     code: int
     itemsize: int
@@ -53,7 +54,7 @@ class DType:
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """A payload's coding: its number in the header, its size for a number of elements, and what it applies to."""
+    """A payload's coding: its number in the header, the payload's size, and the dtypes that it applies to."""
 
     code: int
     payload_bytes: Callable[[DType, int, int], int]  # dtype, elements, block size
@@ -62,15 +63,15 @@ class Coding:
 
 
 class ReadyBytes(Protocol):
-    """Progress of a payload that is still being made: the number of bytes that are final."""
+    """Progress of a payload that is still being produced: the number of bytes that are final."""
 
     @property
     def ready_bytes(self) -> int: ...
 
     async def more(self, than_bytes: int) -> int:
-        """Wait until more than `than_bytes` are final; returns how many are.
+        """Wait until more than `than_bytes` bytes are final; returns their number.
 
-        Raises PeerdError when the rest never will be.
+        Raises PeerdError if the rest will never be produced.
         """
         ...
 
@@ -96,7 +97,7 @@ def _blockwise(code: str) -> Coding:
     return Coding(CODES[code].number, payload_bytes, blockwise=True)
 
 
-# A later coding adds a line here, with its own length function; codes are never used twice.
+# To add a coding, add a line with its length function; never reuse a number.
 CODINGS: Final[dict[str, Coding]] = {
     "none": Coding(0, lambda dtype, count, _: dtype.itemsize * count, floating_only=False),
     "bf16": Coding(1, lambda _, count, __: 2 * count),
@@ -110,7 +111,7 @@ _CODING_OF = {coding.code: name for name, coding in CODINGS.items()}
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """A checked frame header; `payload_bytes` bytes follow it."""
+    """A validated frame header; `payload_bytes` is the length of the payload as sent."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -121,15 +122,15 @@ class FrameHeader:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the payload once it is unpacked."""
+        """Bytes of the payload before lossless compression."""
         return raw_bytes(self) if self.lossless else self.payload_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFrame:
-    """A tensor as bytes: little-endian, C order. `dtype` is what it is decoded to, whatever the coding.
+    """A tensor as bytes: little-endian, C order. `dtype` is the type after decoding, for every coding.
 
-    `payload` has its final size from the start; with `ready`, only a growing part of it is final.
+    `payload` has its final size from the start; with `ready`, only a growing prefix of it is final.
     """
 
     dtype: str
@@ -137,13 +138,13 @@ class TensorFrame:
     payload: bytes | bytearray | memoryview
     coding: str = "none"
     block: int = 0  # values that share a scale, in blockwise codings
-    lossless: bool = False  # packed on top of the coding
+    lossless: bool = False  # compressed on top of the coding
     ready: ReadyBytes | None = field(default=None, compare=False, repr=False)
 
 
 @functools.lru_cache(maxsize=1024)  # most tensors of a run are alike
 def expected_bytes(dtype: str, shape: tuple[int, ...], coding: str, block: int = 0) -> int:
-    """Bytes that the payload of such a frame has before it is packed; ValueError says what is not allowed."""
+    """Payload bytes of such a frame before lossless compression. Raises ValueError for a frame that is not allowed."""
     known_dtype, known_coding = DTYPES.get(dtype), CODINGS.get(coding)
     if known_dtype is None:
         raise ValueError(f"unknown dtype {dtype!r}")
@@ -160,27 +161,27 @@ def expected_bytes(dtype: str, shape: tuple[int, ...], coding: str, block: int =
     count, extent = 1, 1
     for dim in shape:
         count *= dim
-        extent *= max(dim, 1)  # so that a zero cannot hide an absurd dim from whoever multiplies in another order
+        extent *= max(dim, 1)  # a zero must not hide an absurd dim: other code may multiply in another order
         if dim < 0 or extent > FRAME_ELEMENTS:
             raise ValueError(f"a tensor of shape {shape}; allowed: {FRAME_ELEMENTS} elements")
     size = known_coding.payload_bytes(known_dtype, count, block)
-    most = max(size, known_dtype.itemsize * count)  # a short code must not become a huge tensor either
+    most = max(size, known_dtype.itemsize * count)  # a small coded payload must not decode to a huge tensor
     if most > FRAME_BYTES:
         raise ValueError(f"a payload or tensor of {most} bytes; allowed: {FRAME_BYTES}")
     return size
 
 
 def lossless_bounds(raw_bytes: int) -> tuple[int, int]:
-    """The least and the most bytes that a payload of `raw_bytes` takes once it is packed losslessly.
+    """The smallest and largest size of a payload of `raw_bytes` after lossless compression.
 
-    Each chunk has its length and at least one byte; one that would not shrink is stored as it is.
+    Each chunk has a length field and at least one byte; a chunk that does not shrink is stored uncompressed.
     """
     chunks = -(-raw_bytes // LOSSLESS_CHUNK_BYTES)
     return chunks * (_CHUNK_HEAD_BYTES + 1), raw_bytes + chunks * _CHUNK_HEAD_BYTES
 
 
 def encode_header(frame: TensorFrame) -> bytes:
-    """The header of `frame`; LocalError when the frame is not what its own fields say."""
+    """Encode the header of `frame`; LocalError if the payload does not fit the other fields."""
     size, dims = memoryview(frame.payload).nbytes, len(frame.shape)
     try:
         _check_size(frame, size)
@@ -194,7 +195,7 @@ def encode_header(frame: TensorFrame) -> bytes:
 
 
 def decode_header(data: bytes | bytearray | memoryview, offset: int = 0) -> tuple[FrameHeader, int]:
-    """The header that starts at `offset`, and where it ends; ProtocolViolation on anything else."""
+    """Decode the header at `offset`; returns it and the offset of its end. Raises ProtocolViolation."""
     if len(data) - offset < _START.size:
         raise ProtocolViolation("a frame header is cut short")
     magic, version, dtype_code, coding_code, flags, log2, dims = _START.unpack_from(data, offset)
@@ -223,12 +224,12 @@ def decode_header(data: bytes | bytearray | memoryview, offset: int = 0) -> tupl
 
 
 def raw_bytes(frame: TensorFrame | FrameHeader) -> int:
-    """Bytes that the frame's payload has, or would have if it were not packed."""
+    """Bytes of the frame's payload without lossless compression."""
     return expected_bytes(frame.dtype, frame.shape, frame.coding, frame.block)
 
 
 def _check_size(frame: TensorFrame | FrameHeader, size: int) -> None:
-    """ValueError when a payload of `size` bytes is not what such a frame has."""
+    """Raise ValueError if such a frame cannot have a payload of `size` bytes."""
     raw = raw_bytes(frame)
     if not frame.lossless:
         if size != raw:

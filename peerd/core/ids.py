@@ -1,8 +1,8 @@
-"""Names of things: peers, points in the DHT space, requests.
+"""Identifiers of peers and of points in the DHT key space.
 
-A `PeerId` is libp2p's: the identity multihash of the protobuf form of the Ed25519 public key, 38 bytes,
-shown in base58 as `12D3Koo...`. Its place in the DHT is the SHA-256 of these bytes. Hostile input:
-wrong length, another key type, text that is not base58, or that means the same as another text.
+A `PeerId` is libp2p's: the identity multihash of the protobuf encoding of the Ed25519 public key, 38 bytes, written in
+base58 as `12D3Koo...`. Its DHT key is the SHA-256 of these bytes. Hostile input: wrong length, another key type, text
+that is not base58, a second spelling of the same id.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 import base58
 
-# Identity multihash (0x00), 36 bytes long (0x24), then protobuf: field 1 = Ed25519 (1), field 2 = 32 bytes.
+# Identity multihash (0x00), 36 bytes long (0x24), then protobuf: field 1 is Ed25519 (1), field 2 the 32-byte key.
 _PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
 PEER_ID_BYTES = len(_PREFIX) + 32
 
@@ -30,12 +30,12 @@ class PeerId:
 
     @classmethod
     def from_public_key(cls, public_key: bytes) -> PeerId:
-        """`public_key` is the raw 32-byte Ed25519 key."""
+        """The id of the peer with this raw 32-byte Ed25519 public key."""
         return cls(_PREFIX + public_key)
 
     @classmethod
     def parse(cls, text: str) -> PeerId:
-        """From base58 text; raises ValueError when it is not an Ed25519 peer id."""
+        """Parse base58 text. Raises ValueError if it is not an Ed25519 peer id."""
         if len(text) > 64:
             raise ValueError("peer id text is too long")
         return _parsed(text)
@@ -51,12 +51,12 @@ class PeerId:
 
     @property
     def short(self) -> str:
-        """The last eight characters: enough for a person to tell peers of a run apart."""
+        """The last eight characters, enough for people to distinguish the peers of a run."""
         return "…" + self.text[-8:]
 
     @cached_property
     def key(self) -> Key:
-        """The peer's place in the DHT space."""
+        """The peer's position in the DHT key space."""
         return Key(hashlib.sha256(self.raw).digest())
 
     def __hash__(self) -> int:
@@ -71,10 +71,10 @@ class PeerId:
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> PeerId:
-    """Cached parse of a peer id: members are named by text in every round, and decoding one takes as long as a message
-    does.
+    """Parse a peer id, with a cache: every round names members by text, and decoding one takes as long as decoding a
+    whole message.
 
-    Without white space, which base58 strips: each peer has one name alone.
+    Rejects white space, which base58 would strip, so that each peer id has exactly one text.
     """
     if text.strip() != text:
         raise ValueError("a peer id has no white space")
@@ -82,7 +82,7 @@ def _parsed(text: str) -> PeerId:
 
 
 def is_peer_text(text: str) -> bool:
-    """True when this is the text of a peer id."""
+    """True if `text` is a valid peer id."""
     try:
         PeerId.parse(text)
     except ValueError:
@@ -92,7 +92,7 @@ def is_peer_text(text: str) -> bool:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Key:
-    """A point in the 256-bit DHT space."""
+    """A point in the 256-bit DHT key space."""
 
     raw: bytes
 
@@ -106,5 +106,5 @@ class Key:
         return cls(hashlib.sha256(name.encode()).digest())
 
     def distance(self, other: Key) -> int:
-        """Xor distance of Kademlia."""
+        """Kademlia's XOR distance."""
         return int.from_bytes(self.raw, "big") ^ int.from_bytes(other.raw, "big")

@@ -1,7 +1,7 @@
-"""Ed25519 identities: what signs records and hand-shakes, and how anyone checks it against a PeerId.
+"""Ed25519 identities: key pairs that sign records and hand-shakes, and verification against a PeerId.
 
-Does not store keys and draws no randomness: the caller gives the 32-byte seed. Hostile input: signatures of any
-length and content, which are simply not valid.
+Stores no keys and draws no randomness: the caller passes the 32-byte seed. Hostile input: signatures of any length and
+content, for which `verify` returns False.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _SecureBytes(Protocol):
 
 
 class Keypair:
-    """A peer's identity: an Ed25519 key and the PeerId that follows from it."""
+    """A peer's identity: an Ed25519 key pair and its PeerId."""
 
     __slots__ = ("_secret", "peer_id", "seed")
 
@@ -34,12 +34,12 @@ class Keypair:
 
     @classmethod
     def from_seed(cls, seed: bytes) -> Keypair:
-        """The identity that this 32-byte secret stands for; ValueError when it has another length."""
+        """The identity of this 32-byte secret seed. Raises ValueError for another length."""
         return cls(seed)
 
     @classmethod
     def generate(cls, secure_bytes: _SecureBytes) -> Keypair:
-        """A new identity from a secure source, such as `clock.secure_bytes`."""
+        """Generate an identity from a secure random source, such as `clock.secure_bytes`."""
         return cls(secure_bytes(SEED_BYTES))
 
     def sign(self, data: bytes) -> bytes:
@@ -47,11 +47,11 @@ class Keypair:
         return bytes(bindings.crypto_sign(data, self._secret)[:SIGNATURE_BYTES])
 
     def __repr__(self) -> str:
-        return f"Keypair({self.peer_id.short})"  # never the secret
+        return f"Keypair({self.peer_id.short})"  # without the secret
 
 
 def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
-    """True when `peer` signed `data`."""
+    """True if `signature` is the signature of `data` by `peer`."""
     if len(signature) != SIGNATURE_BYTES:
         return False
     try:

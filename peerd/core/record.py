@@ -1,16 +1,16 @@
 """Record: a signed, versioned, expiring value that a peer publishes under a key of the DHT.
 
-A record's sub-key is its publisher's id and a suffix, and its publisher signs all of it: nobody can write under
-another's sub-key, move a record to another key, or prolong its life. This file encodes, signs, checks and compares;
-who keeps what is the store's business.
+A record's sub-key is its publisher's id and a suffix, and the publisher signs the whole record: no other peer can write
+under that sub-key, move the record to another key, or extend its life. This module encodes, signs, verifies and
+compares records; the store decides which ones to keep.
 
-On the wire (and, after a domain tag, under the signature), big-endian: format 1, flags, key 32 bytes, publisher's
-Ed25519 key 32, version 8, expiry in Unix milliseconds 8, suffix length 1, value length 2, suffix, value; then the
-signature, 64 bytes. Every field has one place and one form, so a record has exactly one encoding.
+On the wire (and, after a domain tag, as signed), big-endian: format (1 byte), flags (1), key (32), publisher's Ed25519
+key (32), version (8), expiry in Unix milliseconds (8), suffix length (1), value length (2), suffix, value; then the
+signature (64). Each record has exactly one encoding.
 
-A hostile peer may send: lengths that do not add up, unknown formats or flags, expiries beyond any calendar,
-tombstones with content, another's key as publisher, signatures that do not fit. `decode` refuses all but the last two
-with ProtocolViolation; `Verifier` and the reader's own key settle those.
+A hostile peer may send: inconsistent lengths, unknown formats or flags, expiries beyond any calendar, tombstones with
+content, another peer's key as publisher, invalid signatures. `decode` rejects all but the last two with
+ProtocolViolation; `Verifier` and the reader's own key detect those.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _FORMAT: Final = 1
 _TOMBSTONE: Final = 1
 _SIGNATURE_BYTES: Final = 64
 _MAX_MS: Final = 1 << 48  # the year 10889; keeps milliseconds exact in floats
-LATEST_S: Final = (_MAX_MS >> 1) / 1000  # no clock that works shows a later time; leaves room for every lease
-_MAX_VERSION: Final = 1 << 63  # fits a signed 64-bit integer wherever it is shown
+LATEST_S: Final = (_MAX_MS >> 1) / 1000  # later than any working clock; leaves room for every lease
+_MAX_VERSION: Final = 1 << 63  # fits into a signed 64-bit integer
 MAX_RECORD_BYTES: Final = _HEAD.size + RECORD_SUFFIX_BYTES + RECORD_VALUE_BYTES + _SIGNATURE_BYTES
 
 Verify = Callable[[PeerId, bytes, bytes], bool]  # (publisher, data, signature), as peerd.core.keys.verify
 
 
 class Signer(Protocol):
-    """Anything that signs records, such as `peerd.core.keys.Keypair`."""
+    """A key that signs records, such as `peerd.core.keys.Keypair`."""
 
     @property
     def peer_id(self) -> PeerId: ...
@@ -56,20 +56,20 @@ class Signer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One value under one sub-key of one key. `expires_ms` is corrected Unix time."""
+    """One value under one sub-key of one key. `expires_ms` is corrected Unix time in milliseconds."""
 
     key: Key
     publisher: PeerId
     suffix: bytes
     value: bytes
-    version: int  # grows with every change that its publisher makes to this sub-key
+    version: int  # increases with each change that the publisher makes to this sub-key
     expires_ms: int
-    tombstone: bool = False  # withdrawn: beats what came before, holds nothing
+    tombstone: bool = False  # withdrawn: replaces the earlier record and has no value
     signature: bytes = b""
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Record:
-        """The record that `data` holds, all of it; ProtocolViolation otherwise. Does not check the signature."""
+        """Decode `data`, which must be exactly one record, else ProtocolViolation. Does not verify the signature."""
         if not _HEAD.size + _SIGNATURE_BYTES <= len(data) <= MAX_RECORD_BYTES:
             raise ProtocolViolation(f"a record of {len(data)} bytes; at most {MAX_RECORD_BYTES}")
         form, flags, key, public, version, expires_ms, suffix_len, value_len = _HEAD.unpack_from(data)
@@ -91,29 +91,27 @@ class Record:
 
     @property
     def expires(self) -> float:
-        """Corrected Unix seconds from which on the record counts no more."""
+        """Time of expiry, in corrected Unix seconds."""
         return self.expires_ms / 1000
 
     @property
     def sub_key(self) -> bytes:
-        """The slot of a record under its key: publisher and suffix; of two records with one sub-key, one replaces the
-        other.
-        """
+        """Publisher and suffix: the record's slot under its key. A newer record replaces one with the same sub-key."""
         return self.publisher.raw + self.suffix
 
     @property
     def tag(self) -> bytes:
-        """A hash that identifies exactly this record. A publisher could choose part of its signature."""
+        """A hash that identifies this record. A part of the signature would not do: its publisher could choose it."""
         return hashlib.sha256(self.encode()).digest()[:RECORD_TAG_BYTES]
 
     def encode(self) -> bytes:
-        """The record's bytes, as it travels. Only a signed record has this form."""
+        """Encode the record with its signature; LocalError if it is not signed."""
         if len(self.signature) != _SIGNATURE_BYTES:
             raise LocalError("a record is signed before it travels")
         return self._content() + self.signature
 
     def signed(self, signer: Signer) -> Record:
-        """This record with its publisher's signature; LocalError when it breaks a limit or is another's."""
+        """A copy with the publisher's signature. LocalError if it exceeds a limit, or `signer` is another peer."""
         if signer.peer_id != self.publisher:
             raise LocalError("a record can only be signed by its publisher")
         if len(self.suffix) > RECORD_SUFFIX_BYTES:
@@ -127,27 +125,27 @@ class Record:
         return replace(self, signature=signer.sign(_DOMAIN + self._content()))
 
     def is_signed(self, verify: Verify) -> bool:
-        """True when the publisher itself signed the whole record."""
+        """True if the signature is the publisher's."""
         return verify(self.publisher, _DOMAIN + self._content(), self.signature)
 
     def beats(self, other: Record) -> bool:
-        """True when this record wins over another one with the same sub-key. A total order: exactly one of two unequal
-        ones does.
+        """True if this record replaces `other`, which has the same sub-key. A total order: of two different records,
+        exactly one replaces the other.
         """
         return self._rank() > other._rank()
 
     def is_live(self, wall: float) -> bool:
-        """True while the record counts, at corrected Unix time `wall`."""
+        """True if the record has not expired at corrected Unix time `wall`."""
         return wall < self.expires
 
     def is_timely(self, wall: float) -> bool:
-        """True when a store may accept it: not expired, its lease no longer than allowed, within the clocks'
-        tolerance.
+        """True if a store may accept the record: not expired, and its lease not too long, within the tolerance of
+        clocks.
         """
         return -CLOCK_TOLERANCE_S < self.expires - wall <= RECORD_TTL_S + CLOCK_TOLERANCE_S
 
     def _rank(self) -> tuple[int, bool, int, bytes, bytes]:
-        # One publisher does not use a version twice; should it, then every peer still picks the same one.
+        # If a publisher uses a version twice, the other fields still make every peer choose the same record.
         return self.version, self.tombstone, self.expires_ms, self.value, self.signature
 
     def _content(self) -> bytes:
@@ -159,18 +157,18 @@ class Record:
 
 
 class Verifier:
-    """Checks signatures, and remembers what it found genuine: a warm look-up costs a hash per record."""
+    """Verifies signatures and caches valid records, so that a repeated check costs one hash per record."""
 
     def __init__(self, verify: Verify, remember: int = 4096) -> None:
         self._verify = verify
         self._genuine = BoundedDict[bytes, None](remember)  # SHA-256 of whole encoded records
 
     def knows(self, record: Record) -> bool:
-        """True when `genuine` answers from its cache."""
+        """True if the record is in the cache of valid ones, so that `genuine` is cheap."""
         return _digest(record) in self._genuine
 
     def genuine(self, record: Record) -> bool:
-        """True when the record's publisher signed it; the answer is remembered."""
+        """True if the record's publisher signed it. Valid records are cached."""
         digest = _digest(record)
         if digest in self._genuine:
             self._genuine.move_to_end(digest)

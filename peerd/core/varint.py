@@ -1,7 +1,7 @@
-"""Unsigned varints as multiformats and protobuf write them: seven bits a byte, least significant first.
+"""Unsigned varints of multiformats and protobuf: seven bits per byte, least significant group first.
 
-Hostile input: endless continuation bytes, values beyond 63 bits, padding with zero groups (two spellings of one
-number). All but "not enough bytes yet" raise ProtocolViolation.
+Hostile input: endless continuation bytes, values above 63 bits, zero padding (a second encoding of the same number).
+Each raises ProtocolViolation; only an incomplete varint does not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ VARINT_BYTES_MAX = 9  # 63 bits: the multiformats bound
 
 
 def encode_varint(value: int) -> bytes:
-    """`value` in the fewest bytes; 0 <= value < 2^63."""
+    """Encode `value`, 0 <= value < 2^63, in the fewest bytes."""
     if value < 0x80:
         return bytes((value,))
     out = bytearray()
@@ -24,7 +24,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def decode_varint(data: bytes | bytearray | memoryview, at: int = 0) -> tuple[int, int] | None:
-    """(value, index after it), or None when `data` ends before the number does."""
+    """Decode the varint at `at`. Returns (value, index after it), or None if `data` ends inside the varint."""
     value = 0
     for count in range(VARINT_BYTES_MAX):
         if at + count >= len(data):

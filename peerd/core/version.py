@@ -1,4 +1,4 @@
-"""The version of peerd, which `peerd.__version__`, the agent string and `peerd --version` tell."""
+"""The version of peerd, used by `peerd.__version__`, the agent string and `peerd --version`."""
 
 from __future__ import annotations
 

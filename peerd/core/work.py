@@ -1,7 +1,8 @@
-"""The Worker contract: where anything that takes longer than a millisecond runs.
+"""The Worker interface, which runs every job that takes longer than a millisecond.
 
-Services and roles are given a worker; real ones use a thread, the simulator's computes at once and then lets
-the virtual cost pass. What a job reads from the network itself takes turns with the daemon's other traffic.
+Services and roles receive a worker. The real one uses a thread; the simulator's runs the job at once and then advances
+virtual time by its cost. A job that reads from the network itself uses a `RateLimitedRead`, which shares the download
+limit with the daemon's other traffic.
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
-# Reads from the network in a thread: calls its first argument with how many bytes it may bring, at most the second.
-ReadInTurn = Callable[[Callable[[int], bytes], int], bytes]
+# A rate-limited read in a thread: (read, most) waits for its turn, then returns read(n) for an allowed n <= most.
+RateLimitedRead = Callable[[Callable[[int], bytes], int], bytes]
 
 
 def read_at_once(read: Callable[[int], bytes], most: int) -> bytes:
-    """A ReadInTurn where nothing is limited."""
+    """The ReadInTurn without a limit: reads up to `most` bytes at once."""
     return read(most)
 
 
 class Worker(Protocol):
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
-        """Run `job` off the loop, first come first served; `cost_s` is what the simulator charges.
+    """Runs jobs outside the event loop."""
 
-        `urgent` jobs, of which others wait, go before those that are not and have not been started. A job that was
-        started runs to its end even when the caller is cancelled.
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
+        """Run `job` outside the event loop and return its result. Jobs run in the order of the calls.
+
+        `urgent` jobs, which other peers wait for, run before queued jobs that are not urgent. A job that has started
+        runs to its end even if the caller is cancelled. `cost_s`: the duration in the simulator, in seconds.
         """
         ...

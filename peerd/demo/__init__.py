@@ -1,1 +1,1 @@
-"""`peerd demo`: a whole swarm on one machine, started, watched, hurt and stopped by one parent process."""
+"""`peerd demo`: a whole swarm on one machine. One parent process starts, watches and stops its peers, and kills one."""

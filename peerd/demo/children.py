@@ -1,7 +1,7 @@
-"""The demo's processes: start one, ask it how it is, kill it, stop them all and make sure that they are gone.
+"""The demo's processes: starts them, reads their status, kills them, and stops all, so that none is left.
 
-Each child is an ordinary `peerd` process with its own data directory and log file. What a child is asked goes over
-its control socket, as for any watcher.
+Each child is an ordinary `peerd` process with its own data directory and log file. Its status is read from its control
+socket.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from peerd.core.errors import PeerdError
 from peerd.demo import tether
 from peerd.home import socket_path
 
-STOP_S: Final = 10.0  # between asking and killing
-LEFT_S: Final = 5.0  # for what the killed have started
+STOP_S: Final = 10.0  # between SIGTERM and SIGKILL
+LEFT_S: Final = 5.0  # for processes that killed children have started
 THREADS: Final = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 TAIL_LINES: Final = 12
 
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """One process. `snapshot` is its last answer, and stays when it is gone."""
+    """One process of the demo. `snapshot` is its last status, kept after the process has ended."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -45,7 +45,7 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """The process's ending, in words."""
+        """How the process ended, in words."""
         code = self.process.returncode
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
@@ -58,7 +58,7 @@ class Child:
         return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
 
     def events(self) -> list[dict[str, Any]]:
-        """Events that the process wrote to its log."""
+        """The events that the process wrote to its event log."""
         found = []
         with contextlib.suppress(OSError, ValueError):
             for line in (self.data_dir / "events.jsonl").read_text("utf-8").splitlines():
@@ -66,13 +66,13 @@ class Child:
         return found
 
     def role(self) -> dict[str, Any]:
-        """Status of its (only) role."""
+        """Status of its only role."""
         roles = self.snapshot.get("roles") or [{}]
         found: dict[str, Any] = roles[0]
         return found
 
     async def ask(self, timeout_s: float) -> None:
-        """Refresh `snapshot`; a child that does not answer keeps its old one."""
+        """Update `snapshot` from the control socket. Keeps the old one if the child does not answer."""
         with trio.move_on_after(timeout_s):
             try:
                 path = os.fspath(socket_path(self.data_dir))
@@ -83,7 +83,7 @@ class Child:
 
 
 class Children:
-    """All processes of one demo, living and dead, by name. Used as a context manager: none survives it."""
+    """All processes of one demo by name, including ended ones. As a context manager, it stops them on exit."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -105,19 +105,19 @@ class Children:
         return child
 
     def kill(self, child: Child) -> None:
-        """End it as a power cut would."""
+        """Kill a child without warning, like a power cut."""
         child.killed = True
         child.process.kill()
 
     def failed(self) -> Child | None:
-        """A child that ended with an error and wasn't killed by the demo."""
+        """A child that ended with an error and was not killed by the demo, or None."""
         for child in self.by_name.values():
             if not child.killed and child.process.poll() not in (None, 0):
                 return child
         return None
 
     def stop(self) -> None:
-        """Ask every process to leave, wait, kill what is left, and check that nothing is."""
+        """Ask all processes to leave, wait, kill the rest, and check that none is left. Else raise PeerdError."""
         try:
             self._ask_to_leave()
         except KeyboardInterrupt:
@@ -131,10 +131,10 @@ class Children:
                     child.process.stdin.close()
         left = [child.name for child in self.by_name.values() if not tether.group_is_gone(child.process.pid, LEFT_S)]
         if left:
-            raise PeerdError(f"processes of {', '.join(left)} are still there; end them by hand")
+            raise PeerdError(f"processes of {', '.join(left)} are still running; end them by hand")
 
     def _ask_to_leave(self) -> None:
-        """Everyone else first, while there is a backbone that hears of it."""
+        """Terminate all children, the backbone last, so that the others can tell it that they leave."""
         backbone = [child for child in self.by_name.values() if child.name == "backbone"]
         others = [child for child in self.by_name.values() if child.name != "backbone"]
         for asked in (others, backbone):

@@ -1,7 +1,7 @@
-"""The demo of experts: its hosts at a moment, whose experts came back where, and the figures of the end.
+"""State of the demo of experts: its hosts, the adopted experts, and the final report.
 
-An expert that comes back is checked: its adopter's log names the digest of the checkpoint that it took over, and that
-must be the digest of the newest one on the disk of the host that was killed.
+Each adopted expert is checked: its new host logs the digest of the adopted checkpoint, which must be the digest of the
+newest checkpoint on the disk of the killed host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from peerd.service.experts.vault_disk import VaultDisk
 
 @dataclass(frozen=True, slots=True)
 class HostRow:
-    """One host of experts as it told last."""
+    """One host of experts, by its last status."""
 
     name: str
     hosted: int
@@ -32,18 +32,18 @@ class HostRow:
 
 @dataclass(slots=True)
 class ExpertScene(Scene):
-    """The swarm of hosts so far."""
+    """State of the swarm of hosts, updated from the processes' status."""
 
     hosts: list[HostRow] = field(default_factory=list)
-    back: dict[str, dict[str, Any]] = field(default_factory=dict)  # by expert: how it was taken over
+    back: dict[str, dict[str, Any]] = field(default_factory=dict)  # expert -> event of its adoption
 
     def read(self, children: dict[str, Child], now_s: float) -> None:
-        """Take in what every process told last."""
+        """Update the state from the processes' last status."""
         super(ExpertScene, self).read(children, now_s)
         self.hosts = [_host(child) for name, child in children.items() if name.startswith("host-")]
 
     def returned(self, children: dict[str, Child]) -> Iterator[str]:
-        """Sentences on experts that were taken over since the last time, one for each host."""
+        """Messages on experts adopted since the last call, one for each host."""
         for name, child in children.items():
             if not name.startswith("host-") or not any(host.name == name and host.adopted for host in self.hosts):
                 continue
@@ -71,7 +71,7 @@ def _host(child: Child) -> HostRow:
 
 
 def handed_on(events: Iterable[dict[str, Any]]) -> set[str]:
-    """Experts that a host has left to other hosts, by its log, and has not taken again."""
+    """Experts that a host has given to other hosts, by its log, and has not adopted again."""
     left = set[str]()
     for event in events:
         uid = str(event.get("expert"))
@@ -83,7 +83,7 @@ def handed_on(events: Iterable[dict[str, Any]]) -> set[str]:
 
 
 def newest_own(child: Child) -> dict[str, str]:
-    """The digest of the newest checkpoint of each expert that a host had to the end, as they lie on its disk."""
+    """By expert, the digest of the newest checkpoint on a host's disk. Only experts that it hosted to the end."""
     peer = str((child.snapshot.get("peer") or {}).get("id"))
     own = [pointer for pointer in VaultDisk(child.data_dir / "expert" / "vault").listed() if pointer.peer.text == peer]
     newest = {str(pointer.expert.uid): pointer for pointer in sorted(own, key=lambda pointer: pointer.rank)}
@@ -93,7 +93,7 @@ def newest_own(child: Child) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertReport:
-    """Figures of the demo of experts. Losses as in `report.Report`."""
+    """Final figures of the demo of experts. Losses are as in `report.Report`."""
 
     loss_start: float | None
     loss_end: float | None
@@ -104,18 +104,18 @@ class ExpertReport:
     tokens_per_s: float
     wire_bytes_per_token: float | None
     killed: int
-    experts_orphaned: int  # hosted by the one that was killed
-    experts_back: int  # of these, taken over by others
+    experts_orphaned: int  # hosted by the killed host
+    experts_back: int  # of these, adopted by other hosts
     same_weights: int  # of these, with the digest of the newest checkpoint on the killed host's disk
-    updates_lost: int  # made after those checkpoints, as far as others had heard of them
-    taken_over: dict[str, str]  # expert -> host
+    updates_lost: int  # made after those checkpoints, as far as other hosts know
+    taken_over: dict[str, str]  # expert -> new host
     data_dir: str
     processes_left: int
-    commands: list[str]  # to type next, as they are
+    commands: list[str]  # command lines to type next
 
     @classmethod
     def of(cls, scene: ExpertScene, children: Children, kill_step: int | None, commands: Sequence[str]) -> ExpertReport:
-        """The figures at the end."""
+        """Compute the final figures."""
         at_kill, after = report.losses_around(scene, kill_step)
         saved = {uid: digest for name in scene.killed for uid, digest in newest_own(children.by_name[name]).items()}
         orphaned = saved.keys()
@@ -150,11 +150,11 @@ class ExpertReport:
             f"steps             {self.steps} in {self.seconds:.0f} s, {self.tokens_per_s:,.0f} tokens/s",
             f"on the wire       {self.wire_bytes_per_token or 0:,.0f} bytes per token, all processes together",
             f"hosts             {self.killed} killed, with {self.experts_orphaned} experts",
-            f"experts           {self.experts_back} came back on other hosts, {self.same_weights} of them with the "
+            f"experts           {self.experts_back} adopted by other hosts, {self.same_weights} of them with the "
             "weights of their last checkpoint",
             f"updates           {self.updates_lost} lost, made after those checkpoints",
             f"everything is in  {self.data_dir}",
-            "to take the model with you, let it write, and measure it:",
+            "to export the model, generate text and evaluate it:",
             *(f"  {line}" for line in self.commands),
         ]
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Report of the demo's findings, for people and for programs."""
+"""Final report of the demo, as text or JSON."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Report:
     killed: int
     started_later: int
     microbatches: int
-    microbatches_redone: int  # on the one stage whose peer was lost
-    microbatches_requeued: int  # from the start
+    microbatches_redone: int  # repeated only on the stage whose peer was lost
+    microbatches_requeued: int  # restarted at the first stage
     microbatches_lost: int
     checkpoint: str
     data_dir: str
     sample: str
     processes_left: int
-    commands: list[str]  # to type next, as they are
+    commands: list[str]  # command lines to type next
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False)
@@ -43,12 +43,12 @@ class Report:
             f"steps             {self.steps} in {self.seconds:.0f} s, {self.tokens_per_s:,.0f} tokens/s",
             f"on the wire       {self.wire_bytes_per_token or 0:,.0f} bytes per token, all processes together",
             f"peers             {self.killed} killed, {self.started_later} started later",
-            f"microbatches      {self.microbatches} counted, {self.microbatches_redone} done again on one stage, "
-            f"{self.microbatches_requeued} begun anew, {self.microbatches_lost} lost",
+            f"microbatches      {self.microbatches} counted, {self.microbatches_redone} repeated on one stage, "
+            f"{self.microbatches_requeued} restarted, {self.microbatches_lost} lost",
             f"checkpoint        {self.checkpoint}",
             "what the model writes:",
             *(f"  {line}" for line in self.sample.splitlines()),
-            "to take the model with you, let it write, and measure it:",
+            "to export the model, generate text and evaluate it:",
             *(f"  {line}" for line in self.commands),
         ]
         return "\n".join(lines)
@@ -59,7 +59,7 @@ def loss_text(value: float | None) -> str:
 
 
 def losses_around(scene: Scene, kill_step: int | None) -> tuple[float | None, float | None]:
-    """Training loss just before the kill, and at the end."""
+    """Training losses of the last step before the kill, and of the last step. None if unknown."""
     if kill_step is None or not scene.losses:
         return None, None
     before = [step for step in scene.losses if step <= kill_step]
@@ -71,5 +71,5 @@ def finite(value: float) -> float | None:
 
 
 def newest(folder: Path, pattern: str) -> Path | None:
-    """The file or folder below `folder` that was changed last."""
+    """The most recently changed file or folder below `folder` that matches `pattern`, or None."""
     return max(folder.glob(pattern), key=lambda path: path.stat().st_mtime, default=None)

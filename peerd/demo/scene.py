@@ -1,6 +1,6 @@
-"""The demo's view of its swarm at a moment, read from the snapshots of its processes.
+"""State of the demo's swarm, read from the status snapshots of its processes.
 
-No drawing, no processes, no clock: numbers in, numbers out, so that the view and the report agree.
+The display and the report both use this state, so that they agree. It does no output, and reads no clock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from peerd.demo.children import Child
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One stage process as it told last."""
+    """One stage process, by its last status."""
 
     name: str
     stage: int | None
@@ -28,7 +28,7 @@ class StageRow:
 
 @dataclass(slots=True)
 class Scene:
-    """The swarm so far. Losses are in nats per token, by global step."""
+    """State of the swarm, updated from the processes' status. Losses are in nats per token, by global step."""
 
     total_steps: int
     tokens_per_step: int
@@ -37,8 +37,8 @@ class Scene:
     step_times: dict[int, float] = field(default_factory=dict)  # when each step was first seen
     step: int = 0
     microbatches: int = 0
-    redone: int = 0  # on the one stage whose peer was lost
-    requeued: int = 0  # from the start
+    redone: int = 0  # microbatches repeated only on the stage whose peer was lost
+    requeued: int = 0  # microbatches restarted at the first stage
     lost: int = 0
     answered: int = 0  # calls to experts
     waits_for: str = ""
@@ -49,11 +49,11 @@ class Scene:
 
     @property
     def work(self) -> tuple[int, int]:
-        """Microbatches counted and expert calls answered so far: while they grow, the demo makes progress."""
+        """Microbatches counted and expert calls answered so far. While they grow, the demo makes progress."""
         return self.microbatches, self.answered
 
     def read(self, children: dict[str, Child], now_s: float) -> None:
-        """Take in what every process told last."""
+        """Update the state from the processes' last status."""
         trainer = children.get("trainer")
         if trainer is not None:
             self._read_trainer(trainer.role(), now_s)
@@ -75,7 +75,7 @@ class Scene:
         self.waits_for = str(told.get("waits_for") or "")
 
     def read_log(self, events: Iterable[dict[str, Any]]) -> None:
-        """Take in what the trainer wrote to its log: the last evaluation and its sums came just before it ended."""
+        """Update the state from the trainer's event log, which has the last evaluation and the final counts."""
         for event in events:
             if event.get("name") == "trainer.evaluated":
                 _note(self.valid_losses, event.get("step"), event.get("loss"))
@@ -91,8 +91,8 @@ class Scene:
         self.lost = int(told.get("lost") or self.lost)
 
     def tokens_per_s(self, window_steps: int | None = None) -> float:
-        """Trained tokens per second over the newest steps, or over all of them."""
-        steps = sorted(step for step in self.step_times if step > 0)  # before the first, everything only starts
+        """Trained tokens per second over the last `window_steps` steps, or over all steps."""
+        steps = sorted(step for step in self.step_times if step > 0)  # the time to the first step is start-up
         if len(steps) < 2:
             return 0.0
         first = steps[0] if window_steps is None else max(steps[0], steps[-1] - window_steps)
@@ -116,11 +116,11 @@ class Scene:
         return max(self.step_times.values(), default=0.0)
 
     def bytes_per_token(self) -> float:
-        """Bytes that all processes together sent, per trained token."""
+        """Bytes sent by all processes together, per trained token."""
         return self.bytes_out / (self.step * self.tokens_per_step) if self.step else math.nan
 
     def victim(self) -> StageRow | None:
-        """The peer whose loss hurts most: it holds the most samples' gradients, and its stage has another peer."""
+        """The peer to kill: of those whose stage has another peer, the one with the gradients of the most samples."""
         living = [peer for peer in self.stage_peers if peer.running and peer.stage is not None]
         spare = [peer for peer in living if sum(other.stage == peer.stage for other in living) > 1]
         return max(spare, key=lambda peer: (peer.held, peer.name), default=None)
@@ -149,5 +149,5 @@ def stage_peer(child: Child) -> StageRow:
 
 
 def traffic(child: Child, name: str) -> int:
-    """`bytes_in` or `bytes_out` of a process, as it told last."""
+    """`bytes_in` or `bytes_out` of a process, by its last status."""
     return int((child.snapshot.get("network") or {}).get(name) or 0)

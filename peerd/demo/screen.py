@@ -1,4 +1,4 @@
-"""The demo for people: a live picture in a terminal, or a line now and then where there is no terminal."""
+"""Display of the demo: a live picture on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from peerd.demo.expert_scene import ExpertScene, HostRow
 from peerd.demo.scene import Scene, StageRow
 from peerd.screen import units
 from peerd.screen.chart import Curve
-from peerd.screen.frame import Columns, Picture, bar, compose
-from peerd.screen.live import FullScreen
+from peerd.screen.frame import Columns, FramePicture, bar, compose
+from peerd.screen.full_screen import FullScreen
 
 LINE_PERIOD_S: Final = 5.0
-LEFT_LINES: Final = 24  # of the last picture, which stays on the usual screen
+LEFT_LINES: Final = 24  # lines of the last picture that remain on the normal screen
 BAR: Final = 16  # columns
 
 
@@ -28,7 +28,7 @@ class Screen(Protocol):
 
 
 def open_screen(*, as_json: bool) -> Screen:
-    """Live where someone looks on; lines otherwise, on stderr when stdout is for a program."""
+    """A live display if stdout is a terminal, else lines; with `as_json`, lines on stderr."""
     if as_json:
         return LineScreen(sys.stderr)
     console = console_of_now()
@@ -36,7 +36,7 @@ def open_screen(*, as_json: bool) -> Screen:
 
 
 class LineScreen:
-    """Every event as it comes, and how training goes at most every few seconds."""
+    """Prints each event, and the progress of training every few seconds, as lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -60,12 +60,12 @@ class LineScreen:
 
 
 class LiveScreen:
-    """Loss curves, speed, peers per stage, traffic and events on the whole screen; the last picture stays behind."""
+    """Shows loss curves, speed, peers, traffic and events on the full screen. Prints the last picture at the end."""
 
     def __init__(self, console: Console) -> None:
         self._screen = FullScreen(console)
         self._screen.__enter__()
-        self._last: Picture | None = None
+        self._last: FramePicture | None = None
 
     def update(self, scene: Scene, now_s: float) -> None:
         self._last = picture(scene, now_s)
@@ -80,21 +80,21 @@ class LiveScreen:
 
 
 def headline(scene: Scene) -> list[str]:
-    """Progress of training and its rate."""
+    """Texts on the progress of training: step, losses, rate, and the reason to wait."""
     facts = [f"step {units.count(scene.step)} of {units.count(scene.total_steps)}"]
     if scene.losses:
         facts.append(f"loss {units.loss(scene.losses[max(scene.losses)])}")
     if scene.valid_losses:
         facts.append(f"validation {units.loss(scene.valid_losses[max(scene.valid_losses)])}")
-    if (tokens_per_s := scene.tokens_per_s(10)) > 0:  # two steps tell
+    if (tokens_per_s := scene.tokens_per_s(10)) > 0:  # known from the second step on
         facts.append(units.rate(tokens_per_s, "tokens"))
     if scene.waits_for and scene.step < scene.total_steps:
         facts.append(f"waits: {scene.waits_for}")
     return facts
 
 
-def picture(scene: Scene, now_s: float) -> Picture:
-    """Everything at once."""
+def picture(scene: Scene, now_s: float) -> FramePicture:
+    """Picture of the whole demo."""
     again = scene.redone + scene.requeued
     done = [f"microbatches {units.count(scene.microbatches)}, done again {units.count(again)}, lost {scene.lost}"]
     done.append(f"{units.size(scene.bytes_out)} sent")
@@ -103,7 +103,7 @@ def picture(scene: Scene, now_s: float) -> Picture:
     step, *figures = headline(scene)
     progress = bar(scene.step / max(scene.total_steps, 1), BAR)
     first = [Text("peerd demo", "bold"), Text(step, "bold"), progress, Text(f"after {units.duration(now_s)}")]
-    return Picture(
+    return FramePicture(
         head=[first, [Text(told) for told in figures]],
         title=Text.assemble(("loss, nats per byte: ", "bold"), ("training", TRAIN), "  ", ("validation", VALID)),
         curves=[Curve(sorted(scene.losses.items()), TRAIN), Curve(sorted(scene.valid_losses.items()), VALID)],

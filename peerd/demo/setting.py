@@ -1,5 +1,5 @@
-"""The demo's run: a small run file that ships with peerd, with the user's wishes put in, written where it can be
-read and used again.
+"""The demo's run: a small run file that ships with peerd, changed by the user's options and written to the demo's
+folder.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from peerd.core.run.runfile import RunFile
 from peerd.home import make_private_dir, write_atomically
 
 _FILES = {"stages": "tiny.yaml", "moe": "moe.yaml"}
-_IN_FLIGHT = 8  # microbatches of the trainer
-_HOSTS_OF_ALL = 3  # of the demo's hosts together have room for all experts: so one can be lost
+_IN_FLIGHT = 8  # microbatches of the trainer in flight
+_HOSTS_OF_ALL = 3  # hosts of the demo's four that together have room for all experts, so that one can be lost
 _KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoWish:
-    """The demo's command line."""
+class DemoConfig:
+    """The demo's command line options."""
 
     steps: int | None
     data: str | None
@@ -39,7 +39,7 @@ class DemoWish:
 
 
 def config_file(name: str) -> Path:
-    """A file of `configs/`, from the source tree or from the installed package."""
+    """Path of a file in `configs/`, of the source tree or of the installed package."""
     beside = Path(peerd.__file__).resolve().parent.parent / "configs" / name
     if beside.is_file():
         return beside
@@ -53,8 +53,8 @@ def config_file(name: str) -> Path:
     raise ConfigError(f"configs/{name} is missing from this installation; install peerd again")
 
 
-def prepare(wish: DemoWish) -> tuple[Path, RunFile]:
-    """The demo's folder, with `run.yaml` in it, and the run."""
+def prepare(wish: DemoConfig) -> tuple[Path, RunFile]:
+    """Write `run.yaml` to the demo's folder. Returns the folder and the run."""
     run = load_run(config_file(_FILES[wish.kind])).run
     if run.experts is not None:
         run = _shared_out(run)
@@ -66,16 +66,17 @@ def prepare(wish: DemoWish) -> tuple[Path, RunFile]:
         run = msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, **_data(wish.data)))
     folder = make_private_dir(wish.folder or Path(tempfile.mkdtemp(prefix="peerd-demo-")))
     if any(folder.glob("*/identity.key")):
-        raise ConfigError(f"{folder} holds an earlier demo; give an empty folder")
+        raise ConfigError(f"{folder} has an earlier demo; choose an empty folder")
     file = folder / "run.yaml"
     write_atomically(file, yaml.safe_dump(msgspec.to_builtins(run), sort_keys=False).encode())
     return folder, load_run(file).run
 
 
 def _shared_out(run: RunFile) -> RunFile:
-    """The run with as many experts on each host that all are hosted still when one is lost.
+    """Set how many experts each host has, so that the others can host all if one is lost.
 
-    Experts on this machine answer at once: more microbatches under way would only wait for the processor, and grow old.
+    Also limits the microbatches in flight: experts on this machine answer at once, so more microbatches would only wait
+    for the processor, and their updates would be stale.
     """
     grid = grid_of(run)
     each = -(-grid.layers * grid.places // _HOSTS_OF_ALL)
@@ -84,7 +85,7 @@ def _shared_out(run: RunFile) -> RunFile:
 
 
 def _data(text: str) -> dict[str, str]:
-    """`data.kind` and `data.path` for a file, a folder or a glob; paths made absolute."""
+    """`data.kind` and the absolute `data.path` for a file, a folder or a glob. Raises ConfigError if it is missing."""
     path = Path(text).expanduser()
     absolute = path if path.is_absolute() else Path.cwd() / path
     if not any(sign in text for sign in "*?[") and not absolute.exists():

@@ -1,7 +1,7 @@
-"""Ties a process to its parent, so that nothing is left behind even when the parent is killed.
+"""Ties a child process to its parent, so that the child ends even if the parent is killed.
 
-The parent names itself in the environment and holds the child's standard input open. On Linux the kernel kills the
-child when the parent dies; elsewhere, and as a second line, the child sees the end of its standard input.
+The parent passes its process id in the environment and keeps the child's standard input open. On Linux the kernel kills
+the child when the parent dies. Elsewhere, and as a fallback, the child exits at the end of its standard input.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LOOK_S: Final = 0.02
 
 
 def start(arguments: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """`python -P -m peerd ...` in a process group of its own, tied to this process; its output goes to `log`.
+    """Start `python -P -m peerd ...` in its own process group, tied to this process, with its output in `log`.
 
-    With -P no file in the working directory takes the place of a module that peerd imports.
-    Must be called from the main thread: Linux counts the end of the starting thread as the parent's death.
+    With -P, files in the working directory cannot replace modules that peerd imports. Must be called from the main
+    thread: Linux takes the end of the starting thread for the parent's death.
     """
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -41,13 +41,13 @@ def start(arguments: list[str], log: Path, environment: dict[str, str]) -> subpr
 
 
 def tie() -> None:
-    """In the child: end with the parent that named itself. Does nothing for a process started by hand."""
+    """In a child: make this process end with its parent. Does nothing in a process that was not started by `start`."""
     named = os.environ.pop(PARENT_VARIABLE, "")
     if not named.isdigit():
         return
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(named):  # it died before the line above
+    if os.getppid() != int(named):  # the parent died before prctl
         os._exit(1)
     threading.Thread(target=_watch_input, name="tether", daemon=True).start()
 
@@ -62,9 +62,9 @@ def _watch_input() -> None:
 
 
 def group_is_gone(process_id: int, patience_s: float = 0.0) -> bool:
-    """True when no process of the child's group is left, or none is before patience ends.
+    """Wait up to `patience_s` until no process of the child's group is left. Returns False if some remain.
 
-    A child that is killed may just have had a short program run for it, as torch does when it starts.
+    A killed child may leave a short-lived process, as torch starts one when it is imported.
     """
     if sys.platform == "win32":
         return True
@@ -72,12 +72,12 @@ def group_is_gone(process_id: int, patience_s: float = 0.0) -> bool:
     while _lives(process_id):
         if time.monotonic() > until:
             return False
-        time.sleep(_LOOK_S)  # no loop runs any more, and nobody tells when a process that is not our child ends
+        time.sleep(_LOOK_S)  # no event loop is running, and there is no signal for processes that are not our children
     return True
 
 
 def _lives(group: int) -> bool:
-    """True while any process of the group lives; not one that has ended and waits to be noticed by its adopter."""
+    """True while any process of the group runs. Zombies do not count."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

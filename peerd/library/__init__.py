@@ -1,1 +1,1 @@
-"""The library for training loops of one's own: each class runs a peer in a background thread."""
+"""The library for users' own training loops: each class runs a peer in a background thread."""

@@ -1,9 +1,9 @@
 """peerd in a user's own training loop: an optimizer that steps with the average over all peers.
 
-`AveragingOptimizer` runs one peer, with its own trio loop, in a background thread; the user's thread meets it at a desk
-(`training/user_loop/handoff`). Nothing of the user's is touched but while the user's thread is inside `start`, `step`
-or `close`. What goes wrong in the background is raised there, once it is known, as the error that it was. The thread is
-a daemon, and the interpreter's exit closes what was forgotten, so nothing hangs.
+`AveragingOptimizer` runs one peer, with a trio loop of its own, in a background thread, which exchanges gradients with
+the user's thread (`training/user_loop/handoff`). The user's model and optimizer are only accessed while the user's
+thread is inside `start`, `step` or `close`. Errors in the background are raised there, unchanged, once they occur. The
+thread is a daemon thread, and peers that are still open are closed when the interpreter exits, so nothing hangs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
 from peerd.core.run.runfile import RANK
 from peerd.daemon import Daemon
-from peerd.library.background import BackgroundWish, Closed, failure_of, wait_until_left
+from peerd.library.background import BackgroundConfig, Closed, failure_of, wait_until_left
 from peerd.library.loop_run import (
     LoopSettings,
     access_section,
@@ -43,41 +43,44 @@ from peerd.library.loop_run import (
     shared_yaml,
 )
 from peerd.training.user_loop.averager import UserPart, role_for
-from peerd.training.user_loop.handoff import Desk
+from peerd.training.user_loop.handoff import GradientHandoff
 
-_PATIENCE_S: Final = 10.0  # with a user who is elsewhere while the others step
-_DELAYED_PATIENCE_S: Final = 45.0  # where that is the rule: the user computes for the next step; others wait a minute
-_STEP_KEY: Final = "global_step"  # of a state, beside torch's own keys
+_PATIENCE_S: Final = 10.0  # that a step waits for the user's thread to call `step`
+_DELAYED_PATIENCE_S: Final = 45.0  # in delayed runs, where it computes the next step; others wait a minute
+_STEP_KEY: Final = "global_step"  # in a state dict, beside torch's own keys
 
 T = TypeVar("T")
 
-logging.getLogger("peerd").addHandler(logging.NullHandler())  # a library is silent unless its user asks
+logging.getLogger("peerd").addHandler(logging.NullHandler())  # a library logs nothing unless its user configures it
 
 
 class AveragingOptimizer:
-    """Steps `optimizer`, on every peer of `run`, with the mean gradient of `target_samples` samples of all of them.
+    """Steps `optimizer`, on every peer of `run`, with the mean gradient over `target_samples` samples of all peers.
 
-    In the loop of each peer: `loss.backward(); opt.step(); opt.zero_grad()`, with the loss being the mean over
+    In the loop of each peer: `loss.backward(); opt.step(); opt.zero_grad()`, where the loss is the mean over
     `samples_per_step` samples. `step` returns when the next gradient may be computed; meanwhile the swarm may have made
-    any number of global steps, or none. Use it as a context manager, or call `start` and `close`.
+    any number of global steps, or none. Use it as a context manager, or call `start` and `close`. Peers of one `run`
+    need the same parameters, optimizer settings and sizes. Their initial values may differ; those of one peer are used.
 
-    Peers of one `run` need the same parameters, optimizer settings and sizes; their first values may differ, those
-    of one peer are taken. `bootstrap`: addresses of peers that take part already; `announce` is called with this
-    peer's, from another thread, as soon as it listens. `data_dir`: identity and checkpoints, for going on another
-    day. `model`: where `named_parameters` and `named_buffers` come from, unless they are given. Only buffers that
-    are known are kept alike, by `buffers` (average, first or local), and given to newcomers. `scheduler`: a fresh
-    torch scheduler of `optimizer`, or a function that makes one; it steps when the swarm does, never call its
-    step(). `lr`: in place of one, the learning rate by global step, from 0; without both that of the optimizer's
-    groups, never changed. `clip_norm`: the most that the norm of the whole mean gradient may be, as by
-    `torch.nn.utils.clip_grad_norm_`; 0: anything. `delayed`: while a step's gradients are averaged, the next step's
-    are computed already, with the parameters from before it. `min_peers`: nobody begins before so many are there. With
-    `bootstrap` given nobody begins either before a peer there answers, and stderr says so, unless `alone`; after
-    `wait_s` seconds of that `start` raises Unreachable with what was tried. `code` and `rank`: how gradients travel, as
-    in `averaging` of a run file; the same on all peers. `upload_mbit`, `download_mbit`: what this peer may send and
-    receive, in Mb/s; its share of averaging follows them; 0: no limit. `organizer`: the peer id of the organizer whose
-    tokens let peers in; `token`: the file with this peer's, without it access.token in `data_dir`. `save_steps`: global
-    steps between two checkpoints, here (with `data_dir`) and on backbones that keep the run; the last step is kept,
-    too. `log_level`: level of further lines on stderr, or None for no further lines.
+    * `bootstrap`: addresses of peers of the run. Without an answer from one of them, `start` waits and reports it on
+      stderr, unless `alone`; after `wait_s` seconds it raises Unreachable with the addresses tried.
+    * `announce`: called with this peer's address, from another thread, as soon as it listens.
+    * `data_dir`: stores identity and checkpoints, to continue later.
+    * `model`: source of `named_parameters` and `named_buffers`, unless these are given.
+    * `buffers`: how the known buffers are kept equal (average, first or local); newcomers get them, too.
+    * `scheduler`: a new torch scheduler of `optimizer`, or a function that makes one. It steps with the swarm; never
+      call its step().
+    * `lr`: instead of a scheduler, the learning rate by global step, from 0. Without both, the groups' own stays fixed.
+    * `clip_norm`: maximum norm of the whole mean gradient, as in `torch.nn.utils.clip_grad_norm_`; 0: no limit.
+    * `delayed`: while a step's gradients are averaged, compute those of the next step with the previous parameters.
+    * `min_peers`: number of peers needed to begin.
+    * `code`, `rank`: how gradients are encoded, as in `averaging` of a run file; the same on all peers.
+    * `upload_mbit`, `download_mbit`: limits of this peer in Mb/s, which also set its share of averaging; 0: no limit.
+    * `organizer`: peer id of the organizer whose tokens admit peers. `token`: file with this peer's token; by default
+      access.token in `data_dir`.
+    * `save_steps`: global steps between checkpoints, here (with `data_dir`) and on backbones that keep the run. The
+      last step is saved, too.
+    * `log_level`: level of additional lines on stderr, or None for no additional lines.
     """
 
     _thread: threading.Thread | None = None
@@ -117,7 +120,7 @@ class AveragingOptimizer:
         announce: Callable[[str], None] = lambda address: None,
         log_level: str | None = None,
     ) -> None:
-        """ConfigError says what cannot be used. Nothing starts yet."""
+        """Raises ConfigError for invalid settings. Does not start the peer."""
         self.optimizer, self._announce = optimizer, announce
         self._settings = LoopSettings(
             run=run,
@@ -141,8 +144,8 @@ class AveragingOptimizer:
             clip_norm=clip_norm,
         )
         self._run = self._settings.run_file(self._model)
-        self._wish = BackgroundWish.of(bootstrap, listen, data_dir, (alone, wait_s), log_level)
-        self._desk = Desk(_DELAYED_PATIENCE_S if delayed else _PATIENCE_S, int(delayed))
+        self._wish = BackgroundConfig.of(bootstrap, listen, data_dir, (alone, wait_s), log_level)
+        self._desk = GradientHandoff(_DELAYED_PATIENCE_S if delayed else _PATIENCE_S, int(delayed))
         self._part = UserPart(self._model, self._desk, min_peers, saves=data_dir is not None)
         self._last_status: dict[str, object] = {}
 
@@ -162,12 +165,12 @@ class AveragingOptimizer:
             failed.pop_all()
 
     def step(self, closure: Callable[[], T] | None = None, *, samples: int | None = None) -> T | None:
-        """Hand in the gradients at the parameters, as of one microbatch; returns when the next may be computed.
+        """Contribute the parameters' gradients, as one microbatch; returns when the next ones may be computed.
 
-        `closure` computes the gradients first, once; what it returns is returned. `samples`: of this microbatch, where
-        it has fewer than `samples_per_step`, such as the last one of an epoch. Raises GradientNotFinite, which names
-        the parameter, for a gradient that is not finite (nothing is handed in, and the loop may go on), and what went
-        wrong in the background.
+        `closure` computes the gradients first, once; its result is returned. `samples`: number of samples in this
+        microbatch, if fewer than `samples_per_step`, such as at the end of an epoch. Raises GradientNotFinite, with the
+        parameter's name, if a gradient is not finite (then nothing is contributed, and the loop may continue). Also
+        raises errors from the background.
         """
         if self._thread is None or self._closing:
             raise Closed("this optimizer is not running: use it in a with block, or call start()")
@@ -192,11 +195,12 @@ class AveragingOptimizer:
         return result
 
     def close(self) -> None:
-        """Leave the run well; repeated closing changes nothing.
+        """Leave the run in order; closing again has no effect.
 
-        Takes ten seconds at most where another loop goes on. The last one waits until its state is written to
-        `data_dir`, and until a backbone and the members that are behind have it: stderr (with `log_level`, the log)
-        says so, and Ctrl+C ends it. A global step that has a microbatch of ours may still be made meanwhile.
+        Takes at most ten seconds if another peer's loop continues. The last peer waits until its state is stored in
+        `data_dir`, and until a backbone and the members that are behind have fetched it. It reports this wait on stderr
+        (with `log_level`, in the log); Ctrl+C ends the wait. A global step that contains a microbatch of this peer may
+        still be made meanwhile.
         """
         self._closing = True
         atexit.unregister(self.close)
@@ -218,38 +222,40 @@ class AveragingOptimizer:
         self.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's own."""
+        """Same as the optimizer's own."""
         self.optimizer.zero_grad(set_to_none)
 
-    # --- as torch knows an optimizer ----------------------------------------------------------------------------
+    # --- the interface of a torch optimizer ---------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's own. Settings in them are for looking at: changed ones are an error at `step`."""
+        """The wrapped optimizer's groups. Treat their settings as read-only: `step` raises an error if they were
+        changed.
+        """
         return self.optimizer.param_groups
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The torch scheduler that goes by the global step; None: there is none."""
+        """The torch scheduler that follows the global step, or None."""
         return self._model.schedule.scheduler if self._model.schedule is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, as of the parameters now, and `global_step`."""
+        """The wrapped optimizer's state for the current parameters, and `global_step`."""
         return {**self.optimizer.state_dict(), _STEP_KEY: self.global_step}
 
     def load_state_dict(self, state_dict: dict[str, Any], *, global_step: int | None = None) -> None:
-        """Go on from a state that `state_dict` gave, before `start`: its moments, global step and learning rate.
+        """Continue from a state returned by `state_dict`, before `start`: moments, global step and learning rate.
 
-        A plain torch optimizer's state has no `global_step`: give it, 0 for a schedule that begins anew. In a run that
-        is on its way the swarm's state counts. Load the parameters as well.
+        A plain torch optimizer's state has no `global_step`, so pass it; 0 restarts the schedule. If the run has
+        already begun, the swarm's state replaces this one. Load the parameters as well.
         """
         if self._thread is not None:
-            raise ConfigError("load_state_dict after the start: the optimizer's state is the swarm's now")
+            raise ConfigError("load_state_dict was called after the start, when the swarm sets the state")
         step = state_dict.get(_STEP_KEY) if global_step is None else global_step
         if step is None:
             raise ConfigError(
-                "this state has no global_step, since a plain optimizer made it: give load_state_dict(..., "
-                "global_step=N), the steps that were made; 0: the schedule begins anew"
+                "this state has no global_step, as it is a plain optimizer's: call load_state_dict(..., "
+                "global_step=N) with the number of steps made; 0 restarts the schedule"
             )
         if type(step) is not int or not 0 <= step <= LAST_STEP:
             raise ConfigError(f"global_step is {step!r}; allowed: 0 to {LAST_STEP}")
@@ -258,36 +264,39 @@ class AveragingOptimizer:
         self._run = self._settings.run_file(self._model)
         self._model.begin_at(step)
 
-    # --- for looking at -----------------------------------------------------------------------------------------
+    # --- information --------------------------------------------------------------------------------------------
 
     @property
     def global_step(self) -> int:
-        """Number of the swarm's steps that are in the parameters."""
+        """Number of the swarm's steps that the parameters include."""
         return self._model.step
 
     @property
     def address(self) -> str:
-        """Address for others' `bootstrap`; empty before this peer listens."""
+        """Address for other peers' `bootstrap`; empty before this peer listens."""
         return self._address
 
     @property
     def join_line(self) -> str:
-        """The line by which helpers and backbones join, `peerd join peerd://...`; empty before this peer listens."""
+        """The command with which helpers and backbones join, `peerd join peerd://...`; empty before it listens."""
         return line_of(self._address, self._run.run)
 
     def write_run_file(self, path: str | os.PathLike[str]) -> None:
-        """Write the run file for `peerd backbone --model` and `peerd join --role aux --model`; also before the start.
+        """Write the run file for `peerd backbone --model` and `peerd join --role aux --model`; works before the start,
+        too.
 
-        It names no code and no data, and is the same on all peers of the run but for `bootstrap`.
+        It names no code and no data, and is the same on all peers of the run, except for `bootstrap`.
         """
         pathlib.Path(path).write_text(shared_yaml(self._run, self._wish.bootstrap), "utf-8")
 
     def digest(self) -> str:
-        """A hash of the parameters, in hex: equal on all peers that stand at one step."""
+        """A hash of the parameters, in hex: equal on all peers at the same step."""
         return self._model.digest().hex()
 
     def status(self) -> dict[str, object]:
-        """Step, peers, what became of microbatches (`late`: dropped), what is waited for; the last after the end."""
+        """Step, peers, results of microbatches (`late`: dropped), and the reason for waiting; after the end, the last
+        values.
+        """
         if self._token is not None:
             with contextlib.suppress(trio.RunFinishedError, trio.Cancelled):
                 self._last_status = trio.from_thread.run_sync(self._snapshot, trio_token=self._token)
@@ -299,7 +308,7 @@ class AveragingOptimizer:
     # --- the background -----------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """The thread. Whatever ends it, the user hears of."""
+        """Body of the thread; passes the error that ends it to the user."""
         self._desk.end(failure_of(outcome.capture(trio.run, self._main), "this averaging peer has been closed"))
 
     async def _main(self) -> None:

@@ -1,6 +1,6 @@
-"""The peer in the background of a user's own loop: its daemon put together, and what ended it in one error.
+"""The background peer of a user's own loop: creates its daemon, and reduces its end to one error.
 
-Shared by the classes of the library; it starts no thread and knows nothing of what the peer is for.
+Shared by the library's classes. It starts no thread, and does not depend on the peer's purpose.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from typing import Final
 import outcome
 
 from peerd.config import check_addresses
-from peerd.control.company import CompanyWish
+from peerd.control.company import CompanyConfig
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.run.runfile import RunFile
 from peerd.daemon import Daemon, DaemonPlan, leaf
 from peerd.launch import assembled
 from peerd.role import Role
 
-CLOSE_S: Final = 10.0  # the drain of a daemon; then the thread is left to itself, unless it saves a state
+CLOSE_S: Final = 10.0  # for the daemon's drain; then the thread is abandoned, unless it still saves a state
 
 
 class Closed(PeerdError):
-    """The peer in the background has been closed, or never ran."""
+    """The background peer has been closed, or never ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackgroundWish:
-    """A user's wishes for the peer. `home` None: a folder that goes with it; `log_level` None: nothing on stderr."""
+class BackgroundConfig:
+    """A user's settings of the peer. `home` None: a temporary folder; `log_level` None: no log on stderr."""
 
     bootstrap: tuple[str, ...]
     listen: tuple[str, ...]
     home: Path | None
-    company: CompanyWish
+    company: CompanyConfig
     log_level: str | None
 
     @classmethod
@@ -52,8 +52,8 @@ class BackgroundWish:
         data_dir: str | os.PathLike[str] | None,
         company: tuple[bool, float | None],
         log_level: str | None,
-    ) -> BackgroundWish:
-        """The wishes as a user gives them; `company`: alone, and wait_s. ConfigError for what cannot be used."""
+    ) -> BackgroundConfig:
+        """Settings from a user's arguments. `company`: alone and wait_s. Raises ConfigError for invalid ones."""
         check_texts("bootstrap", bootstrap)
         check_texts("listen", listen)
         return cls(
@@ -67,7 +67,7 @@ class BackgroundWish:
     def daemon(
         self, stack: contextlib.ExitStack, run: RunFile, role: type[Role], announce: Callable[[str], None]
     ) -> Daemon:
-        """The daemon with this one role; what it needs is open until `stack` closes."""
+        """The daemon with this one role; its resources stay open until `stack` closes."""
 
         def warn(text: str) -> None:
             with contextlib.suppress(OSError, ValueError):
@@ -83,30 +83,31 @@ class BackgroundWish:
             log_level=self.log_level or "info",
             announce=announce,
             company=self.company,
-            warn=warn if silent else lambda text: None,  # else it is in the log
+            warn=warn if silent else lambda text: None,  # otherwise it is in the log
         )
         return stack.enter_context(assembled(plan, None if silent else sys.stderr))
 
 
-def company_wish(alone: bool, wait_s: float | None) -> CompanyWish:
-    """The wish for peers to begin with, of a library's user."""
+def company_wish(alone: bool, wait_s: float | None) -> CompanyConfig:
+    """How to wait for other peers at the start, from the arguments of a library user."""
     if wait_s is not None and not wait_s > 0:
-        raise ConfigError(f"wait_s is {wait_s}; it must be above 0, or None: for as long as it takes")
+        raise ConfigError(f"wait_s is {wait_s}; it must be above 0, or None to wait without limit")
     patience_s = math.inf if wait_s is None else wait_s
-    return CompanyWish(alone=alone, advice="alone=True begins without", patience_s=patience_s)
+    return CompanyConfig(alone=alone, advice="alone=True begins without", patience_s=patience_s)
 
 
 def check_texts(option: str, addresses: Sequence[str]) -> None:
-    """ConfigError for one text in place of a list, and for what is no address."""
+    """Raises ConfigError for a single text instead of a list, or for an invalid address."""
     if isinstance(addresses, str):
         raise ConfigError(f"{option}: give a list of addresses, not one text")
     check_addresses(option, addresses)
 
 
 def wait_until_left(thread: threading.Thread, daemon: Daemon | None) -> None:
-    """Wait until the peer in `thread` has left its run: CLOSE_S, and longer while it saves what nobody else has.
+    """Wait until the peer in `thread` has left its run: at most CLOSE_S, or longer while it saves a state.
 
-    The peer says on stderr, or in its log, what it still saves. A KeyboardInterrupt ends the wait at once.
+    A peer takes longer only for a state that no other peer is known to have, and reports it on stderr or in its log. A
+    KeyboardInterrupt ends the wait at once.
     """
     end = time.monotonic() + CLOSE_S
     while thread.is_alive():
@@ -117,7 +118,7 @@ def wait_until_left(thread: threading.Thread, daemon: Daemon | None) -> None:
 
 
 def failure_of(result: outcome.Outcome[None], closed: str) -> BaseException:
-    """The one error that ended a background loop; `Closed` with that text where none did."""
+    """The error that ended a background loop, or `Closed` with the text `closed` if there was none."""
     if not isinstance(result, outcome.Error):
         return Closed(closed)
     return leaf(result.error) if isinstance(result.error, ExceptionGroup) else result.error

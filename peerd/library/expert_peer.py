@@ -1,8 +1,8 @@
-"""Layers of experts in a user's own training loop: `DMoE`, and the peer in the background that carries its calls.
+"""Layers of experts in a user's own training loop: `DMoE`, and the background peer that makes its calls.
 
-`ExpertPeer` runs one peer, with its own trio loop, in a background thread; any number of the user's threads may call
-through it, each waits for its own calls. What ends the peer is raised in the calls that come after. The thread is a
-daemon, and the interpreter's exit closes what was forgotten, so nothing hangs.
+`ExpertPeer` runs one peer, with a trio loop of its own, in a background thread. Any number of the user's threads may
+call through it; each waits for its own calls. After the peer has ended, calls raise the error that ended it. The thread
+is a daemon thread, and peers that are still open are closed when the interpreter exits, so nothing hangs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import trio
 from peerd.compute.experts.dmoe import DMoE
 from peerd.config import load_run
 from peerd.core.errors import ConfigError
-from peerd.core.experts.contract import ExpertAsk, ExpertCaller, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertCaller, ExpertReply
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
 from peerd.daemon import Daemon
-from peerd.library.background import BackgroundWish, Closed, failure_of, wait_until_left
+from peerd.library.background import BackgroundConfig, Closed, failure_of, wait_until_left
 from peerd.training.user_loop.expert_calls import CallerPart, calls_role_for
 
 if TYPE_CHECKING:
@@ -37,16 +37,19 @@ if TYPE_CHECKING:
 
 __all__ = ["DMoE", "ExpertPeer"]
 
-logging.getLogger("peerd").addHandler(logging.NullHandler())  # a library is silent unless its user asks
+logging.getLogger("peerd").addHandler(logging.NullHandler())  # a library logs nothing unless its user configures it
 
 
 class ExpertPeer:
     """A peer of `run`, a run file with `experts:`, that calls its experts: `peerd.DMoE(peer.run, 0, peer)`.
 
-    Use it as a context manager, or call `start` and `close`. `bootstrap`: addresses of peers that take part already,
-    besides the run file's; nobody begins before one of them answers, unless `alone`, and after `wait_s` seconds of
-    that `start` raises Unreachable. `data_dir`: for this peer's identity, on another day; in a run with tokens its
-    access.token, for role trainer, lies there. `log_level`: what to write to stderr; None: nothing.
+    Use it as a context manager, or call `start` and `close`.
+
+    * `bootstrap`: addresses of peers of the run, in addition to the run file's. Unless `alone`, `start` waits until one
+      of them answers, and raises Unreachable after `wait_s` seconds.
+    * `data_dir`: stores this peer's identity for later sessions; in a run with tokens, also its access.token for role
+      trainer.
+    * `log_level`: level of the log on stderr, or None for no log.
     """
 
     def __init__(
@@ -60,11 +63,11 @@ class ExpertPeer:
         wait_s: float | None = None,
         log_level: str | None = None,
     ) -> None:
-        """ConfigError says what cannot be used. Nothing starts yet."""
+        """Raises ConfigError for invalid settings. Does not start the peer."""
         self.run = run if isinstance(run, RunFile) else load_run(Path(run)).run
         if self.run.experts is None:
             raise ConfigError(f"run {self.run.run!r} has no experts: its run file lacks the section experts")
-        wish = BackgroundWish.of(bootstrap, listen, data_dir, (alone, wait_s), log_level)
+        wish = BackgroundConfig.of(bootstrap, listen, data_dir, (alone, wait_s), log_level)
         self._wish = dataclasses.replace(wish, bootstrap=(*self.run.bootstrap, *wish.bootstrap))
         self._part = CallerPart(self._opened)
         self._begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -93,7 +96,7 @@ class ExpertPeer:
             failed.pop_all()
 
     def close(self) -> None:
-        """Leave the run, within ten seconds; calls under way end with Unreachable. Repeated closing changes nothing."""
+        """Leave the run, within ten seconds; calls in progress raise Unreachable. Closing again has no effect."""
         self._closing = True
         atexit.unregister(self.close)
         if self._thread is None:
@@ -113,24 +116,24 @@ class ExpertPeer:
         self.close()
 
     def status(self) -> dict[str, Any]:
-        """Figures of the calls to experts; empty where the peer does not run."""
+        """Statistics of the calls to experts; empty if the peer is not running."""
         if self._token is not None:
             with contextlib.suppress(trio.RunFinishedError, trio.Cancelled):
                 return trio.from_thread.run_sync(self._snapshot, trio_token=self._token)
         return {}
 
-    # --- calls to experts, as `core.experts.contract.ExpertCaller` -------------------------------------------------
+    # --- calls to experts, as `core.experts.expert_network.ExpertCaller` ---------------
 
     def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
-        """The best `k` live experts of each sample, best first; fewer where fewer live."""
+        """The best `k` live experts of each sample, best first; fewer if fewer are alive."""
         return self._caller().choose(layer, scores, k)
 
-    def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
-        """The experts' outputs, None for those that failed or came late. Raises TooFewExperts."""
+    def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
+        """The experts' outputs; None for those that failed or were late. Raises TooFewExperts."""
         return self._caller().forward(asks, samples)
 
-    def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
-        """Gradients of the inputs; None counts as a constant."""
+    def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
+        """Gradients of the inputs; the expert counts as a constant where it is None."""
         return self._caller().backward(asks)
 
     def _caller(self) -> ExpertCaller:
@@ -141,7 +144,7 @@ class ExpertPeer:
     # --- the background -----------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """The thread. Whatever ends it, the user hears of."""
+        """Body of the thread; passes the error that ends it to the user."""
         failure = failure_of(outcome.capture(trio.run, self._main), "this peer has been closed")
         self._failure, self._calls, self._token = failure, None, None
         self._begun.put(failure)

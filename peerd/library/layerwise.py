@@ -1,7 +1,7 @@
-"""`Lamb` and `Lars` as torch optimizers, with the functions that runs with `optimizer.name: lamb` and `lars` use.
+"""`Lamb` and `Lars` as torch optimizers, with the functions used by runs with `optimizer.name: lamb` and `lars`.
 
-Each parameter is one layer of the papers: it has a trust ratio of its own. A parameter without a gradient is left
-alone, as by torch's own optimizers. The learning rate may be changed by any torch scheduler.
+Each parameter is one layer in the sense of the papers, with a trust ratio of its own. A parameter without a gradient is
+not changed, as in torch's own optimizers. Any torch scheduler may change the learning rate.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor
 
-from peerd.compute.model.optim import lamb_move, lamb_update, lars_scale
+from peerd.compute.model.optimizer import lamb_move, lamb_update, lars_scale
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
-    """Base of both: the loop over the parameters that have a gradient."""
+    """Base of both: steps each parameter that has a gradient."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -27,7 +27,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make one step; returns the loss of `closure`, which computes the gradients anew, if it is given."""
+        """Make one step. `closure`, if given, recomputes the gradients first; its loss is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -43,14 +43,14 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Step one parameter; `state` is its own, and empty before its first step."""
+        """Step one parameter; `state` belongs to it, and is empty before its first step."""
 
 
 class Lamb(LayerwiseOptimizer):
-    """LAMB as in You et al. 2020, algorithm 2: each tensor moves by `lr` of its own norm.
+    """LAMB as in You et al. 2020, algorithm 2: each tensor moves by `lr` times its own norm.
 
-    `betas`, `eps` and `weight_decay` are as in AdamW. Both moments are corrected for their bias, and every tensor
-    adapts and decays, gains and biases as well; give these a parameter group of their own to change that.
+    `betas`, `eps` and `weight_decay` are as in AdamW. Both moments are bias-corrected. Every tensor adapts and decays,
+    including gains and biases; use a separate parameter group for these to change that.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Lamb(LayerwiseOptimizer):
         eps: float = 1.0e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        """ValueError for settings out of range."""
+        """Raises ValueError for settings out of range."""
         _need(lr >= 0, "lr", lr)
         _need(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "betas", betas)
         _need(eps > 0, "eps", eps)
@@ -81,7 +81,7 @@ class Lamb(LayerwiseOptimizer):
 
 
 class Lars(LayerwiseOptimizer):
-    """LARS as in You et al. 2017, algorithm 1: momentum SGD with a rate of its own for each tensor.
+    """LARS as in You et al. 2017, algorithm 1: momentum SGD with a learning rate of its own for each tensor.
 
     `trust`: how far a tensor moves, as a share of its norm, at a learning rate of 1.
     """
@@ -94,7 +94,7 @@ class Lars(LayerwiseOptimizer):
         weight_decay: float = 0.0,
         trust: float = 1.0e-3,
     ) -> None:
-        """ValueError for settings out of range."""
+        """Raises ValueError for settings out of range."""
         _need(lr >= 0, "lr", lr)
         _need(0 <= momentum < 1, "momentum", momentum)
         _need(weight_decay >= 0, "weight_decay", weight_decay)

@@ -1,4 +1,4 @@
-"""The run file of a user's own loop, from their optimizer and model: what the peers of the run agree on."""
+"""The run file of a user's own loop, made from its optimizer and model: the settings on which the run's peers agree."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from peerd.typed_yaml import to_yaml
 
 
 def access_section(organizer: str | None, token: str | os.PathLike[str] | None, has_home: bool) -> AccessSection:
-    """Who is let in: everyone, or the peers with a token of `organizer`."""
+    """Who is admitted: everyone, or the peers with a token of `organizer`."""
     if organizer is None:
         if token is not None:
             raise ConfigError("token is given without organizer; give the organizer's peer id, 12D3KooW..., as well")
         return AccessSection()
     if not has_home:
-        raise ConfigError("organizer is given without data_dir: a token is for the one peer whose identity lies there")
+        raise ConfigError("organizer is given without data_dir: a token is for the peer whose identity is stored there")
     return AccessSection(allow="tokens", organizer=organizer, token=os.fspath(token) if token is not None else "")
 
 
 def limits_section(upload_mbit: float, download_mbit: float) -> LimitsSection:
-    """This peer's line, as its user states it."""
+    """The rates of this peer's link, as its user states them."""
     stated = {"stage": 0, "upload_mbit": upload_mbit, "download_mbit": download_mbit}
     limits: LimitsSection = section_of(LimitsSection, stated)
     return limits
 
 
 def line_of(address: str, run: str) -> str:
-    """The line by which others join at this address; empty where there is none yet, or it cannot be dialed."""
+    """The command with which others join at this address; empty if there is no address yet, or it cannot be dialed."""
     addr = parse_addr(address) if address else None
     peer = split_peer(addr)[1] if addr is not None else None
     link = best_link([addr], peer, run) if addr is not None and peer is not None else None
@@ -61,7 +61,7 @@ def line_of(address: str, run: str) -> str:
 
 
 def shared_yaml(run: RunFile, bootstrap: Sequence[str]) -> str:
-    """The run file for helpers and backbones: what all share, and addresses to begin with."""
+    """The run file for helpers and backbones: the settings that all share, and bootstrap addresses."""
     access = AccessSection(allow=run.access.allow, organizer=run.access.organizer)
     shared = msgspec.structs.replace(run, limits=LimitsSection(), access=access, bootstrap=list(bootstrap))
     head = f"# The run {run.run} of users' own loops, by peerd.AveragingOptimizer.\n"
@@ -71,12 +71,12 @@ def shared_yaml(run: RunFile, bootstrap: Sequence[str]) -> str:
 def named_of(
     model: torch.nn.Module | None, named: Iterable[tuple[str, Tensor]] | None
 ) -> Iterable[tuple[str, Tensor]] | None:
-    """The names of parameters: those given, else the model's, else none."""
+    """The parameters with their names: those given, else the model's, else None."""
     return model.named_parameters() if named is None and model is not None else named
 
 
 def live_buffers(model: torch.nn.Module | None, named: Iterable[tuple[str, Tensor]] | None) -> Live:
-    """The buffers to keep alike: those given, else the model's, else none."""
+    """A function that returns the buffers to share: those given, else the model's, else none."""
     if named is not None:
         given = dict(named)
         return lambda: given
@@ -84,7 +84,7 @@ def live_buffers(model: torch.nn.Module | None, named: Iterable[tuple[str, Tenso
 
 
 def averaging_section(code: str, rank: int) -> AveragingSection:
-    """Checked before the model is: what that keeps from step to step follows from it."""
+    """The averaging settings, checked before the model is made, which depends on them."""
     made: AveragingSection = section_of(AveragingSection, {"code": code, "rank": rank})
     faults = [f"{path} {message}" for path, message in check(RunFile(run="any", averaging=made))]
     if faults:
@@ -94,7 +94,7 @@ def averaging_section(code: str, rank: int) -> AveragingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """What a user's loop sets of its run, beside what its model and optimizer are. ConfigError says what is wrong."""
+    """A user's settings of the run, besides its model and optimizer. Raises ConfigError if they are invalid."""
 
     run: str
     target_samples: int
@@ -119,7 +119,7 @@ class LoopSettings:
             raise ConfigError(f"target_samples is {target}; allowed: {allowed}")
 
     def run_file(self, model: UserModel) -> RunFile:
-        """The run file of one stage with the settings that the peers of a run must agree on."""
+        """The run file, with one stage and the settings on which the run's peers must agree."""
         layout = StateLayout(model.outline())
         made = RunFile(
             run=self.run,

@@ -1,15 +1,15 @@
-"""A pool of equal buffers, so that bulk data lives in memory that is already there.
+"""Pool of equally sized buffers that are reused for bulk data.
 
-Allocating and freeing 64 KiB pieces makes the C library hand pages back to the system and fault them in again, which
-costs more than decrypting them. Invariants: a buffer is in the pool or with one owner; the pool keeps at most
-`keep`, the rest goes to the garbage collector.
+Allocating and freeing 64 KiB pieces makes the C library return pages to the system and fault them in again, which costs
+more than decrypting them. Invariants: a buffer is either in the pool or has exactly one owner; the pool keeps at most
+`keep` buffers and drops the others for the garbage collector.
 """
 
 from __future__ import annotations
 
 
 class BufferPool:
-    """Buffers of `size` bytes."""
+    """A pool of buffers of `size` bytes each."""
 
     __slots__ = ("_free", "_keep", "size")
 
@@ -18,10 +18,10 @@ class BufferPool:
         self._free: list[bytearray] = []
 
     def take(self) -> bytearray:
-        """A buffer with any content, whose owner the caller becomes."""
+        """Return a buffer with arbitrary content. The caller owns it until it calls `give`."""
         return self._free.pop() if self._free else bytearray(self.size)
 
     def give(self, buffer: object) -> None:
-        """Take back a buffer that nobody looks at any more; anything that is not one of ours is ignored."""
+        """Return an unused buffer to the pool. Objects that are not buffers of the pool's size are ignored."""
         if isinstance(buffer, bytearray) and len(buffer) == self.size and len(self._free) < self._keep:
             self._free.append(buffer)

@@ -1,13 +1,13 @@
-"""Skew of this machine's clock against its peers' clocks: the median, our own clock being one vote.
+"""Skew of this machine's clock against the clocks of its peers: the median of all clocks, including our own.
 
-Peers tell each other the time of their *uncorrected* clocks, and each adopts the median of all it saw. So peers that
-see the same set agree exactly, and nobody follows a correction that follows theirs. Identities are free, so each
-network has one vote (see `machine.connectivity.network_votes`), shared by all peers there; of a peer its sample with
-the shortest round trip counts. In a private network each machine has a vote, and all on this machine together one: a
-laboratory with one wrong clock is no rare thing, and whoever lies there has to be there. Below two networks beside our
-own clock nobody can say who is wrong, and nothing is corrected; nor is what no correction can be: see
-limits.CLOCK_CORRECTION_S. A minority of networks cannot move the median beyond what honest clocks show; hostile input:
-any number of identities, which drop samples of their own network only.
+Peers send each other the time of their *uncorrected* clocks, and each peer adopts the median of all samples. So peers
+with the same samples agree exactly, and no correction depends on another correction. Identities are free, so each
+network has one vote (see `machine.connectivity.network_votes`), which its peers share. For each peer the sample with
+the shortest round trip counts. In a private network each machine has one vote, because one wrong clock is common in a
+laboratory and an attacker would need access to it; all peers on this machine share one vote. With fewer than two
+networks besides our own clock nobody can decide which clock is wrong, so nothing is corrected. Offsets above
+limits.CLOCK_CORRECTION_S are not corrected either. A minority of networks cannot move the median beyond the range of
+honest clocks. Hostile input: any number of identities; they can only displace samples of their own network.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import CLOCK_CORRECTION_S, CLOCK_TOLERANCE_S
 from peerd.machine.connectivity.network_votes import network_of, shared
 
-VOTES = 64  # peers that count
+VOTES = 64  # most peers whose samples are kept
 _MIN_NETWORKS = 2
 MAX_ROUND_TRIP_S: Final = 2.0  # the error of a sample is at most half its round trip
-REPORTED_S = 2.0  # a larger skew is shown to the user
+REPORTED_S = 2.0  # the user is warned of a larger skew
 
 
 class _Sample(NamedTuple):
@@ -38,7 +38,7 @@ class _Sample(NamedTuple):
 
 
 def voice_of(at: Multiaddr) -> str:
-    """Voting unit of the peer at this address: all in one unit share a vote."""
+    """Voting unit of a peer at this address; all peers of one unit share a vote."""
     ip = ip_of(at)
     block = None if ip is None else block_of(ip)
     if block is None or block == LOOPBACK:
@@ -47,9 +47,9 @@ def voice_of(at: Multiaddr) -> str:
 
 
 class ClockSkew:
-    """Offsets of peers' raw clocks against ours, in seconds; positive: theirs is ahead.
+    """Offsets of the peers' raw clocks against ours, in seconds; positive if the peer's clock is ahead.
 
-    `max_round_trip_s`: samples with longer round trips do not count; the error of a sample is half its round trip.
+    Samples with a round trip longer than `max_round_trip_s` are dropped: the error of a sample is half its round trip.
     """
 
     def __init__(self, max_round_trip_s: float = MAX_ROUND_TRIP_S) -> None:
@@ -57,12 +57,15 @@ class ClockSkew:
         self._samples: OrderedDict[PeerId, _Sample] = OrderedDict()
 
     def sample(self, peer: PeerId, at: Multiaddr, sent: float, received: float, theirs: float) -> None:
-        """`peer`, connected at that address, showed `theirs` between `sent` and `received` of our uncorrected clock."""
+        """Record a clock reading of `peer`, which is connected at address `at`.
+
+        Its clock showed `theirs` at some moment between `sent` and `received` of our uncorrected clock, all in seconds.
+        """
         round_trip = received - sent
         if not 0 <= round_trip <= self._max_round_trip_s:
             return
         known = self._samples.get(peer)
-        # A better sample replaces a worse one; so does one that contradicts it, for clocks are also set anew.
+        # A contradicting sample replaces even a better one, because its clock may have been adjusted.
         offset = theirs - (sent + received) / 2
         if (
             known is None
@@ -76,7 +79,7 @@ class ClockSkew:
             del self._samples[next(peer for peer, sample in self._samples.items() if sample.network == most)]
 
     def knows(self, peer: PeerId, at: Multiaddr) -> bool:
-        """True when the clock of the peer has been seen, at an address of the same voting unit."""
+        """Return True if there is a sample of this peer from an address in the same voting unit."""
         sample = self._samples.get(peer)
         return sample is not None and sample.network == voice_of(at)
 
@@ -87,20 +90,21 @@ class ClockSkew:
 
     @property
     def networks(self) -> int:
-        """Number of votes of the peers sampled."""
+        """Number of voting units with at least one sampled peer."""
         return len({sample.network for sample in self._samples.values()})
 
     def measured_s(self) -> float:
-        """Seconds by which the swarm's clocks are ahead of ours: the median, our own included."""
+        """Seconds by which the swarm's clocks are ahead of ours: the median, including our own clock."""
         told = ((s.network, s.address, (s.offset_s, peer.raw)) for peer, s in self._samples.items())
         weights = shared(told)
         return _median([(0.0, 1.0), *((offset_s, weight) for (offset_s, _), weight in weights.items())])
 
     def uncorrected_s(self) -> float:
-        """Seconds by which peers' clocks are surely ahead of ours, beyond what is corrected and what records bear.
+        """Seconds by which peers' clocks are certainly ahead of ours after the correction; 0 within the tolerance of
+        records.
 
-        Above 0 or below: this peer and its peers refuse each other's records. Of a single network nobody can tell
-        whose clock is wrong; each sample counts with half its round trip less.
+        If the result is not 0, this peer and its peers reject each other's records. With samples from a single network
+        nobody can decide whose clock is wrong; then each sample is reduced by half its round trip.
         """
         if self.networks >= _MIN_NETWORKS:
             off = self.measured_s() - self.correction_s()
@@ -109,7 +113,7 @@ class ClockSkew:
         return off if abs(off) > CLOCK_TOLERANCE_S else 0.0
 
     def furthest_s(self) -> float:
-        """Offset of the peer whose clock differs most from ours; 0 where no clock is known."""
+        """Offset of the peer whose clock differs most from ours, or 0 if no clock is known."""
         return max((sample.offset_s for sample in self._samples.values()), key=abs, default=0.0)
 
     def correction_s(self) -> float:
@@ -121,7 +125,7 @@ class ClockSkew:
         return self.measured_s() if self.networks >= _MIN_NETWORKS else 0.0
 
     def warning(self) -> str | None:
-        """Warning for the user about this machine's clock, if there is anything to say."""
+        """Warning for the user about this machine's clock, or None if there is nothing to report."""
         off = self._agreed_s()
         way = "behind" if off > 0 else "ahead of"
         if abs(off) > CLOCK_CORRECTION_S:
@@ -137,12 +141,12 @@ class ClockSkew:
 
 
 def _surely(sample: _Sample) -> float:
-    """The offset, nearer to 0 by half the round trip."""
+    """The sample's offset, moved towards 0 by half its round trip."""
     return math.copysign(max(0.0, abs(sample.offset_s) - sample.round_trip_s / 2), sample.offset_s)
 
 
 def _median(told: Iterable[tuple[float, float]]) -> float:
-    """Weighted median; the middle of the gap when half of the weight lies on either side of one."""
+    """Weighted median; if exactly half of the weight lies below a gap, the middle of that gap."""
     ranked = sorted(told)
     half = sum(weight for _, weight in ranked) / 2
     below = 0.0

@@ -1,1 +1,1 @@
-"""Layer 2: trio drivers for connections and streams. May import core and machine."""
+"""Layer 2: connections and streams on trio. May import core and machine."""

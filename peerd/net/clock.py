@@ -1,7 +1,7 @@
-"""The real Clock: trio's time, the machine's wall clock corrected by an offset, the system's randomness.
+"""The real Clock: trio's time, the machine's wall clock plus an offset, the system's randomness.
 
-The only file of the network that reads the wall clock and the system's secure source. Without a seed, the named
-random streams differ from run to run; with one they repeat.
+The only file of the network layer that reads the wall clock and the system's secure random source. Without a seed, the
+random streams differ between runs; with a seed they repeat.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import trio
 
 
 class RealClock:
-    """Implements peerd.core.clock.Clock inside a trio run."""
+    """The `peerd.core.clock.Clock` of a real peer, for use inside a trio run."""
 
     def __init__(self, seed: int | None = None) -> None:
-        self.offset_s = 0.0  # added to the machine's wall clock: what peers agree it is off by
+        self.offset_s = 0.0  # added to the machine's wall clock; agreed with peers
         self._seed = os.urandom(16).hex() if seed is None else str(seed)
 
     def now(self) -> float:

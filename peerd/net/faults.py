@@ -1,10 +1,10 @@
-"""Faults of ours: errors that nobody foresaw, contained where strangers come in, logged with their place, and counted.
+"""Faults: unexpected exceptions in peerd's own code, contained, logged with file and line, and counted.
 
-A supervisor stands around one link, one stream, one call, one connection that comes in or goes out; whatever raises in
-there ends that alone. What a peer or the network does is a RemoteError and none of this. `peerd status` shows the
-counts: any fault is worth a report.
-Invariants: Cancelled and whatever else is no Exception passes, out of groups, too; places are bounded, and so is the
-log: a fault that somebody provokes again and again is told at its first, second, fourth, eighth... time.
+A supervisor runs one link, one stream, one call, or one incoming or outgoing connection; an exception inside ends only
+that. Errors caused by a peer or the network are RemoteErrors and are not faults. `peerd status` shows the counts; every
+fault is worth a bug report. Invariants: Cancelled and other BaseExceptions pass through, also out of exception groups;
+the number of counted places is bounded, and so is the log: a fault that recurs is logged at its first, second, fourth,
+eighth... occurrence.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Final
 from peerd.core.limits import FAULT_CHARS, FAULT_PLACES
 
 _log = logging.getLogger("peerd.net")
-_HOME: Final = Path(__file__).resolve().parent.parent.parent  # where the folders `peerd` and `roles` lie
+_HOME: Final = Path(__file__).resolve().parent.parent.parent  # contains the folders `peerd` and `roles`
 _OURS: Final = (str(_HOME / "peerd"), str(_HOME / "roles"))
-_ELSEWHERE: Final = "elsewhere"  # counts what comes from further places, once there are too many
+_ELSEWHERE: Final = "elsewhere"  # the common counter of further places, once there are too many
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Faults at one place: their number, what the last one ended, and its error in words."""
+    """Faults at one line of code: their number, the work that the last one ended, and its error as text."""
 
     count: int
     where: str
@@ -34,7 +34,7 @@ class Fault:
 
 
 class _Guard:
-    """Notes what is raised inside, and lets it go no further."""
+    """Context manager that records an exception raised inside, and suppresses it."""
 
     __slots__ = ("_faults", "_where")
 
@@ -45,7 +45,7 @@ class _Guard:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception):  # a group with Cancelled in it is none
+        if not isinstance(error, Exception):  # a group that contains Cancelled is not an Exception
             return False
         self._faults.note(self._where, error)
         return True
@@ -56,14 +56,14 @@ class Faults:
 
     def __init__(self) -> None:
         self.places: dict[str, Fault] = {}
-        self.last = ""  # the place of the last one
+        self.last = ""  # place of the last fault
 
     @property
     def total(self) -> int:
         return sum(fault.count for fault in self.places.values())
 
     def note(self, where: str, error: BaseException) -> None:
-        """Log and count: `error` has ended `where`, a link, a stream, a call, a role."""
+        """Log and count `error`, which has ended `where`: a link, a stream, a call or a role."""
         for each in _leaves(error):
             place = place_of(each)
             if place not in self.places and len(self.places) >= FAULT_PLACES:
@@ -72,19 +72,19 @@ class Faults:
             self.last = place
             self.places[place] = Fault(count, where[:FAULT_CHARS], f"{type(each).__name__}: {each}"[:FAULT_CHARS])
             if count & (count - 1) == 0:
-                times = f" ({count} times by now)" if count > 1 else ""
-                _log.error("%s failed by a fault of ours at %s%s", where, place, times, exc_info=each)
+                times = f" ({count} times so far)" if count > 1 else ""
+                _log.error("%s failed with an internal error at %s%s", where, place, times, exc_info=each)
 
     def guard(self, where: str) -> _Guard:
-        """As `contain`, for what is called in somebody else's task: `with faults.guard("..."): told(peer)`."""
+        """Like `contain`, for a callback inside another task: `with faults.guard("..."): callback(peer)`."""
         return _Guard(self, where)
 
     async def contain(self, work: Callable[[], Awaitable[object]], about: Callable[[], str]) -> bool:
-        """Run `work`: what it raises is noted, with `about()`, and goes no further. True: it returned."""
+        """Run `work`. An exception is recorded under the name `about()` and suppressed. True if `work` returned."""
         fine = True
         try:
             await work()
-        except* Exception as group:  # of a group with Cancelled in it that part goes on
+        except* Exception as group:  # Cancelled in a group is raised again
             fine = False
             self.note(about(), group)
         return fine
@@ -99,12 +99,12 @@ def _leaves(error: BaseException) -> Iterator[Exception]:
 
 
 def first_of(error: BaseException) -> BaseException:
-    """The first error of a group of groups."""
+    """The first exception of nested exception groups."""
     return next(_leaves(error), error)
 
 
 def place_of(error: BaseException) -> str:
-    """File and line of the innermost frame of ours; of the innermost of all, where none is."""
+    """File and line of the innermost frame in peerd's own code, or of the innermost frame if there is none."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if not frames:
         return _ELSEWHERE

@@ -1,9 +1,9 @@
-"""Finding peers of the same network by multicast DNS, as libp2p does it, with the library zeroconf: `peerd[lan]`.
+"""Discovery of peers in the local network by multicast DNS, as in libp2p, with the library zeroconf: `peerd[lan]`.
 
-A service `<random>._p2p._udp.local` with texts `dnsaddr=<address with /p2p>`. The library has a thread of its own; it
-is spoken to from worker threads, and what it finds comes to the event loop over one bounded table. Hostile input:
-whoever is in the local network may say anything: texts are read strictly and in part, names are few, and each is looked
-up once in a while. Source: libp2p specs `discovery/mdns.md`.
+A peer announces a service `<random>._p2p._udp.local` with texts `dnsaddr=<address with /p2p>`. The library has its own
+thread; peerd calls it from worker threads, and the names that it finds reach the event loop through one bounded table.
+Hostile input: any host in the local network may send anything. Texts are parsed strictly and only up to a size, and the
+number of unresolved names is bounded. Source: libp2p specs `discovery/mdns.md`.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _STOP_S: Final = 2.0
 
 
 class NoDiscovery(PeerdError):
-    """Multicast DNS cannot be used on this machine; the text says why."""
+    """Multicast DNS cannot be used on this machine; the message has the reason."""
 
 
 def available() -> bool:
-    """True when the library is installed."""
+    """True if the library zeroconf is installed."""
     return importlib.util.find_spec("zeroconf") is not None
 
 
 def text_of(addrs: Sequence[Multiaddr]) -> bytes:
-    """The TXT record that announces our addresses, with /p2p."""
+    """The TXT record that announces these addresses, which include /p2p."""
     texts = [_KEY + str(addr).encode() for addr in addrs]
     return b"".join(bytes([len(text)]) + text for text in texts if len(text) <= _STRING_BYTES)
 
 
 def addrs_in(text: bytes) -> list[Multiaddr]:
-    """Addresses with /p2p in another's text; whatever else is there, or beyond the bounds, is left out."""
+    """The direct addresses with /p2p in another peer's TXT record. Other content and excess data are ignored."""
     found: list[Multiaddr] = []
     at, text = 0, text[:LAN_TEXT_BYTES]
     while at < len(text) and len(found) < ADDRS_PER_PEER:
@@ -68,17 +68,17 @@ def addrs_in(text: bytes) -> list[Multiaddr]:
 
 
 class Mdns:
-    """Announces this peer in the local network, and finds others, for as long as `run` runs."""
+    """Announces this peer in the local network and finds others, while `run` runs."""
 
     def __init__(self, rng: random.Random, interfaces: Sequence[str] | None = None) -> None:
-        """`interfaces`: IP addresses to use, instead of all."""
+        """`interfaces`: IP addresses of the interfaces to use, or None for all."""
         self._name = "".join(rng.choices(string.ascii_lowercase + string.digits, k=_NAME_CHARS))
         self._interfaces = interfaces
         self._lock = threading.Lock()
-        self._names: dict[str, None] = {}  # seen and not yet looked up, by the library's thread
+        self._names: dict[str, None] = {}  # found by the library's thread and not yet looked up
 
     async def run(self, addrs: Sequence[Multiaddr], found: Callable[[bytes], None]) -> None:
-        """Announce `addrs`, which name this peer; `found` is called with each text that another announces."""
+        """Announce `addrs`, which include this peer's id, until cancelled. Calls `found` with others' TXT records."""
         news, token = trio.Event(), trio.lowlevel.current_trio_token()
 
         def seen(zeroconf: object, service_type: str, name: str, state_change: object) -> None:
@@ -102,7 +102,7 @@ class Mdns:
                     await trio.to_thread.run_sync(library.close, abandon_on_cancel=True)
 
     def _is_first_of_new(self, name: str) -> bool:
-        """Note the name; whether the loop has to be told that there is something."""
+        """Add a name to the table; True if it is the only one, so that the event loop must be woken."""
         with self._lock:
             if len(self._names) >= LAN_NAMES or name in self._names or name.startswith(self._name):
                 return False
@@ -147,7 +147,7 @@ def _look_up(library: Any, name: str) -> bytes:
     zeroconf = importlib.import_module("zeroconf")
     try:
         info = zeroconf.ServiceInfo(SERVICE, name)
-        info.request(library, _LOOK_UP_MS)  # some say nothing but the text: what matters is whether there is one
+        info.request(library, _LOOK_UP_MS)  # returns False for peers that announce only the text, which is enough
         return bytes(info.text or b"")
     except zeroconf.Error:
-        return b""  # a name as nobody should have one
+        return b""  # an invalid name

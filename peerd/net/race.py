@@ -1,7 +1,7 @@
-"""Runs a race over several addresses: starts and drops attempts as `machine/connectivity/happy_eyeballs.py` decides.
+"""Runs concurrent attempts at several addresses, started and dropped as `machine/connectivity/happy_eyeballs.py` says.
 
-Knows neither peers nor sockets. Invariants: the reason of each failed attempt is kept; after `run` nothing of the
-race is under way.
+Knows neither peers nor sockets. Invariants: the reason of each failed attempt is kept; when `run` returns, no attempt
+is running.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import is_relayed
 from peerd.core.errors import Unreachable
-from peerd.machine.connectivity.happy_eyeballs import GIVE_WAY_S, DropAttempt, Race, Try
+from peerd.machine.connectivity.happy_eyeballs import GIVE_WAY_S, DropAttempt, HappyEyeballs, Try
 from peerd.signals import Signal
 
 Attempt = Callable[[Multiaddr], Awaitable[None]]
@@ -21,24 +21,26 @@ Order = Callable[[], Sequence[Multiaddr]]
 
 
 class RaceRun:
-    """One race. `attempt` returns when its address led to the goal, or raises Unreachable."""
+    """One race. `attempt` returns on success, or raises Unreachable."""
 
     def __init__(self, order: Order, attempt: Attempt, failed: Callable[[Multiaddr], None] | None = None) -> None:
-        """`order` gives the addresses known at the moment, best first. `failed` is told those that led nowhere."""
+        """`order` returns the addresses known now, best first. `failed` is called with each address that failed."""
         self._order, self._attempt, self._failed = order, attempt, failed
         self._scopes: dict[Multiaddr, trio.CancelScope] = {}
         self._news = Signal()
         self._over = False
-        self.awaits_more = False  # addresses are being looked up: the race goes on without any
+        self.awaits_more = False  # more addresses are being looked up, so the race continues without any
         self.reasons: list[str] = []
 
     def learned(self) -> None:
-        """`order`, or `awaits_more`, has changed."""
+        """Notify the race that the result of `order`, or `awaits_more`, has changed."""
         self._news.notify()
 
     def stop(self, *, direct_may_end: bool = False) -> None:
-        """The goal is reached: no further attempts. `direct_may_end`: it was over a relay, so that an attempt at a
-        direct address which is under way is worth its end."""
+        """End the race: start no further attempts and cancel the running ones.
+
+        `direct_may_end`: do not cancel attempts at direct addresses, since the successful one was over a relay.
+        """
         self._over = True
         for addr, scope in self._scopes.items():
             if not direct_may_end or is_relayed(addr):
@@ -46,8 +48,8 @@ class RaceRun:
         self._news.notify()
 
     async def run(self) -> None:
-        """Run the attempts until `stop` was called, or all addresses have failed."""
-        race = Race(trio.current_time())
+        """Run attempts until `stop` is called or all addresses have failed."""
+        race = HappyEyeballs(trio.current_time())
         async with trio.open_nursery() as nursery:
             while not self._over:
                 step = race.next(trio.current_time(), self._order())
@@ -63,7 +65,7 @@ class RaceRun:
                     with trio.CancelScope(deadline=step.until_s):
                         await self._news.wait()
 
-    async def _try(self, race: Race, addr: Multiaddr, scope: trio.CancelScope) -> None:
+    async def _try(self, race: HappyEyeballs, addr: Multiaddr, scope: trio.CancelScope) -> None:
         try:
             with scope:
                 await self._attempt(addr)

@@ -1,7 +1,7 @@
-"""The system's figures of one TCP connection: Linux's TCP_INFO, the fields that we use.
+"""The system's counters of one TCP connection: the fields of Linux's TCP_INFO that peerd uses.
 
-Nothing elsewhere: `tcp_info` gives None, and its callers make do with estimates. Offsets: struct tcp_info of
-linux/tcp.h, which only ever grows at its end.
+On other systems `tcp_info` returns None, and callers use estimates. Offsets: struct tcp_info of linux/tcp.h, to which
+new fields are only appended.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ _DROPS: Final = struct.Struct("=32xI")  # SK_MEMINFO_DROPS of linux/sock_diag.h
 
 @dataclass(frozen=True, slots=True)
 class TcpInfo:
-    """Figures since the connection was made; bytes are payload, segments are packets, empty ones included."""
+    """Counters since the connection was made. Bytes are payload; segments are packets, including empty ones."""
 
     header_bytes: int  # of one packet: IP and TCP
     min_rtt_s: float  # of the last minutes
-    bytes_acked: int  # that the other side has, though some before them may have been lost
-    bytes_received: int  # without what came ahead of its turn
-    segs_out: int  # this and the next start again after 2^32
+    bytes_acked: int  # cumulative and selective acknowledgements: earlier bytes may still be lost
+    bytes_received: int  # in order
+    segs_out: int  # this and the next wrap around at 2^32
     segs_in: int
     bytes_repeated: int
-    data_segs_in: int  # packets that were not empty; starts again as well
-    segs_refused: int  # packets that came for nothing: they had come before, or had no room; starts again as well
-    segment_bytes: int  # payload of a full packet that comes in
-    rtt_s: float  # as it is now, by acknowledgements
-    receive_rtt_s: float  # as it is now, by what comes in: also where nothing is sent but acknowledgements; 0: unknown
+    data_segs_in: int  # packets with payload; wraps around at 2^32
+    segs_refused: int  # dropped by the system as duplicates or for lack of memory; wraps around at 2^32
+    segment_bytes: int  # payload of a full incoming packet
+    rtt_s: float  # current, from acknowledgements
+    receive_rtt_s: float  # current, from incoming data, so known also if only acknowledgements are sent; 0: unknown
 
     def received_since(self, before: TcpInfo) -> int:
-        """Bytes that came in: what waited for a lost packet counts when it came, or not at all.
+        """Bytes that arrived since `before`. Bytes behind a lost packet, which the system reports only once the gap is
+        filled, do not count in the interval in which it is filled.
 
-        Except where a virtual machine's network hands over many packets as one: those that came are not known then.
+        If a virtual machine's network merges packets, their number is unknown, and all bytes count.
         """
         came = self.bytes_received - before.bytes_received
         if self.bytes_received > self.data_segs_in * self.segment_bytes:
@@ -51,9 +52,9 @@ class TcpInfo:
         return min(came, (self.data_segs_in - before.data_segs_in) % _SEGS * self.segment_bytes)
 
     def overhead_since(self, before: TcpInfo | None) -> tuple[int, int]:
-        """Bytes sent and received beyond payload: headers, acknowledgements, and what was sent again.
+        """Bytes sent and received beyond the payload: headers, acknowledgements and retransmissions.
 
-        What came again counts as full packets: its own sizes are not known.
+        Dropped incoming packets count as full ones, since their sizes are unknown.
         """
         out, into, repeated, refused = self.segs_out, self.segs_in, self.bytes_repeated, self.segs_refused
         if before is not None:
@@ -66,12 +67,12 @@ class TcpInfo:
 
 
 def header_bytes(family: int, *, timestamps: bool) -> int:
-    """Bytes of the headers of one packet of a TCP connection."""
+    """Bytes of the IP and TCP headers of one packet."""
     return (40 if family == socket.AF_INET6 else 20) + 20 + (12 if timestamps else 0)
 
 
 def tcp_info(sock: socket.socket) -> TcpInfo | None:
-    """The figures of this socket; None where the system does not say, or says less."""
+    """The counters of this socket, or None if the system does not provide them."""
     if _OPTION is None:
         return None
     try:
@@ -100,7 +101,7 @@ def tcp_info(sock: socket.socket) -> TcpInfo | None:
 
 
 def _segs_refused(sock: socket.socket) -> int:
-    """Segments that the system dropped; 0 where the system does not say."""
+    """Number of incoming segments that the system dropped; 0 if unknown."""
     try:
         data = sock.getsockopt(socket.SOL_SOCKET, _MEMORY, _DROPS.size)
     except OSError:

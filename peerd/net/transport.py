@@ -1,12 +1,12 @@
-"""The contract between the network and what carries its bytes: TCP, a memory pipe, a relayed circuit.
+"""Interfaces of transports, which carry bytes between hosts: TCP, a memory pipe, a relayed circuit.
 
-A transport moves bytes in order and nothing else: no encryption, no identity, no retry. `Host` puts Noise and
-yamux on top. Every implementation passes the same compliance tests (tests/net/compliance.py).
+A transport delivers bytes in order, without encryption, identity or retries. `Host` adds Noise and yamux. Every
+implementation passes the same compliance tests (tests/net/compliance.py).
 
-Invariants: `send_all` returns when the bytes are taken, not when they are delivered; one task sends and one task
+Invariants: `send_all` returns when the bytes are buffered, not when they are delivered; one task sends and one task
 receives at a time, and both may wait at once; after `aclose` every waiting call ends. A broken or closed link raises
-`trio.BrokenResourceError` or `trio.ClosedResourceError` and nothing else. Cancelling `receive_some` loses no byte;
-cancelling `send_all` leaves the link unusable.
+only `trio.BrokenResourceError` or `trio.ClosedResourceError`. Cancelling `receive_some` loses no bytes; cancelling
+`send_all` leaves the link unusable.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from peerd.net.tcp_info import TcpInfo
 
 
 class NoSuchFamily(ConfigError):
-    """Cannot listen there because this machine has no addresses of that kind at all."""
+    """Cannot listen: this machine has no addresses of that family."""
 
 
 class RawLink(Protocol):
-    """An unencrypted ordered byte pipe to one other side."""
+    """An unencrypted, ordered byte stream to the other end of a connection."""
 
     @property
     def remote(self) -> Multiaddr:
-        """The other side's address as seen from here (no /p2p part)."""
+        """The other end's address as seen from here, without /p2p."""
         ...
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Hand over all of `data`; waits while the pipe is full."""
+        """Send all of `data`; waits while the buffer is full."""
         ...
 
     async def receive_some(self, max_bytes: int) -> bytes:
-        """At least one byte, at most `max_bytes`; b"" at the end of the other side's bytes."""
+        """Receive at least one byte and at most `max_bytes`. Returns b"" at the end of the stream."""
         ...
 
     async def aclose(self) -> None:
-        """Close both directions at once; bytes already handed over are still delivered where possible."""
+        """Close both directions at once; buffered bytes are still delivered if possible."""
         ...
 
 
 @runtime_checkable
 class LocatedLink(RawLink, Protocol):
-    """A RawLink that knows its own end's address: optional, to tell from which port it was dialed."""
+    """A RawLink with a `local` address, from which the port of a dial is known. Optional."""
 
     @property
     def local(self) -> Multiaddr: ...
@@ -57,129 +57,130 @@ class LocatedLink(RawLink, Protocol):
 
 @runtime_checkable
 class LendingLink(RawLink, Protocol):
-    """A RawLink that also shows what it received without allocating, sends without waiting, and knows how much is
-    best sent at once: optional, for speed."""
+    """A RawLink that also receives into a shared buffer, sends without waiting, and has a preferred batch size.
+    Optional, for speed.
+    """
 
     @property
     def batch_bytes(self) -> int:
-        """About what one `send_all` should bring: more would only wait longer, where nothing can overtake it."""
+        """Preferred size of one `send_all`. More would wait in the system's buffer, where nothing can overtake it."""
         ...
 
     def begin_small(self) -> None:
-        """Let little wait, until it is known how fast bytes leave: others are faster meanwhile."""
+        """Keep the send buffer small until the sending rate is known. For one of several parallel connections."""
         ...
 
     def never_rest(self, always: bool) -> None:
-        """Let nothing wait for a measurement of the path (BBR lets four packets a round trip go, for 0.2 s of each
-        10): for a connection that carries small frames only. False: as the system does it."""
+        """For a connection with small frames only: avoid congestion control that pauses to measure the path (BBR sends
+        only four packets per round trip for 0.2 s in every 10 s). False: restore the system's default.
+        """
         ...
 
     def pace(self, bytes_per_s: float) -> None:
-        """Let bytes leave evenly, at this rate at most, where the system can; inf: no more.
+        """Send evenly, at this rate at most, if the system supports it; inf: no limit.
 
-        A connection to a peer near by never rests from then on.
+        After this, a connection to a nearby peer also behaves as after `never_rest(True)`.
         """
         ...
 
     def send_nowait(self, data: memoryview) -> int:
-        """Take what fits at once and say how much; 0 when nothing does, or when only `send_all` can say why not."""
+        """Send the part of `data` that fits without waiting; returns its size in bytes. Returns 0 if nothing fits or
+        the link is broken, which `send_all` then reports.
+        """
         ...
 
     async def receive_view(self, useful_bytes: int = 1) -> memoryview:
-        """As `receive_some`, but the bytes lie in a shared buffer and are valid only until the next await.
+        """Like `receive_some`, but the bytes are in a shared buffer and valid only until the next await.
 
-        Fewer than `useful_bytes` are of no use yet: it may wait for more, and need not.
+        The caller cannot use fewer than `useful_bytes` yet, so the link may wait for that many.
         """
         ...
 
 
 class CountedLink(RawLink, Protocol):
-    """A RawLink whose packets the system counts: optional, for measuring the line."""
+    """A RawLink with the system's packet counters. Optional, for bandwidth measurements."""
 
     def tcp_info(self) -> TcpInfo | None:
-        """The system's counters of this connection; None where it keeps none."""
+        """The system's counters of this connection, or None if there are none."""
         ...
 
 
 @runtime_checkable
 class RankedLink(RawLink, Protocol):
-    """A RawLink that shares a limited line with others: optional."""
+    """A RawLink that shares a rate-limited line with others. Optional."""
 
     def rank_by(self, is_first: Callable[[], bool]) -> None:
-        """Set the rule by which its bytes come before those of others; asked at each turn, since membership changes."""
+        """Set the function that returns True while this link has priority; called often, since membership changes."""
         ...
 
 
 def counted(raws: Iterable[RawLink]) -> dict[CountedLink, TcpInfo]:
-    """The system's counters of each of these connections; nothing where it keeps none."""
-    # `isinstance` would take longer than the system's answer.
+    """The system's counters of each of these connections that has some."""
+    # `isinstance` would take longer than the system call.
     links = (cast(CountedLink, raw) for raw in raws if hasattr(raw, "tcp_info"))
     return {raw: info for raw in links if (info := raw.tcp_info()) is not None}
 
 
 class Listener(Protocol):
-    """A place where links arrive."""
+    """An open listening address, which accepts links."""
 
     @property
     def addrs(self) -> list[Multiaddr]:
-        """The addresses it really listens on at the moment: port filled in, wildcard addresses replaced by concrete
-        ones.
-        """
+        """The concrete addresses that it listens on now, with the real port and the machine's IPs for wildcards."""
         ...
 
     async def accept(self) -> RawLink:
-        """The next link; raises trio.ClosedResourceError once the listener is closed."""
+        """Wait for the next link. Raises trio.ClosedResourceError once the listener is closed."""
         ...
 
     async def aclose(self) -> None:
-        """Stop listening; links already accepted live on."""
+        """Stop listening; accepted links stay open."""
         ...
 
 
 class Transport(Protocol):
-    """A way to reach addresses of one kind."""
+    """Dials and listens on addresses of one kind."""
 
     def can_dial(self, addr: Multiaddr) -> bool:
-        """True when `addr` (without /p2p) is of this transport's kind."""
+        """True if `addr` (without /p2p) is of this transport's kind."""
         ...
 
     async def dial(self, addr: Multiaddr, *, fresh: bool = False) -> RawLink:
-        """Connect; raises Unreachable with the reason. Only an address that leads over a relay comes with its /p2p.
+        """Connect; raises Unreachable with the reason. `addr` includes the destination's /p2p only if it is relayed.
 
-        From the port on which this side listens, where the network knows ports and that one is free towards `addr`, so
-        that routers in between map one port only. `fresh`: from a port that was never used, for a test of whether
-        strangers get through to `addr`.
+        Dials from the listening port if possible, so that NATs need only one mapping. `fresh`: dial from an unused
+        port, to test whether strangers can reach `addr`.
         """
         ...
 
     async def listen(self, addr: Multiaddr) -> Listener:
-        """Start listening; raises ConfigError naming `addr` when that is impossible (port in use, not ours).
+        """Start listening. Raises ConfigError with `addr` if that is impossible (port in use, not a local address).
 
-        NoSuchFamily when `addr` is the wildcard of a kind of which this machine has no addresses.
+        Raises NoSuchFamily if `addr` is a wildcard and this machine has no addresses of its family.
         """
         ...
 
 
 class RoamingTransport(Transport, Protocol):
-    """A Transport that knows where this machine is in the network, which may change: optional."""
+    """A Transport that knows this machine's networks, which may change. Optional."""
 
     def networks(self) -> tuple[IpNetwork, ...]:
-        """Networks that this machine is in at the moment."""
+        """The networks that this machine is in now."""
         ...
 
     async def relocated(self) -> None:
-        """Wait until the machine's addresses are others than at the call; what listeners name is others then, too."""
+        """Wait until this machine's addresses, and so those of the listeners, have changed since the call."""
         ...
 
 
 def roaming(transports: Iterable[Transport]) -> list[RoamingTransport]:
-    """Those that know where this machine is."""
-    # `isinstance` would take longer than all else that is asked of them, for each message of the directory.
+    """The transports that know this machine's networks."""
+    # `isinstance` would take longer than the calls that follow, which are made for each directory message.
     return [cast(RoamingTransport, each) for each in transports if hasattr(each, "networks")]
 
 
 async def close_surely(*ends: RawLink | Listener) -> None:
-    """Close these, even while being cancelled."""
+    """Close these even if the task is cancelled."""
     with trio.CancelScope(shield=True):
         for end in ends:
             await end.aclose()

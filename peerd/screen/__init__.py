@@ -1,1 +1,1 @@
-"""Output for people on a terminal: words and units, charts, and pictures that fit the room there is."""
+"""Terminal output for users: numbers with units, charts, and pictures that fit the terminal's size."""

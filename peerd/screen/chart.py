@@ -1,4 +1,4 @@
-"""Line charts in braille dots: two columns and four rows of dots per character. Knows numbers, nothing of training."""
+"""Line charts of braille dots, with two columns and four rows of dots per character."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from typing import Final
 from rich.text import Text
 
 _DOTS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bit of each dot: column, then row from the top
-_SCALE: Final = 7  # five characters of scale, a space, and the axis
-_AXIS_FROM: Final = 6  # lines: a chart that has so many names its first and its last x
-_LARGEST: Final = 1e30  # values beyond are no figure of any training
+_SCALE: Final = 7  # columns of the scale: five characters, a space, and the axis
+_AXIS_FROM: Final = 6  # height in lines from which a chart shows its first and last x
+_LARGEST: Final = 1e30  # larger values are left out
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points of one line, and rich's name of its style."""
+    """One line of a chart: its points, and its style as named in rich."""
 
     points: Sequence[Point]
     style: str = ""
 
 
 def chart(curves: Sequence[Curve], *, width: int, height: int, x_range: Point, empty: str) -> list[Text]:
-    """`height` lines of `width` characters with a scale on the left; later curves lie above earlier ones."""
+    """Draw a chart in `height` lines of `width` characters, with a scale on the left and later curves on top.
+
+    If the curves have no points, or the size is too small, the lines show the text `empty`.
+    """
     shown = [Curve([p for p in curve.points if _plain(p)], curve.style) for curve in curves]
     values = [y for curve in shown for _, y in curve.points]
     if not values or width <= _SCALE or height < 1:
@@ -64,7 +67,7 @@ def _scaled(grid: list[list[tuple[int, str]]], low: float, high: float) -> list[
 def _drawn(
     curves: Sequence[Curve], size: tuple[int, int], x_range: Point, y_range: Point
 ) -> list[list[tuple[int, str]]]:
-    """Rows of cells: the dots of each, and the style of the last curve in it."""
+    """Rows of cells. Each cell has its dots as bits, and the style of the last curve in it."""
     room, rows = size
     grid = [[(0, "")] * room for _ in range(rows)]
     for curve in curves:
@@ -75,7 +78,7 @@ def _drawn(
 
 
 def _line(points: Sequence[Point], x_range: Point, y_range: Point, size: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots of the points and of the straight lines between them."""
+    """Positions (column, row) of the dots of the points and of the straight lines between them."""
     columns, rows = size
     (first, last), (low, high) = x_range, y_range
 

@@ -1,8 +1,8 @@
-"""A picture that fills exactly the room that a terminal has: loss curves, a table, facts and events.
+"""Layout of a picture that fills a terminal of any size: loss curves, a table, facts and events.
 
-What matters most is never cut: the head, the facts and the foot flow into as many lines as they need. The chart, the
-table and the events share what is left; of the events the newest stay, at the bottom. A wide screen has the events
-beside the table. Knows nothing of training or of terminals: text in, lines out.
+The head, the facts and the foot are wrapped into as many lines as they need. The chart, the table and the events share
+the remaining lines; of the events, the newest are shown. A wide screen has the events beside the table. This module
+turns texts into lines, and does no output.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from rich.text import Text
 
 from peerd.screen.chart import Curve, Point, chart
 
-WIDE: Final = 110  # columns: from here on events stand beside the table
+WIDE: Final = 110  # columns from which the events are beside the table
 _GAP: Final = "   "  # between the table and the events beside it
-_TABLE_PART: Final = 0.55  # of a wide screen's width, at most
-_CHART_LEAST, _EVENTS_LEAST, _TABLE_LEAST = 5, 3, 3  # lines, where there is room for all three
-_CHART_PART: Final = 0.6  # of the lines that the three share, at most
+_TABLE_PART: Final = 0.55  # largest share of a wide screen's width
+_CHART_LEAST, _EVENTS_LEAST, _TABLE_LEAST = 5, 3, 3  # fewest lines, if all three fit
+_CHART_PART: Final = 0.6  # largest share of the lines that the three share
 
-Parts = Sequence[Text]  # they flow into lines, and are kept whole where a line can hold one
+Parts = Sequence[Text]  # texts that are joined into lines, each unbroken if it fits into a line
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns with heads; the last one takes what is left of the width. `fewer`: rows in place of too many."""
+    """A table. Its last column takes the rest of the width. `fewer` replaces `rows` if those do not fit."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Text]]
@@ -36,8 +36,8 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """See the module's header. Events are oldest first."""
+class FramePicture:
+    """Contents of a picture. Events are sorted by age, the oldest first."""
 
     head: Sequence[Parts]
     title: Text
@@ -52,17 +52,17 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """A picture as rich draws it: as large as the screen is at that moment."""
+    """Renderable for rich that draws a picture at the current size of the screen."""
 
-    picture: Picture
+    picture: FramePicture
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, options.height or console.height
         yield Text("\n").join(compose(self.picture, width, height))
 
 
-def compose(picture: Picture, width: int, height: int) -> list[Text]:
-    """`height` lines, none wider than `width`; on a screen that is too small for all of it the top stays."""
+def compose(picture: FramePicture, width: int, height: int) -> list[Text]:
+    """Lay a picture out in `height` lines of at most `width` columns. If it does not fit, the bottom is cut."""
     head = [line for parts in picture.head for line in flow(parts, width)]
     foot = [line for parts in [*picture.facts, [picture.foot]] for line in flow(parts, width)]
     room = height - len(head) - len(foot)
@@ -73,7 +73,7 @@ def compose(picture: Picture, width: int, height: int) -> list[Text]:
 
 
 def flow(parts: Parts, width: int, between: str = " · ") -> list[Text]:
-    """The parts in as few lines as they need; one that is wider than a line is broken between words."""
+    """Join the parts into as few lines as possible. A part that is wider than a line is wrapped between words."""
     lines: list[Text] = []
     for part in parts:
         if lines and lines[-1].cell_len + len(between) + part.cell_len <= width:
@@ -89,7 +89,7 @@ def flow(parts: Parts, width: int, between: str = " · ") -> list[Text]:
 
 
 def table_lines(table: Columns, width: int, most: int) -> list[Text]:
-    """The table in at most `most` lines; the last one counts the rows that have no room."""
+    """The table in at most `most` lines. If rows are left out, the last line has their number."""
     rows = table.rows if len(table.rows) < most or not table.fewer else table.fewer
     left = len(rows) - (most - 1)
     if left > 0:
@@ -113,8 +113,8 @@ def _row(cells: Sequence[Text], sizes: Sequence[int], right: frozenset[int]) -> 
     return line
 
 
-def _middle(picture: Picture, width: int, room: int) -> list[Text]:
-    """Chart, table and events, in at most `room` lines."""
+def _middle(picture: FramePicture, width: int, room: int) -> list[Text]:
+    """Chart, table and events in at most `room` lines."""
     if width >= WIDE and picture.events:
         return _side_by_side(picture, width, room)
     want = 1 + len(picture.table.rows)
@@ -128,7 +128,7 @@ def _middle(picture: Picture, width: int, room: int) -> list[Text]:
     return [*_chart(picture, width, room - len(shown) - len(newest)), *shown, *newest]
 
 
-def _side_by_side(picture: Picture, width: int, room: int) -> list[Text]:
+def _side_by_side(picture: FramePicture, width: int, room: int) -> list[Text]:
     want = max(1 + len(picture.table.rows), min(len(picture.events), room // 3), round(room * (1 - _CHART_PART)))
     low = min(want, max(_TABLE_LEAST, room - _CHART_LEAST), room)
     table = table_lines(picture.table, int(width * _TABLE_PART), low)
@@ -144,8 +144,8 @@ def _side_by_side(picture: Picture, width: int, room: int) -> list[Text]:
     return [*_chart(picture, width, room - low), *lines]
 
 
-def _chart(picture: Picture, width: int, height: int) -> list[Text]:
-    """The chart under its title; nothing where there is no room for a curve."""
+def _chart(picture: FramePicture, width: int, height: int) -> list[Text]:
+    """The chart under its title, or empty lines if `height` is too small for a curve."""
     if height < _CHART_LEAST - 1:
         return [Text("")] * max(0, height)
     lines = chart(picture.curves, width=width, height=height - 1, x_range=picture.x_range, empty=picture.empty)
@@ -160,6 +160,6 @@ def _cut(line: Text, width: int) -> Text:
 
 
 def bar(done: float, columns: int) -> Text:
-    """Progress as a line: heavy for what is done."""
+    """Progress bar of `columns` characters. `done` is the finished share, 0 to 1."""
     filled = round(columns * min(max(done, 0.0), 1.0))
     return Text("━" * filled, "green") + Text("─" * (columns - filled), "dim")

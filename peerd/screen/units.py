@@ -1,6 +1,7 @@
-"""Numbers, times and names for people: with units, separators and no more digits than anyone reads.
+"""Formats numbers, times and names for users: with units, separators and few digits.
 
-Nothing here shows `nan`, an exponent where digits do, or a peer id in full. What programs read (`--json`) stays raw.
+Never shows `nan`, or a peer id in full, and exponents only for very small or large numbers. Output for programs
+(`--json`) does not use this module.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Final
 
 UNKNOWN: Final = "-"
 _PEER_ID: Final = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
-_SHOWN: Final = 6  # entries of a list
+_SHOWN: Final = 6  # most entries of a list that are shown
 
 
 def known(value: object) -> float | None:
-    """A finite number; None for all else, the text `nan` of a snapshot included."""
+    """`value` if it is a finite number, else None. A snapshot may have the text "nan" for a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -26,18 +27,18 @@ def known(value: object) -> float | None:
 
 
 def count(value: object) -> str:
-    """A whole number with separators: 14,930."""
+    """A whole number with separators, as in 14,930."""
     number = known(value)
     return UNKNOWN if number is None else f"{round(number):,}"
 
 
 def counted(number: int, thing: str) -> str:
-    """A count of things, with the plural: 1 peer, 2,000 peers."""
+    """A count with its noun, as in 1 peer and 2,000 peers."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def number(value: object) -> str:
-    """A number with about four digits: 14,930 and 12.5 and 0.0312."""
+    """A number with about four digits, as in 14,930 and 12.5 and 0.0312."""
     told = known(value)
     if told is None:
         return UNKNOWN
@@ -49,7 +50,7 @@ def number(value: object) -> str:
 
 
 def loss(value: object) -> str:
-    """A loss: 3.412."""
+    """A loss, as in 3.412."""
     told = known(value)
     if told is None:
         return UNKNOWN
@@ -57,7 +58,7 @@ def loss(value: object) -> str:
 
 
 def rate(value: object, thing: str = "samples") -> str:
-    """Things per second: 22.4 samples/s, 2,870 tokens/s."""
+    """A rate per second, as in 22.4 samples/s and 2,870 tokens/s."""
     told = known(value)
     if told is None:
         return f"{UNKNOWN} {thing}/s"
@@ -65,7 +66,7 @@ def rate(value: object, thing: str = "samples") -> str:
 
 
 def size(value: object) -> str:
-    """Bytes in the unit that people read: 378.7 MB."""
+    """A number of bytes with a readable unit, as in 378.7 MB."""
     told = known(value)
     if told is None:
         return UNKNOWN
@@ -77,7 +78,7 @@ def size(value: object) -> str:
 
 
 def share(value: object) -> str:
-    """A part of a whole: 18 %, 0.4 %."""
+    """A share in percent, as in 18 % and 0.4 %."""
     told = known(value)
     if told is None:
         return UNKNOWN
@@ -86,7 +87,7 @@ def share(value: object) -> str:
 
 
 def duration(seconds: object) -> str:
-    """A time span with its two largest units: 5 s, 1 min 01 s, 2 h 10 min, 3 d 04 h."""
+    """A duration in its two largest units, as in 5 s, 1 min 01 s, 2 h 10 min and 3 d 04 h."""
     told = known(seconds)
     if told is None:
         return UNKNOWN
@@ -99,7 +100,7 @@ def duration(seconds: object) -> str:
 
 
 def took(seconds: object) -> str:
-    """The time that something took; short ones in milliseconds: 164 ms, 2.5 s, 1 min 01 s."""
+    """A measured time, below a second in milliseconds, as in 164 ms, 2.5 s and 1 min 01 s."""
     told = known(seconds)
     if told is None:
         return UNKNOWN
@@ -109,19 +110,19 @@ def took(seconds: object) -> str:
 
 
 def soon(seconds: float) -> str:
-    """Time until something foretold is due, in words."""
+    """Time until a predicted event, in words, as in "in about 12 s"."""
     if seconds < 1:
         return "any moment"
     return f"in about {round(seconds)} s" if seconds < 100 else f"in about {duration(seconds)}"
 
 
 def short(peer: str) -> str:
-    """The eight characters by which people tell peers apart."""
+    """A peer id shortened to its last eight characters, which differ between peers."""
     return "…" + peer[-8:] if peer.startswith("12D3KooW") else peer
 
 
 def named(text: str, names: Mapping[str, str]) -> str:
-    """`text` with each peer's id, whole or short, as its name where it has one, else short. `names`: by whole id."""
+    """Replace the peer ids in `text`, whole or short, by the peers' names, or by short ids. `names` is by whole id."""
     text = _PEER_ID.sub(lambda found: names.get(found[0]) or short(found[0]), text)
     if "…" in text:
         for peer, name in names.items():
@@ -131,7 +132,7 @@ def named(text: str, names: Mapping[str, str]) -> str:
 
 
 def brief(value: object) -> str:
-    """Any plain value in a few characters."""
+    """Any plain value as short text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):

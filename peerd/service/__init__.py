@@ -1,1 +1,1 @@
-"""Layer 3: one long-lived task each, over the host. May import core, machine and net; never torch."""
+"""Layer 3: services over the host, each a long-lived task. May import core, machine and net; never torch."""

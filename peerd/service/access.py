@@ -1,14 +1,13 @@
-"""Access to a run with tokens: this peer shows its token before its first call to a peer, and takes calls only from
-peers that showed theirs.
+"""Access control of a run with tokens: peers show each other their tokens before the first call between them.
 
-`Access` is the gate of `Rpc`: no call of any service but access/1 is received, and none is made, without it. Both sides
-show their tokens in one exchange, so each knows which peers it trusts; with them travels the organizer's newest list of
-revoked tokens, which also comes from files and from the directory. A peer that is refused is named in the log with the
-reason, a few lines a minute at most. Decisions are `machine.access.members`'s.
+`Access` is the gate of `Rpc`: except for `access/1` and `run/1`, a call needs the permission of the gate on each side.
+One exchange shows both tokens, so that each side knows the roles of the other one. The exchange also carries the
+organizer's newest list of revoked tokens, which is also read from files and the directory. The log names each peer that
+is refused and the reason, a few lines a minute at most. `machine/access/members.py` makes the decisions.
 
-A hostile peer may: show anything, never answer, answer that it does not want us, bring old or forged lists, come under
-many identities, claim in the directory to serve. The directory itself is used wherever it answers (a shared backbone
-knows no tokens); what is found there counts only with a token in it.
+A hostile peer may show any bytes, never answer, refuse our token, send old or forged lists, use many identities, or
+claim in the directory to serve a stage. The directory itself needs no token, because backbones may be shared by many
+runs; a record counts only if it contains a valid token.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
 from peerd.core.messages.encoding import Message
 from peerd.core.messages.token import NO_TOKEN, RevokedData, TokenData, revoked_key
 from peerd.core.run.runfile import RunFile
-from peerd.machine.access.members import FREE, OPEN, MemberRoll
-from peerd.machine.rpc.accounting import MethodName
+from peerd.machine.access.members import FREE, OPEN, RunMembers
 from peerd.machine.rpc.declaration import Declaration, Shows
+from peerd.machine.rpc.method_load import MethodName
 from peerd.net.host.host import Host, PeerDown
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.inbound import renewed
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.rpc.types import Answer, Incoming
+from peerd.service.rpc.rpc_types import Answer, Incoming
 
 _log = logging.getLogger("peerd.access")
 
@@ -48,18 +47,16 @@ DECLARED: Final = {
         shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0, body_bytes=16 << 10, calls_per_peer=4
     )
 }
-REFRESH_S: Final = 20.0  # how soon a revocation reaches a peer that nobody calls
+REFRESH_S: Final = 20.0  # a peer that nobody calls learns of a revocation within this time
 _SHOW_S: Final = 10.0  # for one exchange of tokens
-_AGAIN_S: Final = 5.0  # a peer that refused us, or that we refused, is asked no sooner
+_AGAIN_S: Final = 5.0  # least time between two exchanges with a peer if either side refused
 _MINUTE_S: Final = 60.0
-_SAID_AGAIN_S: Final = 600.0  # the same trouble with the same peer is said again
+_SAID_AGAIN_S: Final = 600.0  # until the same problem with the same peer is logged again
 _LIST_TTL_S: Final = 3600.0
 
 
 class Present(Message, frozen=True):
-    """The caller's token for this run, and the newest list of revoked tokens that it knows; empty where there
-    is none.
-    """
+    """The caller's token for this run, and the newest list of revoked tokens that it knows (empty if none)."""
 
     run: Annotated[str, msgspec.Meta(max_length=64)]
     token: TokenData
@@ -67,8 +64,8 @@ class Present(Message, frozen=True):
 
 
 class Presented(Message, frozen=True):
-    """Answer to Present: why the caller's token does not count (empty: it does), our own, and our list, where it is
-    newer.
+    """Answer to `Present`: why the caller's token is refused (empty if it is accepted), the callee's token, and its
+    list of revoked tokens (empty if the caller sent the same one).
     """
 
     why: Annotated[str, msgspec.Meta(max_length=RPC_ERROR_CHARS)]
@@ -76,19 +73,19 @@ class Presented(Message, frozen=True):
     revoked: RevokedData
 
 
-class Papers(Protocol):
-    """This peer's files: its token and lists of revoked tokens, read again now and then. A disk may be slow."""
+class Credentials(Protocol):
+    """This peer's token file and lists of revoked tokens. They are read repeatedly, and the disk may be slow."""
 
     async def token(self) -> bytes:
-        """The sealed token as it lies there now; ConfigError when none can be read."""
+        """The sealed token that is in the file now. Raises ConfigError if none can be read."""
         ...
 
     async def revoked(self) -> list[bytes]:
-        """Every sealed list that can be read."""
+        """All sealed lists that can be read."""
         ...
 
     async def keep(self, revoked: bytes) -> None:
-        """Remember the newest list beyond the end of this process."""
+        """Store the newest list, so that it survives a restart."""
         ...
 
 
@@ -96,12 +93,12 @@ class Papers(Protocol):
 class _Met:
     """Result of an exchange with a peer."""
 
-    refused: str  # what it has against our token; empty: nothing
-    until: float  # when another exchange may be worth it, in trio time
+    refused: str  # why the peer refuses our token; empty if it accepts it
+    until: float  # no other exchange before this trio time
 
 
 class _Exchange:
-    """An exchange under way, and the tasks that wait for it."""
+    """An exchange in progress; other tasks wait for `over`."""
 
     def __init__(self) -> None:
         self.over = trio.Event()
@@ -109,15 +106,15 @@ class _Exchange:
 
 
 class Access:
-    """The gate of one peer to one run. Nothing is served until `run`."""
+    """The gate of one peer to one run. Refuses all callers until `run` has read the token."""
 
-    def __init__(self, run: RunFile, host: Host, rpc: Rpc, clock: Clock, papers: Papers) -> None:
-        self.roll = MemberRoll(run.run, PeerId.parse(run.access.organizer), run.pipeline.stages)
-        self.refused = 0  # calls turned away
+    def __init__(self, run: RunFile, host: Host, rpc: Rpc, clock: Clock, papers: Credentials) -> None:
+        self.roll = RunMembers(run.run, PeerId.parse(run.access.organizer), run.pipeline.stages)
+        self.refused = 0  # calls that were refused
         self._host, self._rpc, self._clock, self._papers = host, rpc, clock, papers
         self._token = b""
-        self._ready = trio.Event()  # our papers were read
-        self._newer = trio.Event()  # a list came that is not kept yet
+        self._ready = trio.Event()  # the token and the lists were read
+        self._newer = trio.Event()  # a newer list arrived and is not stored yet
         self._met = BoundedDict[PeerId, _Met](ACCESS_MET)  # connected peers
         self._exchanges: dict[PeerId, _Exchange] = {}
         self._told = _Told()
@@ -125,11 +122,11 @@ class Access:
 
     @property
     def token(self) -> bytes:
-        """Our own token, sealed; empty for the organizer, which needs none."""
+        """Our own token, sealed. Empty for the organizer, which needs none."""
         return self._token
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Show tokens, keep lists, and forget peers that have gone, until cancelled."""
+        """Answer token exchanges, store newer lists, and forget disconnected peers, until cancelled."""
         self._rpc.serve(_PRESENT, Present, self._answer, declared=DECLARED[_PRESENT])
         try:
             async with trio.open_nursery() as nursery:
@@ -147,13 +144,13 @@ class Access:
             self._rpc.unserve(FREE)
 
     async def refresh(self, dht: Dht) -> None:
-        """Look for newer lists of revoked tokens, and for a newer token of our own, until cancelled."""
+        """Read newer lists of revoked tokens and a newer token of our own every 20 s, until cancelled."""
         while True:
             await self.look(dht)
             await trio.sleep(REFRESH_S)
 
     async def look(self, dht: Dht) -> None:
-        """One such look: at our files, then at the directory. The organizer's own peer publishes its list."""
+        """Read our files and the directory once. The organizer's own peer also publishes its list."""
         await self._read()
         key = revoked_key(self.roll.run)
         try:
@@ -163,7 +160,7 @@ class Access:
             if self._host.id == self.roll.organizer and self.roll.revoked_data:
                 await dht.put(key, self.roll.revoked_data, ttl_s=_LIST_TTL_S)
         except RemoteError as error:
-            _log.debug("no look for revoked tokens: %s", error)
+            _log.debug("can't read revoked tokens from the directory: %s", error)
 
     async def _read(self) -> None:
         try:
@@ -185,7 +182,7 @@ class Access:
     # --- the gate ----------------------------------------------------------------------------------------------
 
     def objection(self, caller: PeerId, method: MethodName) -> str | None:
-        """The reason why a call is not received; None when it is."""
+        """Why a call must be refused, or None if it is allowed."""
         if method.service in OPEN or caller == self._host.id:
             return None
         why = self.roll.may_call(caller, method.service, method.full, self._clock.wall())
@@ -195,7 +192,7 @@ class Access:
         return why
 
     def closed(self, caller: PeerId, methods: Iterable[MethodName]) -> bool:
-        """True when none of a service's `methods` is for this caller; not where the service has none."""
+        """True if this caller may call none of the `methods` of a service. False if there are no methods."""
         now, whys = self._clock.wall(), []
         for method in methods:
             if method.service in OPEN or caller == self._host.id:
@@ -204,7 +201,7 @@ class Access:
         return bool(whys) and None not in whys
 
     def knows(self, peer: PeerId, method: MethodName) -> bool:
-        """True when `method` of `peer` may be called without further ado."""
+        """True if `method` of `peer` may be called without another exchange of tokens."""
         if method.service in OPEN or peer == self._host.id:
             return True
         met = self._met.get(peer)
@@ -213,7 +210,7 @@ class Access:
         return self.roll.may_serve(peer, method.service, method.full, self._clock.wall()) is None
 
     async def introduce(self, peer: PeerId, method: MethodName) -> None:
-        """Show each other tokens. Raises Refused when ours is not taken, Untrusted when we do not take the other's."""
+        """Exchange tokens with `peer`. Raises Refused if it refuses ours, Untrusted if we do not accept its own."""
         met = self._met.get(peer)
         while met is None or (trio.current_time() >= met.until and not self.knows(peer, method)):
             await self._show(peer)
@@ -226,24 +223,27 @@ class Access:
             raise Untrusted(why, peer)
 
     def forgotten(self, peer: PeerId, refusal: Refused) -> bool:
-        """True when `peer` seems to have forgotten our token, as one that was started anew: then it is shown again."""
+        """True if `peer` refuses us because it lost our token, for example after a restart. The caller then retries,
+        which shows the token again.
+        """
         if not str(refusal.args[0]).startswith(NO_TOKEN):
             return False
         met = self._met.pop(peer, None)
         return met is not None and not met.refused
 
     def may_vote(self, peer: PeerId) -> bool:
-        """True when the peer's clock has a vote: strangers neither let tokens expire nor bring them back to life."""
+        """True if the peer's clock may correct ours: a stranger must not be able to expire or revive tokens."""
         return self.roll.may_vote(peer)
 
     def allows(self, peer: PeerId, role: str) -> bool:
-        """True when a peer that calls us is a member with `role`."""
+        """True if this caller is a member with `role`."""
         found = self.roll.member(peer, self._clock.wall())
         return peer == self._host.id or (found is not None and not found.lacks(frozenset({role})))
 
     def named(self, peer: PeerId, token: bytes, *roles: str) -> str | None:
-        """The name that the organizer gave to a member with one of `roles`, by the `token` in its record; None: it is
-        none.
+        """Name that the organizer gave to a member, by the `token` in its record.
+
+        Returns None if the token is not valid, or allows none of `roles`.
         """
         found = self.roll.judge(peer, token, self._clock.wall())
         if isinstance(found, str):
@@ -256,7 +256,7 @@ class Access:
         return None
 
     def waits_for(self) -> str | None:
-        """Advice for the user about our own token; None when there is none."""
+        """What this peer waits for: a new token, and why. None if its own token is valid."""
         now = self._clock.wall()
         why = self.roll.judge(self._host.id, self._token, now)
         if not isinstance(why, str):
@@ -270,7 +270,7 @@ class Access:
         return f" ({at:%Y-%m-%d %H:%M} UTC); {todo}"
 
     def status(self) -> dict[str, Any]:
-        """Plain data for `peerd status`."""
+        """Plain data about access for `peerd status`."""
         own = self.roll.judge(self._host.id, self._token, self._clock.wall())
         token = None if isinstance(own, str) else own.token
         return {
@@ -287,10 +287,10 @@ class Access:
     def _knows_member(self, peer: str) -> bool:
         return bool(peer) and self.roll.member(PeerId.parse(peer), self._clock.wall()) is not None
 
-    # --- showing -----------------------------------------------------------------------------------------------
+    # --- exchange ----------------------------------------------------------------------------------------------
 
     async def _show(self, peer: PeerId) -> None:
-        """One exchange with `peer`, whoever else wants one."""
+        """Exchange tokens with `peer`, or wait for an exchange with it that is in progress."""
         exchange = self._exchanges.get(peer)
         if exchange is not None:
             await exchange.over.wait()
@@ -340,15 +340,15 @@ class Access:
     def _admit(self, peer: PeerId, token: bytes) -> str | None:
         why = self.roll.admit(peer, token, self._clock.wall())
         if self._host.links.best(peer) is None:
-            self.roll.forget(peer)  # it went meanwhile, and nobody will say so once more
+            self.roll.forget(peer)  # it has disconnected, and its PeerDown event has passed
         return why
 
     def _learn(self, data: bytes, bringer: PeerId | None) -> None:
-        """Take over a newer list; everybody is then shown ours again, so that it spreads."""
+        """Store a newer list, and show it to all peers in new exchanges, so that it spreads."""
         try:
             newer = self.roll.learn_revoked(data)
         except ProtocolViolation as error:
-            _log.warning("skipped a list of revoked tokens: %s", error.blame(bringer) if bringer else error)
+            _log.warning("ignored a list of revoked tokens: %s", error.blame(bringer) if bringer else error)
             return
         if newer:
             self._met.clear()
@@ -361,7 +361,7 @@ class Access:
 
 
 class _Told:
-    """Rate limit of log lines: the same about a peer only now and then, and not too much in a minute."""
+    """Rate limit of log lines: each problem of a peer once in ten minutes, and few lines a minute in total."""
 
     def __init__(self) -> None:
         self._said: OrderedDict[tuple[PeerId, str], float] = OrderedDict()

@@ -1,7 +1,7 @@
-"""A peer's protocol stack: its host, the calls over it, and the DHT over these, put together in their order.
+"""A peer's protocol stack: its host, remote calls over the host, and the DHT over remote calls.
 
-What every peer stands on, be it a daemon, a simulated one, or one in a test. Roles and ways come on top; the daemon
-keeps each part running by itself and does not use `run`.
+Every peer has one: a daemon, a simulated peer, and a peer in a test. Roles and connectivity services are built on top.
+The daemon runs each part in a task of its own and does not use `PeerStack.run`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peerd.service.rpc.rpc import Rpc
 
 @dataclass(frozen=True, slots=True)
 class PeerStack:
-    """One peer's parts. Nothing moves until they run."""
+    """One peer's parts. Idle until `run`, or until each part runs."""
 
     keypair: Keypair
     clock: Clock
@@ -38,7 +38,7 @@ class PeerStack:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Listen, carry calls, and join the DHT through `bootstrap`, until cancelled; None: without the DHT."""
+        """Listen, serve calls, and join the DHT through `bootstrap` (not at all if None), until cancelled."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self.host.run, listen)
             await nursery.start(self.rpc.run)
@@ -55,7 +55,7 @@ def peer_stack(
     dht_config: DhtConfig | None = None,
     buffers: Buffers | None = None,
 ) -> PeerStack:
-    """The stack of the peer with this identity. `buffers`: see `Host`."""
+    """Build the stack of the peer with this identity. `buffers`: see `Host`."""
     host = Host(keypair, clock, transports, host_config, buffers)
     rpc = Rpc(host, clock)
     return PeerStack(keypair, clock, host, rpc, Dht(host, rpc, clock, keypair, dht_config))

@@ -1,7 +1,8 @@
-"""The run file, offered to strangers by backbones and users' own loops: service `run/1`, open to everyone.
+"""Service `run/1`: backbones and users' own loops send the run file to anyone who asks.
 
-A stranger needs the file to see what a run is, before it has a token. Bounded by the host's book as any call is, and to
-a few at once. A hostile backbone may give anything: `core.messages.run_link` refuses what may not be used.
+A stranger needs the file to see what a run is, before it has a token. The host's resource book limits these calls like
+any others, and only a few are served at once. A hostile backbone may send anything: `core/messages/run_link.py` rejects
+what must not be used.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Final
 import trio
 
 from peerd.core.errors import ConfigError, Refused, RemoteError
-from peerd.core.messages.run_link import DOMAIN, METHOD, SERVICE, JoinLink, RunFileAsked, RunFileTold, shared_run
+from peerd.core.messages.run_link import DOMAIN, METHOD, SERVICE, JoinLink, RunFileAnswer, RunFileRequest, shared_run
 from peerd.core.run.runfile import RunFile
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.net.host.host import Host
 from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.rpc.types import Answer, Incoming
+from peerd.service.rpc.rpc_types import Answer, Incoming
 
 SIGNATURE_FILE: Final = "run.signature"  # in the data directory
 _ANSWER_S: Final = 10.0  # for a file of some kilobytes
@@ -39,27 +40,28 @@ DECLARED: Final = {
 
 
 class RunOffer:
-    """Answers with `told`'s file, as it is at that time, while it is open."""
+    """Answers requests for the run file with the current result of `told`, between `open` and `close`."""
 
-    def __init__(self, rpc: Rpc, run: str, told: Callable[[], RunFileTold]) -> None:
+    def __init__(self, rpc: Rpc, run: str, told: Callable[[], RunFileAnswer]) -> None:
         self._rpc, self._run, self._told = rpc, run, told
 
     def open(self) -> None:
-        self._rpc.serve(METHOD, RunFileAsked, self._answer, declared=DECLARED[METHOD])
+        self._rpc.serve(METHOD, RunFileRequest, self._answer, declared=DECLARED[METHOD])
 
     def close(self) -> None:
         self._rpc.unserve(SERVICE)
 
-    async def _answer(self, incoming: Incoming[RunFileAsked]) -> Answer[RunFileTold]:
+    async def _answer(self, incoming: Incoming[RunFileRequest]) -> Answer[RunFileAnswer]:
         if incoming.body.run != self._run:
             raise Refused("this backbone is of another run")
         return Answer(self._told())
 
 
 def own_signature(run: RunFile, file: bytes, host: Host, path: Path) -> bytes:
-    """The organizer's signature of `file`: made here, where this is its peer, else read from `path`.
+    """The organizer's signature of `file`, or b"" if the run has no organizer.
 
-    Empty where the run has no organizer. ConfigError says why there is none, and what to do.
+    The organizer's own peer signs `file` here; any other peer reads the signature from `path`. Raises ConfigError if
+    the signature is missing or wrong; its text says what to do.
     """
     organizer = run.access.organizer
     if not organizer:
@@ -68,20 +70,20 @@ def own_signature(run: RunFile, file: bytes, host: Host, path: Path) -> bytes:
         return host.sign(DOMAIN + file)
     try:
         signature = bytes.fromhex(path.read_text("ascii").strip())
-        shared_run(RunFileTold(file, signature), run.run)
+        shared_run(RunFileAnswer(file, signature), run.run)
     except (OSError, ValueError, RemoteError) as error:
         advice = f"`peerd token sign RUN_FILE` on its machine makes one: save it as {path}"
         raise ConfigError(f"no signature of the organizer for this run file ({error}); {advice}") from None
     return signature
 
 
-async def fetch_file(stack: PeerStack, link: JoinLink, timeout_s: float) -> RunFileTold:
-    """Ask the backbone of `link` for its run file; RemoteError says why there is none."""
+async def fetch_file(stack: PeerStack, link: JoinLink, timeout_s: float) -> RunFileAnswer:
+    """Fetch the run file from the backbone of `link`. Raises RemoteError if that fails."""
     async with trio.open_nursery() as nursery:
         await nursery.start(functools.partial(stack.host.run, []))
         await nursery.start(stack.rpc.run)
         with trio.fail_after(timeout_s):
             peer = await stack.host.connect_addr(link.addr)
-        answer = await stack.rpc.call(peer, METHOD, RunFileAsked(link.run), RunFileTold, timeout_s=timeout_s)
+        answer = await stack.rpc.call(peer, METHOD, RunFileRequest(link.run), RunFileAnswer, timeout_s=timeout_s)
         nursery.cancel_scope.cancel()
     return answer.body

@@ -1,4 +1,4 @@
-"""RunServices: the services of one run on one peer, shared by all roles of the process, each built at first use."""
+"""The services of one run on one peer. All roles of a process share them; each is built at its first use."""
 
 from __future__ import annotations
 
@@ -26,44 +26,47 @@ from peerd.machine.pipeline.route_policy import RoutePolicy
 from peerd.machine.pipeline.routes import Route
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
-from peerd.service.averaging.preconnect import Assembling
+from peerd.service.averaging.preconnect import Preconnector
 from peerd.service.conductor.commit_proofs import CommitProofs, trusted_peers
 from peerd.service.conductor.conductor_client import ConductorClient
-from peerd.service.conductor.conductor_server import Conducting
+from peerd.service.conductor.conductor_server import ConductorServer
 from peerd.service.conductor.orders import ConductingConfig
-from peerd.service.conductor.placing import Placing
 from peerd.service.conductor.rivals import Rivals
+from peerd.service.conductor.stage_finder import StageFinder
 from peerd.service.dht.dht import Dht
 from peerd.service.network.link_watch import LinkWatch
 from peerd.service.pipeline.direct import DirectPipeline
-from peerd.service.pipeline.schedule import Pipeline
+from peerd.service.pipeline.schedule import MicrobatchSchedule
 from peerd.service.pipeline.stage_calls import StageCalls
-from peerd.service.pipeline.stage_client import TrainerPapers
+from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.snapshot import KEPT, Fetcher, Giving, Snapshots
-from peerd.service.swarm.contributions import Tally, TallyOf
+from peerd.service.state.snapshot import KEPT, SnapshotFetcher, Snapshots, StateServer
+from peerd.service.swarm.contributions import ContributionOf, ContributionTally
 from peerd.service.swarm.counted_record import CountedRecord
-from peerd.service.swarm.dial_trainers import CallingIn
+from peerd.service.swarm.dial_trainers import TrainerDialer
 from peerd.service.swarm.directory import Directory
 from peerd.service.swarm.run_view import RunView
 
 if TYPE_CHECKING:
-    from peerd.service.averaging.allreduce import Averaging
+    from peerd.service.averaging.allreduce import AllReduceService
     from peerd.service.experts.expert_client import ExpertClient
     from peerd.service.experts.expert_directory import ExpertDirectory
 
 
-_LEAST_GAIN: Final = 0.01  # share of the throughput that moves by load must win,
-_LARGE_GAIN: Final = 0.25  # and where the network counts as well, which may want stages to be unequal
-_COMPARED_AGAIN_S: Final = 5.0  # between looks whether the conductor refuses us for our settings
-_PREPARE_S: Final = 60.0  # of a round beside what its bytes take, and for as many silent members:
-_SILENCES: Final = 6
-_PROBE_S: Final = 8.0  # for a dial, over a relay if need be, and an echo behind what a full line carries
+_LEAST_GAIN: Final = 0.01  # least gain of rebalancing moves, as a share of the throughput
+_LARGE_GAIN: Final = 0.25  # the same for `placement: network`, which may want unequal stages
+_COMPARED_AGAIN_S: Final = 5.0  # how often we check whether the conductor refuses our settings
+_PREPARE_S: Final = 60.0  # limit for a round, besides the time for its bytes and for silent members
+_SILENCES: Final = 6  # silent members, one after the other, for which a round has time
+_PROBE_S: Final = 8.0  # for a dial, maybe over a relay, and a ping that queues behind bulk data
 
 
 @dataclass(frozen=True, slots=True)
-class Carries:
-    """This peer's line: rates by its limits, else as measured; 0: unknown. `takes_inbound`: others can connect in."""
+class LineSpeeds:
+    """Rates of this peer's line in bytes/s: its limits in the run file, else measured rates; 0 if unknown.
+
+    `takes_inbound`: other peers can connect to this one.
+    """
 
     up_bytes_per_s: float
     down_bytes_per_s: float
@@ -77,8 +80,10 @@ def _listed(told: Sequence[str]) -> str:
 
 
 class RunServices:
-    """See the module's header. Building it starts nothing. `route`: of this process's trainer; None: any peers.
-    `policy`: how it chooses among these in direct hand-over, where not by flow.
+    """Builds the services of one run at their first use. Starts no task.
+
+    `route`: which peers this process's trainer may use; None means all. `policy`: how it chooses among them in direct
+    hand-over; the default chooses by flow.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class RunServices:
         self.fingerprint = fingerprint(run)
         self.clock = clock
         self._host, self._rpc, self._dht = host, rpc, dht
-        self._tallies: dict[str, Tally] = {}
+        self._tallies: dict[str, ContributionTally] = {}
         self._corpus: dict[str, str] = {}
         self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
         self.following = ConductorClient(rpc, host.id, self.directory, ways=self)
@@ -104,17 +109,18 @@ class RunServices:
         rivals = Rivals(self.fingerprint, rpc, host, self.following)
         self.view = RunView((host, dht), self.directory, rpc.gate, rivals.reachable, clock.rng("run view"))
         self.following.cause = self.view.cause
-        host.book.members_by(self.serves)  # in runs with tokens, too: a peer that serves has shown one
+        host.book.members_by(self.serves)  # in a run with tokens, too: a serving peer has shown its token
 
     def serves(self, peer: str) -> bool:
-        """True when the conductor that we follow names this peer as one that serves and has helped to make a step."""
+        """True if the conductor that we follow lists this peer as serving and as a contributor to an earlier step."""
         return self.following.serves(peer)
 
     async def compare_settings(self, corpus: Mapping[str, str] | None = None) -> None:
-        """Compare our settings with the run's published ones and publish ours; ConfigError names all that differs.
+        """Compare our settings with the run's published ones and publish ours. Raises ConfigError with all differences.
 
-        Waits first until this peer has a view of the run: without one, no settings are published as far as it knows.
-        `corpus`: of a trainer, the digest of what it reads, by the key of its source; others' that differ are refused.
+        Waits first until this peer has a view of the run, because without a view no settings seem to be published.
+        `corpus`: for a trainer, the digest of each text that it reads, by the key of its source. A difference from the
+        other trainers' texts is an error, too.
         """
         if corpus is not None:
             self._corpus = self._compared(corpus)
@@ -122,19 +128,19 @@ class RunServices:
         try:
             await self._compare()
         except RemoteError:
-            return  # alone for now; a peer that differs is refused by the others later
+            return  # nobody answers now; peers with other settings are refused later
         await self.publish_settings()
 
     @property
     def has_tokens(self) -> bool:
-        """True if only those that show a token of the run take part."""
+        """True if only peers with a token for this run may take part."""
         return self._rpc.gate is not None
 
     async def compare_late(self, corpus: Mapping[str, str]) -> list[str]:
-        """Compare the text of a trainer that trains with it already; returns sentences on what differs in an open run.
+        """Compare the text of a trainer that is already training with the text of the other trainers.
 
-        There the others' word is anybody's, and ends no trainer at work. In a run with tokens it is that of members:
-        ConfigError.
+        Returns a sentence for each difference in an open run, where any stranger can publish a digest and must not end
+        a trainer at work. In a run with tokens, only members publish digests, and a difference raises ConfigError.
         """
         if self.has_tokens:
             await self.compare_settings(corpus)
@@ -147,25 +153,25 @@ class RunServices:
         return told
 
     def _compared(self, corpus: Mapping[str, str]) -> dict[str, str]:
-        """The digests to compare with the other trainers': those that the run file names are compared already."""
+        """The digests to compare with other trainers', without the sources whose digest is in the run file already."""
         named = {key for key, source in sources_of(self.run.data) if source.digest}
         return {key: digest for key, digest in corpus.items() if digest and key not in named}
 
     async def agrees(self) -> bool:
-        """True when the run's published settings are ours, False when there are none; ConfigError when they differ."""
+        """True if the run's published settings equal ours, False if there are none. Raises ConfigError otherwise."""
         published = await self.directory.published_settings()
         found = Counter(settings.shared for settings in published.serving)
         if found and shared_text(self.run) not in found:
             most = max(found, key=lambda shared: (found[shared], shared))
             told = differences(shared_text(self.run), most, named_files(self.run))
-            raise ConfigError(f"run {self.run.run!r} is on its way with other settings:{_listed(told)}")
+            raise ConfigError(f"run {self.run.run!r} is running with other settings:{_listed(told)}")
         return bool(found)
 
     async def keep_comparing(self) -> None:
-        """Compare our settings again, until a conductor has answered us; ConfigError names all that differs.
+        """Compare our settings again until a conductor has answered us. Raises ConfigError with all differences.
 
-        For peers that start together: each compared before the other served. Only whom a conductor refuses for the run
-        file looks again, so that a stranger's settings never end the peer that conducts.
+        Peers that start together compare before any settings are published. Only a peer whose run file the conductor
+        refuses compares again, so that a stranger's settings never end the peer that conducts.
         """
         while not self.following.answered:
             await trio.sleep(_COMPARED_AGAIN_S)
@@ -177,10 +183,10 @@ class RunServices:
         await self.agrees()
         told = await self.other_texts() if self._corpus else []
         if told:
-            raise ConfigError(f"run {self.run.run!r} is on its way with other text:{_listed(told)}")
+            raise ConfigError(f"run {self.run.run!r} is running with other text:{_listed(told)}")
 
     async def other_texts(self) -> list[str]:
-        """A sentence on each source of which every other trainer reads another text than we; raises RemoteError."""
+        """A sentence for each source of which all other trainers read another text than we. Raises RemoteError."""
         others = await self._others_read()
         return [
             self._other_text(key, min(others[key]))
@@ -189,9 +195,9 @@ class RunServices:
         ]
 
     async def refuse_texts_of_few(self) -> None:
-        """Raise ConfigError where more trainers, or of as many those whose digest is the later, read another text.
+        """Raise ConfigError if more trainers read another text than read ours. In a tie, the larger digest counts.
 
-        For those that start together: each compared before the other had published anything.
+        For trainers that start together, which compare before any of them has published its digests.
         """
         try:
             others = await self._others_read()
@@ -206,7 +212,7 @@ class RunServices:
             raise ConfigError(f"trainers of run {self.run.run!r} started together with other text:{_listed(told)}")
 
     async def _others_read(self) -> dict[str, Counter[str]]:
-        """For each source, the digests of what other trainers of these settings read, and how many do."""
+        """For each source, the digests of the texts that other trainers with our settings read, with their numbers."""
         published = (await self.directory.published_settings()).training
         published = [settings for settings in published if settings.shared == shared_text(self.run)]
         return {key: Counter(s.corpus[key] for s in published if key in s.corpus) for key in self._corpus}
@@ -220,15 +226,15 @@ class RunServices:
         )
 
     async def publish_settings(self) -> None:
-        """Publish our settings as a record of the run; raises RemoteError."""
+        """Publish our settings as a record of the run. Raises RemoteError."""
         token = self._rpc.gate.token if self._rpc.gate is not None else b""
         await self.directory.publish_settings(PublishedSettings(shared_text(self.run), self._corpus, token))
 
-    def carries(self) -> Carries:
-        """This peer's line: limits of the run file, else the rates that were measured."""
+    def carries(self) -> LineSpeeds:
+        """Rates of this peer's line: limits of the run file, else measured rates."""
         limits, line = self.run.limits, self._host.line
         up, down = limits.upload_mbit * BYTES_PER_MBIT, limits.download_mbit * BYTES_PER_MBIT
-        return Carries(
+        return LineSpeeds(
             up or line.up.told_bytes_per_s(),
             down or line.down.told_bytes_per_s(),
             up_measured=not up,
@@ -238,18 +244,18 @@ class RunServices:
 
     @cached_property
     def link_watch(self) -> LinkWatch:
-        """The watch on this peer's links, for the conductor's map of the network; run once in a process."""
+        """Measures this peer's links for the conductor's network map. Run it once in a process."""
         return LinkWatch(self.fingerprint, (self._host, self._rpc), self.clock, self.following, self.carries)
 
     @cached_property
     def experts(self) -> ExpertDirectory:
-        """Who hosts which experts, in a run that has them; kept fresh while somebody runs it."""
+        """Directory of the hosts of each expert, in a run with experts. Stays fresh while its task runs."""
         from peerd.service.experts.expert_directory import ExpertDirectory
 
         return ExpertDirectory(self.run, self._rpc, self._host, self._dht, self.clock)
 
     def expert_calls(self, worker: Worker) -> ExpertClient:
-        """For a trainer, or a user's own loop: calls to experts, chosen and checked on `worker`."""
+        """Client for calls to experts, for a trainer or a user's own loop. Chooses and checks on `worker`."""
         from peerd.service.experts.expert_client import ExpertClient  # brings numpy, which a backbone does not need
         from peerd.service.experts.kept_directory import KeptDirectory, ReadingPeer
 
@@ -260,35 +266,35 @@ class RunServices:
 
     def pipeline(
         self, grant_of: Callable[[int], Grant | None], evaluation_grant: Callable[[], Grant | None]
-    ) -> Pipeline | DirectPipeline:
-        """For a trainer: calls to the stages. `grant_of`: the grant for a microbatch of ours, by its number.
+    ) -> MicrobatchSchedule | DirectPipeline:
+        """A trainer's calls to the stages. `grant_of`: the conductor's grant for a microbatch of ours, by its number.
 
-        `evaluation_grant`: the newest grant to evaluate.
+        `evaluation_grant`: returns the newest grant to evaluate.
         """
-        papers = TrainerPapers(self._host.id.text, grant_of, self._host.sign, evaluation_grant)
+        papers = TrainerCredentials(self._host.id.text, grant_of, self._host.sign, evaluation_grant)
         direct = self.run.pipeline.handover == "direct" and self.run.pipeline.stages > 1
         if direct:
             return DirectPipeline(self.run, self._rpc, self.clock, self, papers, self.route, self._policy)
-        return Pipeline(self.run, self._rpc, self.clock, self, papers, self.route)
+        return MicrobatchSchedule(self.run, self._rpc, self.clock, self, papers, self.route)
 
     def linked(self, peer: PeerId) -> bool:
-        """True when calls get through to `peer` though it cannot be dialed; a replica is called by its own trainer."""
+        """True if calls reach `peer` without a dial: over an existing link, or because it is this peer itself."""
         return peer == self._host.id or self._host.links.best(peer) is not None
 
     def way(self, peer: PeerId) -> Way:
-        """The kind of the best link to `peer`; empty where there is none."""
+        """The kind of the best link to `peer`, or "" if there is none."""
         if peer == self._host.id:
             return "direct"
         link = self._host.links.best(peer)
-        return "" if link is None else "relay" if link.way == path_selection.Way.RELAYED else "direct"
+        return "" if link is None else "relay" if link.way == path_selection.PathKind.RELAYED else "direct"
 
     def doubt(self, peer: PeerId) -> float:
-        """An answer is overdue: check that the peer is still there; returns the seconds since it was last heard."""
+        """Check that `peer` is alive, because an answer is overdue. Returns the seconds since its last byte arrived."""
         link = self._host.links.best(peer)
         return 0.0 if link is None else link.doubt()
 
     async def probe(self, peer: PeerId) -> None:
-        """Have a link to `peer` over which it answers; else RemoteError, after some seconds at most."""
+        """Ping `peer`, connecting first if needed. Raises RemoteError if it does not answer within 8 s."""
         if peer == self._host.id:
             return
         with trio.move_on_after(_PROBE_S):
@@ -298,68 +304,68 @@ class RunServices:
 
     @cached_property
     def calls(self) -> StageCalls:
-        """The dispatch of `stage/6` calls to this peer's posts."""
+        """Dispatches `stage/6` calls to this peer's posts."""
         return StageCalls(self._rpc, self.run, lambda: self.following.conductor)
 
     @cached_property
-    def averaging(self) -> Averaging:
-        """All-reduce inside the stages that this peer serves or helps; serves `average/2` from now on."""
-        from peerd.service.averaging.allreduce import Averaging  # brings numpy, which a backbone does not need
+    def averaging(self) -> AllReduceService:
+        """All-reduce inside the stages that this peer serves or helps. Serves `average/2` from the first use on."""
+        from peerd.service.averaging.allreduce import AllReduceService  # brings numpy, which a backbone does not need
 
-        averaging = Averaging(self._rpc, self._host.id, self._host.pace)
+        averaging = AllReduceService(self._rpc, self._host.id, self._host.pace)
         self._host.book.members_by(averaging.takes_part)
         return averaging
 
-    def tally(self, role: str, file: Path, worker: Worker) -> Tally:
-        """A role's tally of contributions, for the leader-board; `file`, written on `worker`, outlives a restart."""
+    def tally(self, role: str, file: Path, worker: Worker) -> ContributionTally:
+        """A role's tally of contributions, for the leader-board. `worker` writes it to `file`, across restarts."""
         if role not in self._tallies:
-            of = TallyOf(self.run.run, role, file, worker)
-            self._tallies[role] = Tally(of, self._dht, self.clock, self._rpc.gate)
+            of = ContributionOf(self.run.run, role, file, worker)
+            self._tallies[role] = ContributionTally(of, self._dht, self.clock, self._rpc.gate)
         return self._tallies[role]
 
     def snapshots(self) -> Snapshots:
-        """One post's state transfer: fetch its state, and give it with those of this peer's other posts."""
+        """State transfer of one post: fetches its state, and serves it together with this peer's other posts."""
         return Snapshots(self._rpc, self.clock.rng("state"), self._giving)
 
     @cached_property
-    def _giving(self) -> Giving:
-        giving = Giving(self._rpc)
+    def _giving(self) -> StateServer:
+        giving = StateServer(self._rpc)
         giving.is_member = self._is_member
         return giving
 
     def _is_member(self, peer: PeerId) -> bool:
         return peer in self.following.known()
 
-    def assembling(self) -> Assembling:
-        """For a member or a helper: links to all others of its rounds, before they are needed."""
-        return Assembling(self._host, self.following, self.run.averaging.group_size)
+    def assembling(self) -> Preconnector:
+        """For a member or a helper: connects to all other peers of its rounds before the rounds begin."""
+        return Preconnector(self._host, self.following, self.run.averaging.group_size)
 
-    def placing(self) -> Placing:
-        """For a stage peer: the stage to serve, when it joins and when another one is empty."""
+    def placing(self) -> StageFinder:
+        """For a stage peer: finds the stage to serve when it joins, and when another stage becomes empty."""
         rivals = Rivals(self.fingerprint, self._rpc, self._host, self.following)
-        return Placing(self.fingerprint, self.following, rivals, self.clock)
+        return StageFinder(self.fingerprint, self.following, rivals, self.clock)
 
-    def calling_in(self) -> CallingIn:
-        """For a stage peer: links to trainers, which cannot make them where this peer can only dial."""
-        return CallingIn(self._host, self._dht, self.directory)
+    def calling_in(self) -> TrainerDialer:
+        """For a stage peer: dials trainers, which cannot dial this peer if it accepts no inbound connections."""
+        return TrainerDialer(self._host, self._dht, self.directory)
 
-    def fetcher(self) -> Fetcher:
-        """For an observer: fetch state from stage peers."""
-        return Fetcher(self._rpc, self.clock.rng("state"))
+    def fetcher(self) -> SnapshotFetcher:
+        """For an observer: fetches states from stage peers."""
+        return SnapshotFetcher(self._rpc, self.clock.rng("state"))
 
-    def kept_fetcher(self) -> Fetcher:
-        """For a stage peer: fetch checkpoints that backbones keep."""
-        return Fetcher(self._rpc, self.clock.rng("kept"), KEPT)
+    def kept_fetcher(self) -> SnapshotFetcher:
+        """For a stage peer: fetches checkpoints that backbones keep."""
+        return SnapshotFetcher(self._rpc, self.clock.rng("kept"), KEPT)
 
-    def kept_giving(self) -> Giving:
-        """For a backbone: give the checkpoints that it keeps; serves `kept/1` from now on."""
-        giving = Giving(self._rpc, KEPT)
+    def kept_giving(self) -> StateServer:
+        """For a backbone: serves the checkpoints that it keeps, by `kept/1`, from now on."""
+        giving = StateServer(self._rpc, KEPT)
         giving.is_member = self._is_member
         return giving
 
     @cached_property
-    def conducting(self) -> Conducting:
-        """The conductor's service of this peer, idle until it has the duty; run by its post of stage 0."""
+    def conducting(self) -> ConductorServer:
+        """This peer's conductor service, idle until the peer becomes the conductor. Its post of stage 0 runs it."""
         run = self.run
         sizes = ConductorConfig(
             stages=run.pipeline.stages,
@@ -385,6 +391,6 @@ class RunServices:
             samples=run.batch.target_samples,
             prepare_timeout_s=_PREPARE_S + _SILENCES * run.averaging.sender_timeout_s,
         )
-        conducting = Conducting(config, self._rpc, self._host, self.clock, self.following, self.proofs)
+        conducting = ConductorServer(config, self._rpc, self._host, self.clock, self.following, self.proofs)
         conducting.publish_counts(CountedRecord(run.run, self._dht, self._rpc.gate))
         return conducting

@@ -1,9 +1,10 @@
-"""Time limits of calls, waits and deadlines: what each bounds, and why it may be a constant.
+"""Table of the time limits of calls, waits and deadlines that are constants, each with the reason why it may be one.
 
-A time limit that a larger model, a slower line or more peers would reach is wrong: work that moves bytes has seconds
-for its bytes beside it, or ends by silence. A test walks through the code, and fails for a constant that reaches a time
-limit, or that elapsed time is compared with, and has no row here, and for a plain number in its place. Deadlines that a
-peer measures (rounds of averaging, calls to stages and experts) are no constants, and have none.
+A time limit is wrong if a larger model, a slower line or more peers would reach it. So work that transfers bytes gets
+extra seconds for its bytes, or ends only when the peer falls silent. A test reads the code. It fails if a constant that
+limits a time, or that is compared with elapsed time, has no row here, and if a plain number is used instead of a
+constant. Deadlines that a peer measures (averaging rounds, calls to stages and experts) are not constants and have no
+row.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from collections.abc import Mapping
 from typing import Final
 
 SMALL: Final = "an exchange of some kilobytes between two peers"
-AGAIN: Final = "what does not come by then is asked for again, or done without"
-PAUSE: Final = "a pause between two looks: it ends nothing"
-BYTES: Final = "seconds for the bytes come on top"
-LOCAL: Final = "work of this machine that no model makes longer"
-LEAVING: Final = "a peer that leaves must be gone when the user expects it; the others go on without"
-REST: Final = "a rest, after a failure or between two moves: it ends nothing"
-COUNTS: Final = "for how long something that was seen or told counts: it ends nothing"
-SHOWN: Final = "what is shown to the user, or said in the log, and how often: it ends nothing"
-DOUBT: Final = "then a sign of life is asked for, or another peer does it: what is on its way is still taken"
-LINE: Final = "how a line is measured and filled: it ends nothing"
-LEAST: Final = "the least of a time: it grows with what is measured"
-LATER: Final = "of a plan alone: a peer that takes longer goes on, and counts once it serves"
-DOUBLES: Final = "twice as long after each time in vain"
-SETTING: Final = "a setting of the run, which its organizer chooses"
+AGAIN: Final = "on timeout the caller asks again, or continues without the answer"
+PAUSE: Final = "an interval between two checks; it cancels nothing"
+BYTES: Final = "seconds for the bytes are added"
+LOCAL: Final = "local work, whose time does not depend on the model"
+LEAVING: Final = "a leaving peer must end when the user expects it; the others continue without it"
+REST: Final = "a pause after a failure or between two moves; it cancels nothing"
+COUNTS: Final = "how long an observation or a report counts; it cancels nothing"
+SHOWN: Final = "what is displayed or logged for the user, and how often; it cancels nothing"
+DOUBT: Final = "on timeout the peer is pinged, or another peer is asked too; a late answer is still accepted"
+LINE: Final = "for the measurement and use of a line's capacity; it cancels nothing"
+LEAST: Final = "the lower bound of a time that grows with measured times"
+LATER: Final = "affects only the plan; a slower peer continues, and counts once it serves"
+DOUBLES: Final = "doubles after each failed attempt"
+SETTING: Final = "a setting of the run, chosen by its organizer"
 
-# module.NAME: why it may be a constant.
+# module.NAME: why it may be a constant
 TIMEOUTS: Final[Mapping[str, str]] = {
     # commands and the daemon
     "peerd.commands.doctor.network_checks._CONNECT_S": SMALL,
@@ -38,12 +39,12 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.control.company._FIRST_WORD_S": PAUSE,
     "peerd.control.socket.ANSWER_TIMEOUT_S": LOCAL,
     "peerd.daemon.WITHDRAW_S": LEAVING,
-    "peerd.demo.parent.START_S": LOCAL,
+    "peerd.demo.story.START_S": LOCAL,
     "peerd.commands.doctor.network_checks._IDENTIFY_S": SMALL,
     "peerd.commands.evaluate._PERIOD_S": SHOWN,
     "peerd.commands.joining.FETCH_S": SMALL,
-    "peerd.commands.plan.placing._LEAP_S": "beyond every deadline: the user wants the best plan at once",
-    "peerd.commands.plan.placing._TOLD_S": SHOWN,
+    "peerd.commands.plan.plan_search._LEAP_S": "exceeds every deadline: all expire once the user stops the search",
+    "peerd.commands.plan.plan_search._TOLD_S": SHOWN,
     "peerd.commands.status.run_pulse.MISSED_S": SHOWN,
     "peerd.commands.status.run_pulse.STILL_S": SHOWN,
     "peerd.commands.status.status_board.JOINING_S": SHOWN,
@@ -55,16 +56,16 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.control.company._AGAIN_S": SHOWN,
     "peerd.control.company._LOST_S": SHOWN,
     "peerd.control.company._RARELY_S": SHOWN,
-    "peerd.control.leaving.DRAIN_S": "it begins again while a role saves what nobody else has",
-    "peerd.control.papers._DAY_S": "a token's life in days, as the organizer states it",
-    "peerd.control.socket._ACCEPT_S": "a daemon that takes longer counts as busy, and as living",
+    "peerd.control.leave_deadlines.DRAIN_S": "it restarts while a role saves data that no other peer has",
+    "peerd.control.token_files._DAY_S": "converts a token's lifetime, which the organizer gives in days",
+    "peerd.control.socket._ACCEPT_S": "a slower daemon counts as busy, and as alive",
     "peerd.control.socket._MORE_S": LOCAL,
     "peerd.core.run.runfile.sender_timeout_s": SETTING,
     "peerd.core.run.runfile.timeout_s": SETTING,
     "peerd.daemon.HEALTHY_S": REST,
     "peerd.demo.children.STOP_S": LEAVING,
-    "peerd.demo.parent.NO_STEP_S": "of a demo, whose model is small; while anything is done half an hour passes first",
-    "peerd.demo.parent.STALL_S": "of a demo, whose model is small, and in which nothing at all is done",
+    "peerd.demo.story.NO_STEP_S": "for a demo with a small model; half an hour without a step while work is done",
+    "peerd.demo.story.STALL_S": "for a demo with a small model, in which no work is done any more",
     "peerd.library.background.CLOSE_S": LEAVING,
     "peerd.core.run.runfile.announce_s": SETTING,
     "peerd.core.run.runfile.checkpoint_s": SETTING,
@@ -72,7 +73,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     # data and devices
     "peerd.compute.data.http_fetch.READ_TIMEOUT_S": BYTES,
     "peerd.compute.worker.CLOSE_TIMEOUT_S": LEAVING,
-    "peerd.compute.data.remote_files.ABANDONED_S": "an hour without a byte: a fetch ends after minutes",
+    "peerd.compute.data.remote_files.ABANDONED_S": "an hour without a byte; a fetch fails after minutes",
     # network
     "peerd.net.gateway.natpmp.FIRST_WAIT_S": SMALL,
     "peerd.net.host.failover._DIAL_S": SMALL,
@@ -83,10 +84,10 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.net.relay.circuit_transport._LOOK_S": PAUSE,
     "peerd.net.relay.renewal._LOOK_S": PAUSE,
     "peerd.net.tcp.resolve.RESOLUTION_DELAY_S": PAUSE,
-    "peerd.service.connectivity.dcutr.PUNCH_ATTEMPT_S": SMALL,
-    "peerd.service.connectivity.dcutr._ANSWER_S": SMALL,
-    "peerd.service.connectivity.dcutr._HANDSHAKE_S": SMALL,
-    "peerd.service.connectivity.dcutr._LOOK_S": PAUSE,
+    "peerd.service.connectivity.hole_puncher.PUNCH_ATTEMPT_S": SMALL,
+    "peerd.service.connectivity.hole_puncher._ANSWER_S": SMALL,
+    "peerd.service.connectivity.hole_puncher._HANDSHAKE_S": SMALL,
+    "peerd.service.connectivity.hole_puncher._LOOK_S": PAUSE,
     "peerd.service.connectivity.relay.CIRCUIT_REQUEST_S": SMALL,
     "peerd.service.connectivity.relay._LOOK_S": PAUSE,
     "peerd.service.connectivity.relay_client._CONNECT_S": SMALL,
@@ -110,7 +111,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.machine.rate.liveness.LONGEST_S": REST,
     "peerd.machine.rate.rail_count._AGAIN_S": REST,
     "peerd.machine.rate.rail_count._AGAIN_S_MAX": REST,
-    "peerd.machine.rate.rail_count._IDLE_S": "of a link's further connections: they are opened again",
+    "peerd.machine.rate.rail_count._IDLE_S": "for a link's additional connections, which can be reopened",
     "peerd.machine.rate.rail_count._TRIAL_AGAIN_S": REST,
     "peerd.machine.rate.send_buffer._RESTED_S": LINE,
     "peerd.net.host.failover._ALL_AGAIN_S": PAUSE,
@@ -119,36 +120,36 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.net.link.link._TOGETHER_S": LINE,
     "peerd.net.link.rails._ASK_S": LINE,
     "peerd.net.link.rails._WARM_S": LINE,
-    "peerd.net.relay.circuit_transport.RESERVATION_S": "a day; a reservation is renewed before it ends",
-    "peerd.net.relay.circuit_transport._SHORTEST_S": "a reservation is renewed before it ends",
+    "peerd.net.relay.circuit_transport.RESERVATION_S": "a day; a reservation is renewed before it expires",
+    "peerd.net.relay.circuit_transport._SHORTEST_S": "a reservation is renewed before it expires",
     "peerd.net.tcp.rate_limit._RANK_S": LINE,
     "peerd.net.tcp.rate_limit._SETTLE_S": LINE,
-    "peerd.service.connectivity.dcutr._INTRODUCTION_S": SMALL,
+    "peerd.service.connectivity.hole_puncher._INTRODUCTION_S": SMALL,
     "peerd.machine.connectivity.reachability.again_s": PAUSE,
     "peerd.machine.connectivity.reachability.forget_s": COUNTS,
     "peerd.machine.connectivity.reachability.patience_s": SMALL,
     "peerd.machine.connectivity.reachability.refresh_s": PAUSE,
     "peerd.machine.connectivity.reachability.refused_s": REST,
-    "peerd.machine.connectivity.relay.circuit_idle_s": "of a circuit that carries nothing; a link over it has pings",
+    "peerd.machine.connectivity.relay.circuit_idle_s": "for a circuit without traffic; a link over it sends pings",
     "peerd.machine.connectivity.relay.circuit_s": "two hours; then the peers open another circuit",
-    "peerd.machine.connectivity.relay.circuit_stall_s": "of one piece, without a byte of it",
-    "peerd.machine.connectivity.relay.reservation_s": "a reservation is renewed before it ends",
+    "peerd.machine.connectivity.relay.circuit_stall_s": "for one piece, of which the receiver accepts nothing",
+    "peerd.machine.connectivity.relay.reservation_s": "a reservation is renewed before it expires",
     "peerd.machine.connectivity.relay_reservations.longest_rest_s": REST,
     "peerd.machine.connectivity.relay_reservations.renew_again_s": REST,
     "peerd.machine.connectivity.relay_reservations.rest_s": REST,
     "peerd.machine.connectivity.relay_reservations.search_s": PAUSE,
-    "peerd.machine.mux.stream.dead_after_s": "of silence, in which pings go unanswered",
+    "peerd.machine.mux.stream.dead_after_s": "time without any data, in which pings are not answered",
     "peerd.machine.mux.stream.keepalive_s": PAUSE,
-    "peerd.machine.mux.stream.linger_s": "of a stream that we have closed, and that carries nothing of ours",
+    "peerd.machine.mux.stream.linger_s": "for a stream that we have closed and no longer send on",
     "peerd.net.host.host.dial_s": SMALL,
     "peerd.net.host.host.handshake_s": SMALL,
     "peerd.net.host.host.identify_s": SMALL,
     "peerd.net.host.host.shutdown_s": LEAVING,
-    "peerd.net.host.link_table.idle_s": "of a link without streams; it is opened again when it is of use",
+    "peerd.net.host.link_table.idle_s": "for a link without streams, which is reopened when it is needed",
     "peerd.net.link.config.leave_s": LEAVING,
     "peerd.net.link.config.linger_s": LEAVING,
     "peerd.net.link.config.negotiate_s": SMALL,
-    "peerd.net.link.config.stall_s": "of one send, of which the peer takes nothing",
+    "peerd.net.link.config.stall_s": "for one send, if the peer accepts none of its bytes",
     "peerd.service.connectivity.autonat.ask_s": SMALL,
     "peerd.service.connectivity.autonat.probe_s": SMALL,
     "peerd.service.connectivity.autonat.serve_s": SMALL,
@@ -156,7 +157,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.connectivity.lan_discovery.again_s": REST,
     "peerd.service.connectivity.lan_discovery.retry_s": REST,
     "peerd.service.connectivity.port_mapping.ask_s": SMALL,
-    "peerd.service.connectivity.port_mapping.lease_s": "of a port mapping, which is renewed before it ends",
+    "peerd.service.connectivity.port_mapping.lease_s": "for a port mapping, which is renewed before it expires",
     "peerd.service.connectivity.port_mapping.leave_s": LEAVING,
     "peerd.service.connectivity.port_mapping.retry_s": REST,
     # calls
@@ -166,12 +167,12 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.rpc.server.RPC_LEAST_BYTES_PER_S": BYTES,
     "peerd.service.rpc.server.RPC_MESSAGE_S": BYTES,
     "peerd.machine.budget.unproven._MINUTE_S": COUNTS,
-    "peerd.machine.rpc.codec.RPC_ROUND_DEADLINE_S": "a week; a round ends by silence",
-    "peerd.machine.rpc.codec._LEAST_MS": LEAST,
-    "peerd.machine.rpc.declaration.RPC_DEADLINE_S": "an hour for one call; what moves more bytes is several calls",
+    "peerd.machine.rpc.message_codec.RPC_ROUND_DEADLINE_S": "a week; a round ends when a peer falls silent",
+    "peerd.machine.rpc.message_codec._LEAST_MS": LEAST,
+    "peerd.machine.rpc.declaration.RPC_DEADLINE_S": "an hour for one call; larger transfers use several calls",
     "peerd.service.rpc.inbound.RPC_LEAST_BYTES_PER_S": BYTES,
     "peerd.service.rpc.inbound.RPC_MESSAGE_S": BYTES,
-    "peerd.service.rpc.rpc.RPC_IDLE_S": "of a stream that carries nothing; the next call opens another one",
+    "peerd.service.rpc.rpc.RPC_IDLE_S": "for a stream without calls; the next call opens a new one",
     "peerd.service.rpc.rpc._AGAIN_S": REST,
     # directory and access
     "peerd.service.access._SHOW_S": SMALL,
@@ -206,12 +207,12 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.conductor.duty._LOOK_FOR_S": AGAIN,
     "peerd.service.conductor.duty._LOOK_S": PAUSE,
     "peerd.service.conductor.duty._REFRESH_S": AGAIN,
-    "peerd.service.conductor.orders._MOVE_TIMEOUT_S": "a member that takes longer goes on, and says so when it is done",
+    "peerd.service.conductor.orders._MOVE_TIMEOUT_S": "a slower member continues, and reports when it is done",
     "peerd.service.conductor.orders._TRANSFER_TIMEOUT_S": SMALL,
-    "peerd.service.conductor.placing._DIRECTORY_S": AGAIN,
+    "peerd.service.conductor.stage_finder._DIRECTORY_S": AGAIN,
     "peerd.service.conductor.rivals._ANSWER_S": SMALL,
     "peerd.service.conductor.rivals._CONNECT_S": SMALL,
-    "peerd.machine.batch.newcomer_waits._FIRST_S": "a step waits for newcomers alone; they come in with a later one",
+    "peerd.machine.batch.newcomer_waits._FIRST_S": "a step waits only for newcomers; they can join a later step",
     "peerd.machine.batch.probation._WAIT_S": REST,
     "peerd.machine.batch.trainer_limit._PAUSE_MOST_S": REST,
     "peerd.machine.batch.trainer_limit._PAUSE_S": REST,
@@ -219,8 +220,8 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.machine.conductor.conductor._LATE_LOOK_S": PAUSE,
     "peerd.machine.conductor.conductor._NEWCOMERS_LOOK_S": PAUSE,
     "peerd.machine.conductor.conductor._SOONEST_S": PAUSE,
-    "peerd.machine.conductor.resting._TRY_LEAST_S": LEAST,
-    "peerd.machine.conductor.stage_close._HEAR_S": "for reports of the same moments; later ones count, too",
+    "peerd.machine.conductor.rest_choice._TRY_LEAST_S": LEAST,
+    "peerd.machine.conductor.stage_close._HEAR_S": "for reports about the same loss; later reports count too",
     "peerd.machine.conductor.stage_close._RETRY_MOST_S": REST,
     "peerd.machine.conductor.standstill._PATIENCE_S": SHOWN,
     "peerd.machine.conductor.step_cycle._LOOK_S": PAUSE,
@@ -234,7 +235,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.machine.rebalance.ordered_moves._FAILED_MOST_S": REST,
     "peerd.machine.rebalance.ordered_moves._FAILED_S": REST,
     "peerd.machine.swarm.late_movers._LEAST_S": LEAST,
-    "peerd.machine.swarm.latecomers._MOST_S": "members that are behind catch up with totals all the same",
+    "peerd.machine.swarm.latecomers._MOST_S": "members that are behind can still catch up with totals",
     "peerd.machine.swarm.placement.CHOOSING_S": LATER,
     "peerd.machine.swarm.placement.MOVE_AGAIN_S": REST,
     "peerd.machine.swarm.placement.TAKING_S": LATER,
@@ -248,25 +249,25 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.conductor.machine_driver._ANSWER_S": DOUBT,
     "peerd.service.conductor.machine_driver._IDLE_S": PAUSE,
     "peerd.service.conductor.machine_driver._REPORT_S": DOUBT,
-    "peerd.service.conductor.network_desk.REPORT_PAUSE_S": PAUSE,
-    "peerd.service.conductor.network_desk._OUTLINE_S": COUNTS,
-    "peerd.service.conductor.replanning._PAUSE_S": PAUSE,
+    "peerd.service.conductor.network_map_server.REPORT_PAUSE_S": PAUSE,
+    "peerd.service.conductor.network_map_server._OUTLINE_S": COUNTS,
+    "peerd.service.conductor.replanner._PAUSE_S": PAUSE,
     "peerd.service.conductor.waiting_reports.LOOK_S": PAUSE,
     "peerd.machine.swarm.events.ban_s": REST,
-    "peerd.machine.swarm.events.broken_s": "then an older common position is looked for as well",
+    "peerd.machine.swarm.events.broken_s": "after it, an older common position is searched as well",
     "peerd.machine.swarm.events.expect_s": SMALL,
     "peerd.machine.swarm.events.gather_most_s": SMALL,
     "peerd.machine.swarm.events.gather_s": SMALL,
-    "peerd.machine.swarm.events.hearsay_s": "a record's life: peers that are there publish theirs again",
+    "peerd.machine.swarm.events.hearsay_s": "the lifetime of a record; live peers republish theirs",
     "peerd.machine.swarm.events.late_s": LEAST,
     "peerd.machine.swarm.events.lease_s": AGAIN,
     "peerd.machine.swarm.events.retry_s": REST,
     # averaging and stages
-    "peerd.service.averaging.allreduce.RPC_ROUND_DEADLINE_S": "a week; a round ends by silence",
+    "peerd.service.averaging.allreduce.RPC_ROUND_DEADLINE_S": "a week; a round ends when a peer falls silent",
     "peerd.service.averaging.allreduce._ANSWER_S": SMALL,
     "peerd.service.averaging.allreduce._LOOK_S": PAUSE,
     "peerd.service.averaging.preconnect._LOOK_S": PAUSE,
-    "peerd.service.pipeline.stage_calls.RPC_ROUND_DEADLINE_S": "a week; a round ends by silence",
+    "peerd.service.pipeline.stage_calls.RPC_ROUND_DEADLINE_S": "a week; a round ends when a peer falls silent",
     "peerd.service.pipeline.stage_peers._AFTER_REST_S": PAUSE,
     "peerd.service.pipeline.stage_peers._IDLE_LOOK_S": PAUSE,
     "peerd.service.pipeline.stage_peers._LOOK_S": PAUSE,
@@ -276,11 +277,11 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.training.stage.announcement._ANNOUNCE_S": PAUSE,
     "peerd.training.replica.final_state._SILENT_S": BYTES,
     "peerd.training.replica.final_state.SLOW_LINE_BYTES_PER_S": BYTES,
-    "peerd.training.stage.moving._LOOK_S": PAUSE,
+    "peerd.training.stage.stage_move._LOOK_S": PAUSE,
     "peerd.training.stage.post._LEAVE_PATIENCE_S": LEAVING,
     "peerd.training.stage.post._LIST_S": LEAVING,
     "peerd.training.contributor._LEAVE_PATIENCE_S": LEAVING,
-    "peerd.machine.averaging.allreduce._OWNER_MARGIN_S": "comes on top of a patience that is measured",
+    "peerd.machine.averaging.allreduce._OWNER_MARGIN_S": "is added to a measured patience",
     "peerd.machine.pipeline.cut_off._FIRST_PAUSE_S": REST,
     "peerd.machine.pipeline.cut_off._LONGEST_PAUSE_S": REST,
     "peerd.machine.pipeline.hop_costs._STALE_S": COUNTS,
@@ -289,7 +290,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.machine.pipeline.wiring._LONGEST_REST_S": REST,
     "peerd.machine.pipeline.wiring._REST_PER_LOST_S": REST,
     "peerd.service.averaging.allreduce._DOUBT_S": SMALL,
-    "peerd.service.averaging.allreduce._JOIN_WAIT_S": "it begins again for as long as the round is expected",
+    "peerd.service.averaging.allreduce._JOIN_WAIT_S": "it restarts while the round is expected",
     "peerd.service.pipeline.direct.PASS_TIMEOUT_S": DOUBLES,
     "peerd.service.pipeline.direct._CUT_S": REST,
     "peerd.service.pipeline.direct._NOT_SO_SOON_S": REST,
@@ -299,19 +300,19 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.pipeline.next_stage._PATIENCE_S": AGAIN,
     "peerd.service.pipeline.next_stage._SOON_S": REST,
     "peerd.service.pipeline.next_stage._TOLD_AGAIN_S": SHOWN,
-    "peerd.service.pipeline.relaying._LEAST_S": LEAST,
+    "peerd.service.pipeline.trainer_relay._LEAST_S": LEAST,
     "peerd.service.pipeline.stage_client._NOT_SO_SOON_S": REST,
     "peerd.service.pipeline.stage_client._SOON_S": REST,
     "peerd.service.pipeline.stage_peers._AWAY_S": PAUSE,
     "peerd.service.pipeline.stage_peers._HELD_S": REST,
     "peerd.service.pipeline.stage_peers._OVERDUE_S": DOUBT,
-    "peerd.service.pipeline.stage_peers._PATIENCES": "times a patience that is measured",
+    "peerd.service.pipeline.stage_peers._PATIENCES": "multiplies a measured patience",
     "peerd.training.contributor._ANSWER_S": SMALL,
     "peerd.training.contributor._SYNC_WAIT_S": SMALL,
     "peerd.training.stage.averaging._LONG_S": SHOWN,
-    "peerd.training.stage.moving.AGAIN_S": REST,
-    "peerd.training.stage.moving._READY_WITHIN_S": BYTES,
-    "peerd.training.stage.moving.SLOW_LINE_BYTES_PER_S": BYTES,
+    "peerd.training.stage.stage_move.AGAIN_S": REST,
+    "peerd.training.stage.stage_move._READY_WITHIN_S": BYTES,
+    "peerd.training.stage.stage_move.SLOW_LINE_BYTES_PER_S": BYTES,
     "peerd.training.stage.serving._TELL_EVERY_S": SHOWN,
     "peerd.training.stage.session._ANSWER_S": SMALL,
     "peerd.training.stage.session._LOAD_S": PAUSE,
@@ -319,7 +320,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.training.user_loop.bridge._RETREAT_S": LEAVING,
     # states and checkpoints
     "peerd.service.state.fetch._RELEASE_S": SMALL,
-    "peerd.service.state.serve._MEET_S": AGAIN,
+    "peerd.service.state.state_server._MEET_S": AGAIN,
     "peerd.training.checkpoints.checkpoint_recovery._PROOFS_S": AGAIN,
     "peerd.training.checkpoints.evidence_store._LAST_S": LEAVING,
     "peerd.training.stage.post._BRANCH_S": BYTES,
@@ -338,13 +339,13 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.machine.state.download._STALL_S": BYTES,
     "peerd.machine.state.download._UNHEARD_S": DOUBT,
     "peerd.machine.state.failure_streak.REMIND_S": SHOWN,
-    "peerd.machine.state.quorum.GATHER_S": "of answers of some bytes, once enough agree",
+    "peerd.machine.state.quorum.GATHER_S": "for answers of a few bytes, once enough donors agree",
     "peerd.machine.state.quorum.PATIENCE_S": AGAIN,
     "peerd.service.state.fetch.RPC_LEAST_BYTES_PER_S": BYTES,
     "peerd.service.state.fetch._LAYOUT_S": BYTES,
-    "peerd.service.state.serve.STATE_COPY_LIFE_S": "only where there is no room for a newer copy",
-    "peerd.service.state.serve._BUSY_S": "between two pieces of a MiB each",
-    "peerd.service.state.serve._IDLE_LIFE_S": "of a copy that nobody fetches",
+    "peerd.service.state.state_server.STATE_COPY_LIFE_S": "only if there is no memory for a newer copy",
+    "peerd.service.state.state_server._BUSY_S": "between two pieces of 1 MiB each",
+    "peerd.service.state.state_server._IDLE_LIFE_S": "for a copy that no peer fetches",
     "peerd.service.state.snapshot._SHUN_S": REST,
     "peerd.training.catchup.catch_up._LATE_S": COUNTS,
     "peerd.training.catchup.catch_up._PAUSE_S": REST,

@@ -1,1 +1,1 @@
-"""The simulated world: memory transport, network model, virtual clock, churn."""
+"""The simulator: in-memory transport, network model, virtual clock, churn."""

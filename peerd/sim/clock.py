@@ -1,9 +1,9 @@
-"""Time and chance of the simulated world: one node's Clock, callbacks at instants, and a run that repeats exactly.
+"""Time and randomness of the simulator: a node's Clock, scheduled callbacks, and reproducible runs.
 
 Time is trio's; under `run_virtual` it jumps to the next deadline whenever every task waits. Nothing here reads the
-machine's clock or its randomness, so that a seed decides everything. `deterministic_scheduling` is the only place
-that touches trio's private switch; a test fails loudly when the names go. Random bytes here are predictable: never
-use `SimClock` for a real identity.
+machine's clock or its randomness, so a seed decides everything. `deterministic_scheduling` is the only code that uses
+trio's private switch; a test fails if trio renames it. Random bytes are predictable here: never use `SimClock` for a
+real identity.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ EPOCH_S: Final = 1_800_000_000.0  # Unix time at virtual time 0: fixed, so that 
 
 
 class SimClock:
-    """peerd.core.clock.Clock of one node. `skew_s`: how far the machine's wall clock is off the true time."""
+    """The `peerd.core.clock.Clock` of one node. `skew_s`: error of the machine's wall clock, in seconds."""
 
     def __init__(self, seed: int | str, name: str, *, skew_s: float = 0.0) -> None:
         self.skew_s = skew_s
-        self.offset_s = 0.0  # correction of the wall clock that peers agreed on, as in RealClock
+        self.offset_s = 0.0  # correction of the wall clock, agreed with peers, as in RealClock
         self._root = f"{seed}/{name}"
         self._secure = random.Random(f"{self._root}/secure")
 
@@ -49,11 +49,11 @@ class SimClock:
         return random.Random(f"{self._root}/rng/{purpose}")
 
 
-class Agenda:
-    """Calls functions at instants of trio's clock, in order of time, then of asking.
+class SimAgenda:
+    """Calls functions at given times of trio's clock, in order of time, then of registration.
 
-    What is due at once runs at once, unless something asked for earlier is due too. One task, started with `run`,
-    does the rest; asking for a later instant while it does not run is a LocalError, for it would wait for ever.
+    A function that is due now is called at once, unless an earlier one is due as well. One task, started with `run`,
+    calls the others; `at` raises LocalError while it is not running, since the call would wait forever.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Agenda:
         self._running = False
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Call `action()` when trio's clock shows `when`."""
+        """Call `action()` at time `when` of trio's clock."""
         now = trio.current_time()
         if when <= now and not (self._heap and self._heap[0][0] <= now):
             action()
@@ -75,7 +75,7 @@ class Agenda:
         self._timer.rearm()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled."""
+        """Call the functions when they are due, until cancelled."""
         self._running = True
         task_status.started()
         try:
@@ -92,10 +92,9 @@ class Agenda:
 
 @contextlib.contextmanager
 def deterministic_scheduling(seed: int | str) -> Iterator[None]:
-    """Inside this context, trio runs the tasks of each round in an order that `seed` decides, the same in every
-    process.
+    """Context in which trio schedules the tasks of each round in an order that depends only on `seed`.
 
-    The switch is private to trio (public only through hypothesis): LocalError when this version lacks it.
+    Uses a private switch of trio, which exists for hypothesis. Raises LocalError if this version of trio lacks it.
     """
     from trio._core import _run
 
@@ -113,7 +112,9 @@ def deterministic_scheduling(seed: int | str) -> Iterator[None]:
 
 
 def run_virtual(main: Callable[..., Awaitable[T]], *args: Any, seed: int | str) -> T:
-    """trio.run under a virtual clock that starts at 0, with deterministic scheduling. No threads inside: trio
-    counts a task that waits for a thread as idle, and virtual time would run away."""
+    """trio.run with a virtual clock that starts at 0, and deterministic scheduling.
+
+    `main` must not use threads: trio counts a task that waits for a thread as idle, so virtual time would advance.
+    """
     with deterministic_scheduling(seed):
         return trio.run(functools.partial(main, *args), clock=trio.testing.MockClock(autojump_threshold=0))

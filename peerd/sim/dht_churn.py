@@ -1,7 +1,7 @@
-"""A DHT under churn, measured on the heap simulator: do look-ups still find what was stored, in how many messages?
+"""Experiment on the event simulator: do look-ups in a DHT under churn find the stored values, in how many messages?
 
-A settled swarm stores values; then, over a while, a share of its nodes dies without a word and newcomers take their
-place, while look-ups go on. The numbers are those of the machines that the daemon runs.
+A DHT in its steady state stores values. Then a fraction of its nodes is killed and replaced by new ones over some time,
+during which look-ups run. Uses the daemon's own Kademlia code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ChurnPlan:
     """Plan of a churn experiment. Times in virtual seconds."""
 
     nodes: int = 1000
-    replaced: float = 0.2  # of the nodes, over the whole time
+    replaced: float = 0.2  # fraction of nodes, over the whole time
     values: int = 100
     lookups: int = 600
     seconds: float = 60.0
@@ -31,7 +31,7 @@ class ChurnPlan:
 
 @dataclass(frozen=True, slots=True)
 class ChurnReport:
-    """Result of a churn experiment. Look-ups of nodes that died meanwhile do not count."""
+    """Result of a churn experiment. Look-ups of nodes that were killed before the end do not count."""
 
     seed: int
     lookups: int
@@ -39,8 +39,8 @@ class ChurnReport:
     messages_per_lookup: float
     lookup_ms_median: float
     lookup_ms_95: float
-    copies: float  # holders per value right after it was stored
-    messages: int  # all, upkeep included
+    copies: float  # mean number of holders of a value right after it was stored
+    messages: int  # in total, including maintenance
     events: int
     trace: str
 
@@ -57,7 +57,7 @@ class ChurnReport:
 
 
 def measure_churn(seed: int, plan: ChurnPlan | None = None, config: HeapSimConfig | None = None) -> ChurnReport:
-    """Run the plan; the same seed gives the same report."""
+    """Run the experiment. The same seed gives the same report."""
     plan = plan or ChurnPlan()
     sim, rng = HeapSim(seed, config), random.Random(f"{seed}/churn")
     sim.settle(plan.nodes)
@@ -72,7 +72,7 @@ def measure_churn(seed: int, plan: ChurnPlan | None = None, config: HeapSimConfi
         sim.add(rng.choice(sim.living()))
 
     def look_up() -> None:
-        joined = [node for node in sim.living() if node.kad.node.joined]  # the service lets others wait until then
+        joined = [node for node in sim.living() if node.kad.node.joined]  # the real service waits until it has joined
         node, key = rng.choice(joined), rng.choice(keys)
         lookups.append((node, key, sim.start(node, lambda op: q.Get(op, (key,)))))
 
@@ -101,7 +101,7 @@ def measure_churn(seed: int, plan: ChurnPlan | None = None, config: HeapSimConfi
 
 
 def _store(sim: HeapSim, node: HeapNode, key: Key, ttl_s: float) -> int:
-    """The value under a key is the key; returns how many hold it."""
+    """Store a value, which is the key itself; returns the number of holders."""
     outcome = sim.finish(sim.start(node, lambda op: q.Put(op, key, b"", key.raw, ttl_s)))
     if not isinstance(outcome.done, q.PutDone):
         raise LocalError(f"a Put ended as {outcome.done}")
@@ -111,7 +111,7 @@ def _store(sim: HeapSim, node: HeapNode, key: Key, ttl_s: float) -> int:
 def _schedule(
     plan: ChurnPlan, replace: Callable[[], None], look_up: Callable[[], None]
 ) -> Iterator[tuple[float, Callable[[], None]]]:
-    """Instants and actions of both kinds, evenly over the time, in their order."""
+    """Times and actions of both kinds, spread evenly, in order of time."""
     deaths = round(plan.replaced * plan.nodes)
     events = [(plan.seconds * (i + 0.5) / deaths, 0, replace) for i in range(deaths)]
     events += [(plan.seconds * (i + 0.5) / plan.lookups, 1, look_up) for i in range(plan.lookups)]
@@ -121,17 +121,17 @@ def _schedule(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Plan of an experiment in which a share of the nodes goes at once, after all was stored."""
+    """Plan of an experiment in which a fraction `gone` of the nodes is killed at once after all values are stored."""
 
     nodes: int = 1000
     gone: float = 0.2
     values: int = 200
     lookups: int = 10_000
-    at_once: int = 50  # look-ups, each of another node
+    at_once: int = 50  # concurrent look-ups, each by another node
 
 
 def measure_loss(seed: int, plan: Loss, config: HeapSimConfig | None = None) -> float:
-    """Share of the look-ups that find their value though many nodes are gone; nobody has noticed that before."""
+    """Fraction of look-ups that find their value after many nodes were killed, before others have noticed that."""
     sim, rng = HeapSim(seed, config), random.Random(f"{seed}/loss")
     sim.settle(plan.nodes, lazily=True)
     sim.run(1.0)

@@ -1,9 +1,10 @@
-"""Look-ups of a grid of experts in a large directory, on the heap simulator (Learning@home, sections 3.2 and 4.1).
+"""Experiment on the event simulator: look-ups of a grid of experts in a large DHT (Learning@home, sections 3.2, 4.1).
 
-A settled swarm; hosts announce what lives below each prefix of the first dimension, one record per host and prefix.
-A reader that has read nothing yet wants the best experts for each sample of a batch: it ranks the first coordinates,
-and reads the prefixes of the best in one operation; those of dead prefixes are replaced by the next in rank. The last
-dimension needs no look-up. Virtual time counts round trips and waiting; hand-shakes and processors are not in it.
+In a DHT in its steady state, hosts announce their experts below each prefix of the first dimension, one record per host
+and prefix. A reader with an empty cache searches the best experts for each sample of a batch: it ranks the first
+coordinates and reads the prefixes of the best ones in one operation; prefixes without experts are replaced by the next
+in rank. The last dimension needs no look-up. Virtual time includes round trips and timeouts, but no hand-shakes and no
+computation.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class GridPlan:
 
     nodes: int = 1000
     sides: Sequence[int] = (32, 256)  # of square grids, each announced and read
-    hosts: int = 2  # of one prefix, each with its share of what lives there
-    dead: float = 0.0  # of the prefixes, how many nobody announces
-    readers: int = 8  # of each grid, one after the other
+    hosts: int = 2  # per prefix; each has an equal part of its experts
+    dead: float = 0.0  # fraction of prefixes without experts
+    readers: int = 8  # per grid, one after the other
     batch: int = 64
     k: int = 4
-    max_age_s: int = 0  # of copies that will do for the readers
+    max_age_s: int = 0  # of copies that the readers accept
 
 
 @dataclass(slots=True)
@@ -44,11 +45,11 @@ class GridReport:
     """Result for one grid."""
 
     side: int
-    cold_ms: list[float] = field(default_factory=list)  # of each reader's batch
+    cold_ms: list[float] = field(default_factory=list)  # time of each reader's batch
     lookups: int = 0  # prefixes looked up
-    asked: int = 0  # peers asked, each look-up counted by itself
-    messages: int = 0  # sent, of which one may serve several look-ups
-    missed: int = 0  # records that live and were not found
+    asked: int = 0  # peers asked, summed over look-ups
+    messages: int = 0  # sent; one may serve several look-ups
+    missed: int = 0  # live records that were not found
 
     @property
     def mean_ms(self) -> float:
@@ -64,7 +65,7 @@ class GridReport:
 
 
 class GridSwarm:
-    """A settled swarm that announces experts, and readers of it."""
+    """A DHT in its steady state with announcements of experts, and the readers' look-ups."""
 
     def __init__(self, seed: int, plan: GridPlan, config: HeapSimConfig | None = None) -> None:
         self.plan = plan
@@ -78,7 +79,7 @@ class GridSwarm:
         self.sim.run(self.sim.now + 10.0)
 
     def _announce(self, side: int) -> None:
-        """One put for each prefix and host; all hosts at once."""
+        """Put one record for each prefix and host, all concurrently."""
         ops = []
         for row in range(side):
             alive = self._rng.random() >= self.plan.dead
@@ -91,7 +92,7 @@ class GridSwarm:
             self.sim.finish(op)
 
     def read(self, side: int) -> GridReport:
-        """Each of the plan's readers has a batch of its own; none has read before."""
+        """Look up one batch from each of the plan's readers, whose caches are empty."""
         report = GridReport(side)
         free = [node for node in self.sim.living() if node.answers is None]
         for reader in self._rng.sample(free, self.plan.readers):
@@ -129,24 +130,24 @@ def _get(keys: Iterable[Key], max_age_s: int) -> Callable[[int], q.Input]:
 
 
 def key_of(side: int, row: int) -> Key:
-    """Key of the prefix `row` in the first layer of a grid of this side."""
+    """DHT key of the prefix `row` in the first layer of a grid with this side."""
     return prefix_key(f"{RUN}/{side}", Uid(0, (row,)))
 
 
 def announcement(side: int, row: int, below: Iterable[int]) -> bytes:
-    """What a host announces that serves the experts `below` one row, some updates old."""
+    """The announcement of a host with the experts at the coordinates `below` in one row."""
     served = list(below)
     addrs = ["/ip4/203.0.113.7/tcp/4001"]
     return encode(Announced(Name(0, [row]), bitmap(served, side), [1] * len(served), [500] * len(served), 0.05, addrs))
 
 
 def coordinates_of(records: Iterable[Record]) -> set[int]:
-    """The coordinates that live by all of these records together."""
+    """The union of the coordinates in these records."""
     return {c for record in records for c in coordinates_in(decode(Announced, record.value).below)}
 
 
 def next_rows(ranks: Sequence[Sequence[int]], found: dict[int, set[int]], k: int) -> list[int]:
-    """Rows to read next: those of each sample's best `k` live ones that nobody has read; none when all are known."""
+    """Rows to read next: the unread ones among each sample's best `k` rows that may be alive. Empty if all are read."""
     wanted: dict[int, None] = {}
     for rank in ranks:
         alive = (row for row in rank if row not in found or found[row])

@@ -1,8 +1,8 @@
-"""Hostile nodes in a large directory, on the heap simulator: do look-ups still find what honest peers announced?
+"""Experiment on the event simulator: do look-ups in a large DHT with hostile nodes still find honest peers' records?
 
-Three kinds, in equal shares. Liars answer every question with other hostile nodes and peers that do not exist, and say
-that they hold nothing. Silent ones never answer. Flooders answer with as many records as one answer may hold, under
-whatever key is asked for, signed by identities of their own. All take records for storing and keep none.
+There are three kinds of hostile nodes, in equal numbers. Liars answer each request with other hostile nodes and
+non-existent peers, and without records. Silent ones never answer. Flooders answer with as many records as fit into an
+answer, under the requested key, signed by their own identity. Liars and flooders accept records and store none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HostilePlan:
     share: float = 0.2
     values: int = 100
     lookups: int = 500
-    at_once: int = 25  # look-ups, each of another node
+    at_once: int = 25  # concurrent look-ups, each by another node
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class HostileReport:
     slowest_s: float
 
 
-class Adversary:
-    """Hostile nodes that know each other."""
+class HostileNodes:
+    """Hostile nodes that cooperate; replaces the answers of the given nodes."""
 
     def __init__(self, sim: HeapSim, nodes: list[HeapNode], seed: int) -> None:
         self._sim = sim
@@ -70,7 +70,7 @@ class Adversary:
         return self._lie(node, asker, request)
 
     def _junk(self, key: Key) -> tuple[Record, ...]:
-        """As much as one answer may hold, genuine and worthless."""
+        """Validly signed but useless records, as many as fit into one answer."""
         records, room = list[Record](), DHT_BYTES_PER_KEY
         expires_ms = round((EPOCH_S + self._sim.now + 600.0) * 1000)
         for number in range(DHT_BYTES_PER_KEY >> 14):
@@ -92,11 +92,11 @@ def _hello(node: HeapNode, request: q.Request) -> q.Hello | None:
 
 
 def measure_hostile(seed: int, plan: HostilePlan, config: HeapSimConfig | None = None) -> HostileReport:
-    """Store and look up among hostile nodes that everybody has in its table; the same seed gives the same report."""
+    """Run the experiment; hostile nodes are in all routing tables. The same seed gives the same report."""
     sim, rng = HeapSim(seed, config), random.Random(f"{seed}/plan")
     sim.settle(plan.nodes, lazily=True)
     hostile = rng.sample(sim.nodes, round(plan.share * plan.nodes))
-    Adversary(sim, hostile, seed)
+    HostileNodes(sim, hostile, seed)
     honest = [node for node in sim.nodes if node.answers is None]
     sim.run(1.0)
     keys = [Key.of(f"value {number}") for number in range(plan.values)]

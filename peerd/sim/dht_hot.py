@@ -1,7 +1,7 @@
-"""A hot key in a large directory, on the heap simulator: who bears its readers, and how far do they have to go?
+"""Experiment on the event simulator: the load of a popular key in a large DHT, and the cost of its look-ups.
 
-A settled swarm keeps one value; node after node, none twice, reads it. Counted are the questions that the holders of
-the key get for each look-up, in the first part of the experiment and in the last.
+A DHT in its steady state stores one value, which many nodes read, each once. The report has the number of requests per
+look-up to the holders of the key, for the last third of the readers.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from dataclasses import dataclass
 
 from peerd.core.ids import Key
 from peerd.machine.dht import messages as q
-from peerd.sim.dht_hostile import Adversary
+from peerd.sim.dht_hostile import HostileNodes
 from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotPlan:
-    """Plan of the experiment. `max_age_s`: of copies that will do for the readers."""
+    """Plan of the experiment. `max_age_s`: maximum age of copies that the readers accept, in seconds."""
 
     nodes: int = 1000
     readers: int = 600
     every_s: float = 0.1
     max_age_s: int = 60
-    hostile: float = 0.0  # of the nodes
+    hostile: float = 0.0  # fraction of nodes
 
 
 @dataclass(frozen=True, slots=True)
 class HotReport:
-    """Result, for the last third of the readers."""
+    """Result for the last third of the readers; `success` and `copied` are for all."""
 
     success: float
     asked_per_lookup: float
     mean_ms: float
-    holders_asked: float  # questions to the eight nearest nodes, for each look-up
-    busiest: float  # questions to the node that got most, for each look-up
-    copied: int  # look-ups that nodes on the way made for copies, in all
+    holders_asked: float  # requests to the key's holders per look-up
+    busiest: float  # requests to the busiest node per look-up
+    copied: int  # look-ups that nodes on the path made to get a copy
 
 
 def measure_hot(seed: int, plan: HotPlan, config: HeapSimConfig | None = None) -> HotReport:
-    """Read one key from many nodes; the same seed gives the same report."""
+    """Read one key from many nodes. The same seed gives the same report."""
     sim, rng = HeapSim(seed, config), random.Random(f"{seed}/plan")
     sim.settle(plan.nodes, lazily=True)
     hostile = rng.sample(sim.nodes, round(plan.hostile * plan.nodes))
-    Adversary(sim, hostile, seed)
+    HostileNodes(sim, hostile, seed)
     honest = [node for node in sim.nodes if node.answers is None]
     sim.run(1.0)
     key = Key.of(f"hot {seed}")

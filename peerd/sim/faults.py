@@ -1,7 +1,7 @@
-"""Things that go wrong at planned instants: failing, stalling, slow and corrupting nodes, split networks.
+"""Fault injection at planned times: failing, stalled, slow and corrupting nodes, network partitions.
 
-Each function makes one `FaultPlan`; `inject` lets them happen in a world. Faults of bytes are made below encryption, as
-on a broken line; a peer that lies inside the protocol is a program of its own, not a fault.
+Each function returns one `FaultPlan`; `inject` runs plans in a world. Corruption happens below encryption, as on a
+broken line. A peer that violates the protocol is a program of its own, not a fault.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Action = Callable[["World"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Faults to inject, as (seconds after the plan starts, action) in order of time."""
+    """Steps of one fault: (seconds after the plan starts, action), in order of time."""
 
     name: str
     steps: tuple[tuple[float, Action], ...]
 
 
 def fail(node: str, at_s: float, *, silent: bool = False, back_after_s: float | None = None) -> FaultPlan:
-    """The node dies, and comes back if so wanted."""
+    """Kill a node at `at_s`, and restart it after `back_after_s` unless that is None."""
 
     async def die(world: World) -> None:
         await world.kill(world.nodes[node], silent=silent)
@@ -42,7 +42,7 @@ def fail(node: str, at_s: float, *, silent: bool = False, back_after_s: float | 
 
 
 def stall(node: str, at_s: float, for_s: float) -> FaultPlan:
-    """Nothing gets in or out of the node for a while; its links live on."""
+    """Block all traffic of a node for `for_s` seconds; its links stay open."""
 
     async def stop(world: World) -> None:
         world.net.stall(node)
@@ -54,7 +54,7 @@ def stall(node: str, at_s: float, for_s: float) -> FaultPlan:
 
 
 def slow(node: str, at_s: float, line: SimLine, *, for_s: float | None = None) -> FaultPlan:
-    """The node's line becomes `line`, and what it was at the world's start after `for_s`."""
+    """Change a node's line at `at_s`, and restore its first line after `for_s` unless that is None."""
 
     async def change(world: World) -> None:
         world.net.set_line(node, line)
@@ -67,7 +67,7 @@ def slow(node: str, at_s: float, line: SimLine, *, for_s: float | None = None) -
 
 
 def corrupt(node: str, at_s: float, probability: float, *, for_s: float | None = None) -> FaultPlan:
-    """Each segment from the node has one bit flipped with this probability."""
+    """Flip one bit of each segment from the node with this probability, from `at_s` on, for `for_s` s or forever."""
 
     async def damage(world: World) -> None:
         world.net.nodes[node].corrupt = probability
@@ -80,7 +80,7 @@ def corrupt(node: str, at_s: float, probability: float, *, for_s: float | None =
 
 
 def split(islands: Sequence[Iterable[str]], at_s: float, for_s: float) -> FaultPlan:
-    """The network falls apart into these islands and one of all other nodes, and heals."""
+    """Partition the network into these islands and one of all other nodes, for `for_s` seconds."""
     fixed = [list(names) for names in islands]
 
     async def part(world: World) -> None:
@@ -93,7 +93,7 @@ def split(islands: Sequence[Iterable[str]], at_s: float, for_s: float) -> FaultP
 
 
 async def inject(world: World, faults: Iterable[FaultPlan]) -> None:
-    """Let the faults happen; returns after the last step. Equal instants keep the order of the plan."""
+    """Run the steps of all faults; returns after the last one. Steps at the same time run in the given order."""
     start_s = trio.current_time()
     steps = [(at_s, fault.name, action) for fault in faults for at_s, action in fault.steps]
     for at_s, name, action in sorted(steps, key=lambda step: step[0]):

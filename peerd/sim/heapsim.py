@@ -1,9 +1,9 @@
-"""The core simulator: thousands of DHT nodes on one heap of events, without trio, sockets or codecs.
+"""Event simulator of a DHT: thousands of nodes on one event heap, without trio, sockets or codecs.
 
-Runs the very `Kademlia` objects that the daemon runs, over a network of round trips drawn per pair of peers, silent or
-refusing dead peers, and churn. Signatures are replaced by a cheap stand-in that still fails for anybody but the
-publisher. Every event enters the trace hash: same seed, same hash. What is slow in reality and not here: hand-shakes,
-encryption and codecs; so a figure counts round trips and waiting, which dominate over the internet.
+Runs the daemon's own `Kademlia` objects. The network has a random round trip for each pair of peers, dead peers that
+are silent or refuse connections, and churn. Signatures are replaced by a cheap hash that still differs for each
+publisher. Every event is part of the trace hash: the same seed gives the same hash. Hand-shakes, encryption and codecs
+take no time, so results only include round trips and timeouts, which dominate over the internet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from peerd.core.errors import LocalError
 from peerd.core.ids import Key, PeerId
 from peerd.core.record import Verifier
 from peerd.machine.dht import messages as q
-from peerd.machine.dht.node import Kademlia
+from peerd.machine.dht.kademlia import Kademlia
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.dht.routing_table import KEY_BITS, Contact
 
@@ -34,14 +34,14 @@ class HeapSimConfig:
 
     round_trip_s: float = 0.092  # mean between two peers; Learning@home measured 92 +- 32 ms
     round_trip_spread_s: float = 0.032  # standard deviation between pairs
-    refusing: float = 0.5  # of the dead peers, how many refuse at once; the others stay silent
-    clients: float = 0.0  # of the nodes, how many cannot be dialled
-    skew_s: float = 0.0  # clocks are off by up to this, either way
+    refusing: float = 0.5  # fraction of dead peers that refuse at once; the others are silent
+    clients: float = 0.0  # fraction of nodes that cannot be dialed
+    skew_s: float = 0.0  # maximum error of clocks, in either direction
     node: KademliaConfig = field(default_factory=KademliaConfig)
 
 
 class StandInSigner:
-    """Signs by hashing: as distinct per publisher and content as a signature, at a hundredth of its cost."""
+    """A signer that uses a keyed hash: as specific to publisher and content as a signature, at 1 % of its cost."""
 
     def __init__(self, public_key: bytes) -> None:
         self.peer_id = PeerId.from_public_key(public_key)
@@ -56,22 +56,22 @@ def stand_in_signature(peer: PeerId, data: bytes) -> bytes:
 
 
 def stand_in_verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
-    """The counterpart of `StandInSigner`, for `Verifier`."""
+    """Verify a signature of `StandInSigner`; for `Verifier`."""
     return signature == stand_in_signature(peer, data)
 
 
 class HeapNode:
-    """One machine with its network address."""
+    """One simulated node with its Kademlia state."""
 
     def __init__(self, kad: Kademlia, number: int) -> None:
         self.kad = kad
         self.number = number
         self.alive = True
-        self.refuses = True  # how it behaves once dead
+        self.refuses = True  # once dead, it refuses connections rather than being silent
         self.wakes_at = float("inf")
         self.knows_round_trips = True
-        self.to_settle: list[Contact] | None = None  # the swarm, while the table is still to be filled from it
-        self.answers: Callable[[HeapNode, PeerId, q.Request], q.Reply | None] | None = None  # in place of its machine
+        self.to_settle: list[Contact] | None = None  # contacts from which its table will be filled at first use
+        self.answers: Callable[[HeapNode, PeerId, q.Request], q.Reply | None] | None = None  # replaces `kad`'s answers
 
     @property
     def contact(self) -> Contact:
@@ -84,14 +84,14 @@ def _place(contact: Contact) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OperationOutcome:
-    """Result and cost of an operation."""
+    """Result of an operation, and its duration in virtual seconds."""
 
     done: q.GetDone | q.PutDone
     seconds: float
 
 
 class HeapSim:
-    """A network of nodes. `run` until a virtual time, or `finish` an operation."""
+    """A network of nodes in virtual time; `run` advances to a time, `finish` to the end of an operation."""
 
     def __init__(self, seed: int | str, config: HeapSimConfig | None = None) -> None:
         self.config = config or HeapSimConfig()
@@ -104,17 +104,17 @@ class HeapSim:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._by_id: dict[PeerId, HeapNode] = {}
-        self._ops: dict[int, float] = {}  # asked at
+        self._ops: dict[int, float] = {}  # operation -> start time
         self._outcomes: dict[int, OperationOutcome] = {}
         self._last_op = 0
         self._trace = hashlib.blake2b(digest_size=16)
 
     def trace_hash(self) -> str:
-        """32 hex digits over every event so far."""
+        """Hash of all events so far, 32 hex digits."""
         return self._trace.hexdigest()
 
     def add(self, bootstrap: HeapNode | None = None) -> HeapNode:
-        """A new node; it meets `bootstrap` and joins by itself."""
+        """Add a node that joins through `bootstrap`."""
         number = len(self.nodes)
         rng = random.Random(f"{self.seed}/node/{number}")
         signer = StandInSigner(rng.randbytes(32))
@@ -132,16 +132,16 @@ class HeapSim:
         return node
 
     def grow(self, count: int, every_s: float = 0.05) -> None:
-        """Let `count` nodes join one after the other, each through a random living one."""
+        """Add `count` nodes, one every `every_s` seconds, each through a random live node."""
         for _ in range(count):
             dialable = [node for node in self.living() if node.contact.addrs]
             self.add(self._rng.choice(dialable) if dialable else None)
             self.run(self.now + every_s)
 
     def settle(self, count: int, *, lazily: bool = False) -> None:
-        """`count` nodes that have lived together for long: each knows a random k of every bucket that it can fill.
+        """Add `count` nodes in a steady state: each bucket of each routing table has up to k random contacts.
 
-        `lazily`: a table is filled when its node first has something to do; ten thousand of them take a gigabyte.
+        `lazily`: fill a table only when its node is first used; ten thousand filled tables take a gigabyte.
         """
         nodes = [self.add() for _ in range(count)]
         contacts = sorted((node.contact for node in nodes if node.contact.addrs), key=_place)
@@ -167,7 +167,7 @@ class HeapSim:
             left, right = ours
 
     def _settled(self, node: HeapNode) -> Kademlia:
-        """The node's machine, with its table filled."""
+        """The node's Kademlia, with its table filled."""
         if node.to_settle is not None:
             contacts, node.to_settle = node.to_settle, None
             self._fill_table(node, contacts, random.Random(f"{self.seed}/table/{node.number}"))
@@ -175,7 +175,7 @@ class HeapSim:
         return node.kad
 
     def _experienced(self, node: HeapNode) -> Kademlia:
-        """The node's machine; each peer of a table that it was given has answered it at some time."""
+        """The node's Kademlia, with measured round trips for all contacts of a table that `settle` filled."""
         kad = self._settled(node).node
         if not node.knows_round_trips:
             node.knows_round_trips = True
@@ -184,17 +184,17 @@ class HeapSim:
         return node.kad
 
     def kill(self, node: HeapNode) -> None:
-        """Kill a node without a word; its connections to others stay silent or are reset, by chance."""
+        """Kill a node abruptly. By chance, it then refuses connections or is silent."""
         node.alive = False
         node.refuses = self._rng.random() < self.config.refusing
         self._note("kill", node.number)
 
     def living(self) -> list[HeapNode]:
-        """Every node that was not killed, oldest first."""
+        """All nodes that were not killed, oldest first."""
         return [node for node in self.nodes if node.alive]
 
     def start(self, node: HeapNode, command: Callable[[int], q.Input]) -> int:
-        """Give the node a command, made from an operation's number; returns that number."""
+        """Start an operation on a node: `command` makes its input from the operation's number, which is returned."""
         self._last_op += 1
         self._ops[self._last_op] = self.now
         self._do(node, self._experienced(node).handle(self.now, command(self._last_op)))
@@ -202,7 +202,7 @@ class HeapSim:
         return self._last_op
 
     def finish(self, op: int, limit_s: float = 120.0) -> OperationOutcome:
-        """Run until the operation has ended; LocalError if it does not within `limit_s`."""
+        """Run until the operation has ended. Raises LocalError if it does not within `limit_s`."""
         end = self.now + limit_s
         while op not in self._outcomes:
             if not self._heap or self._heap[0][0] > end:
@@ -211,20 +211,20 @@ class HeapSim:
         return self._outcomes.pop(op)
 
     def run(self, until: float) -> None:
-        """Let virtual time pass."""
+        """Process events up to virtual time `until`."""
         while self._heap and self._heap[0][0] <= until:
             self._step()
         self.now = max(self.now, until)
 
     def round_trip(self, one: HeapNode, other: HeapNode) -> float:
-        """Round trip of a pair: the same each time, either way."""
+        """Round trip of a pair in seconds; constant, and equal in both directions."""
         pair = f"{self.seed}/{min(one.number, other.number)}/{max(one.number, other.number)}"
         share = int.from_bytes(hashlib.blake2b(pair.encode(), digest_size=6).digest(), "big") + 0.5
         draw = self.config.round_trip_s + self.config.round_trip_spread_s * _NORMAL.inv_cdf(share / (1 << 48))
         return max(draw, self.config.round_trip_s / 10)
 
     def nearest(self, key: Key, count: int) -> list[HeapNode]:
-        """The truth that look-ups seek: the dialable living nodes nearest to `key`."""
+        """The `count` live, dialable nodes nearest to `key`: the correct result of a look-up."""
         dialable = [node for node in self.living() if node.contact.addrs]
         return sorted(dialable, key=lambda node: key.distance(node.kad.node.id.key))[:count]
 
@@ -266,12 +266,12 @@ class HeapSim:
                 case q.BlamePeer():
                     self._note("blame", node.number)
                 case q.Respond():
-                    raise LocalError("an answer to nobody")
+                    raise LocalError("an answer without a request")
 
     def _send(self, node: HeapNode, ask: q.Ask) -> None:
         self.messages += 1
         other = self._by_id.get(ask.contact.peer)
-        if other is None:  # a liar made it up
+        if other is None:  # invented by a hostile node
             self._at(self.now + self.config.node.silent_s, lambda: self._input(node, q.AskFailed(ask.id)))
             return
         half = self.round_trip(node, other) / 2
@@ -298,7 +298,7 @@ class HeapSim:
             self._at(self.now + half, lambda: self._input(node, answer))
 
     def _pretend(self, node: HeapNode, other: HeapNode, ask: q.Ask, half: float) -> None:
-        """A node that is not as it should be answers what it likes; None: it keeps silent."""
+        """Answer by `other.answers`, for a hostile node; if that returns None, the request times out."""
         reply = other.answers(other, node.kad.node.id, ask.request) if other.answers is not None else None
         event: q.Input = q.Answered(ask.id, reply) if reply is not None else q.AskFailed(ask.id)
         patience = half if reply is not None else max(half, self.config.node.silent_s - half)

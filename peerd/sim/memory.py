@@ -1,9 +1,8 @@
-"""The memory transport: `peerd.net.transport`'s contract over a SimNet, one transport per node.
+"""The in-memory transport: implements `peerd.net.transport` on a SimNet, one transport per node.
 
-Addresses are `/ip4/<ip of a node>/tcp/<port>`, or /ip6, so that all code about addresses works as with real ones, or
-`/memory/<n>`. Dialling takes a round trip, as TCP does; an address where nobody answers costs the repeats of the
-first packet and then fails. Links carry bytes in order, with the errors that the contract names. Nothing here knows
-about latency or rates: that is `wire` and `simnet`.
+Addresses are `/ip4/<ip of a node>/tcp/<port>` or /ip6, as with TCP, so that all address code works unchanged, or
+`/memory/<n>`. A dial takes one round trip, as in TCP; if there is no answer, it fails after the retransmissions of the
+SYN. Links deliver bytes in order, with the errors of the interface. Latency and rates are in `wire` and `simnet`.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import tcp_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
+from peerd.sim.sim_pipe import SimPipe
 from peerd.sim.simnet import SimNet, SimNode
-from peerd.sim.wire import Pipe
 
 _MEMORY: Final = b"\x89\x06"  # multiaddr code 0x0309 as a varint; its value has 8 bytes
 _FIRST_PORT: Final = 4001  # given to listeners that ask for any
@@ -28,9 +27,13 @@ class MemoryLink:
     """One end of a connection: a RawLink."""
 
     def __init__(
-        self, net: SimNet, node: SimNode, pipes: tuple[Pipe[SimNode], Pipe[SimNode]], ends: tuple[Multiaddr, Multiaddr]
+        self,
+        net: SimNet,
+        node: SimNode,
+        pipes: tuple[SimPipe[SimNode], SimPipe[SimNode]],
+        ends: tuple[Multiaddr, Multiaddr],
     ) -> None:
-        """`pipes`: out and in; `ends`: this one and the other."""
+        """`pipes`: outgoing and incoming; `ends`: addresses of this end and of the other."""
         self._net = net
         self._node = node
         self._out, self._in = out, into = pipes
@@ -49,7 +52,7 @@ class MemoryLink:
         return self._remote
 
     def join(self, other: MemoryLink) -> None:
-        """Make the two ends of one connection known to each other."""
+        """Connect the two ends of one connection."""
         self._other, other._other = other, self
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
@@ -108,7 +111,7 @@ class MemoryLink:
         await trio.lowlevel.checkpoint()
 
     def fail(self, why: str) -> None:
-        """The connection is broken, as seen from this end; what has arrived stays readable."""
+        """Break the connection at this end; bytes that have arrived stay readable."""
         if self._closed or self._broken:
             return
         self._broken = True
@@ -118,15 +121,17 @@ class MemoryLink:
         self._net.trace.add(self._node.name, "broken", f"{self._remote} {why}")
 
     def break_both(self, why: str) -> None:
-        """The connection is broken for both ends."""
+        """Break the connection at both ends."""
         other = self._other
         self.fail(why)
         if other is not None:
             other.fail(why)
 
     def die(self) -> None:
-        """The node that holds this end is killed: nothing leaves it any more, and its system answers with resets.
-        Tasks that wait here are left waiting, for whoever cancels them: a dead process sees nothing."""
+        """End this side because its node is killed: it sends nothing more, and its system answers with resets.
+
+        Tasks that wait here are not woken; they must be cancelled, since a dead process notices nothing.
+        """
         self._out.writer_gone = True
         self._out.forget()
         self._close_here()
@@ -138,7 +143,7 @@ class MemoryLink:
         self._node.links.pop(self, None)
 
     def _refuse(self) -> None:
-        """Tell the other end that this one is gone; the message arrives if the network has a way just then."""
+        """Send a reset to the other end; it arrives if the network passes packets at that time."""
         net, here, there = self._net, self._node, self._out.target
 
         def arrive() -> None:
@@ -174,7 +179,7 @@ class MemoryListener:
         return self._waiting.popleft()
 
     def offer(self, link: MemoryLink) -> None:
-        """A link arrives; refused when the listener is closed or too many wait."""
+        """Queue an incoming link for `accept`; refuse it if the listener is closed or the backlog is full."""
         if not self._open or len(self._waiting) >= self._net.config.accept_backlog:
             link.die()
             return
@@ -182,7 +187,7 @@ class MemoryListener:
         self._acceptors.unpark()
 
     def close(self) -> None:
-        """Stop at once; links that nobody accepted are refused. Does not wake a task that waits in `accept`."""
+        """Stop listening and refuse the links in the backlog. Does not wake a task that waits in `accept`."""
         self._open = False
         listeners = self._net.memory_listeners if _is_memory(self._addr) else self.node.listeners
         listeners.pop(str(self._addr), None)
@@ -197,7 +202,7 @@ class MemoryListener:
 
 
 class MemoryTransport:
-    """Transport by which programs on `node` reach the network."""
+    """The Transport of the programs on one node."""
 
     def __init__(self, net: SimNet, node: SimNode) -> None:
         self._net = net
@@ -241,12 +246,12 @@ class MemoryTransport:
             raise Unreachable("connection refused")
         if net.config.dial_failure > 0 and here.rng.random() < net.config.dial_failure:
             raise Unreachable("connection reset while dialling")
-        to, back = Pipe(net, here, there), Pipe(net, there, here)
+        to, back = SimPipe(net, here, there), SimPipe(net, there, here)
         source = tcp_addr(here.ip, _port(here, 32768))
         link = MemoryLink(net, here, (to, back), (source, addr))
         other = MemoryLink(net, there, (back, to), (addr, source))
         link.join(other)
-        # The third packet of the hand-shake makes the link known over there, before any byte that follows it.
+        # The third packet of TCP's hand-shake creates the link at the other node, before any data arrives.
         to.floor_s = trio.current_time() + net.delay(here, there, 1)
         net.agenda.at(to.floor_s, lambda: listener.offer(other))
         net.trace.add(here.name, "connect", there.name)
@@ -270,7 +275,7 @@ class MemoryTransport:
         return listener
 
     def _concrete(self, addr: Multiaddr) -> Multiaddr:
-        """The address with wildcard and port 0 filled in; ConfigError when this node can't have it."""
+        """Replace a wildcard address and port 0 by concrete ones. Raises ConfigError for another node's address."""
         if _is_memory(addr):
             if int.from_bytes(addr.to_bytes()[2:], "big") != 0:
                 return addr
@@ -285,7 +290,7 @@ class MemoryTransport:
         return tcp_addr(self._node.ip, port)
 
 
-_FIRST_MEMORY: Final = 1 << 32  # numbers above are given out, those below are for the user to choose
+_FIRST_MEMORY: Final = 1 << 32  # larger numbers are assigned automatically, smaller ones are for the user
 
 
 def _is_memory(addr: Multiaddr) -> bool:
@@ -294,7 +299,7 @@ def _is_memory(addr: Multiaddr) -> bool:
 
 
 def _port(node: SimNode, first: int) -> int:
-    """The node's next port number, from `first` on."""
+    """The node's next free port number, from `first` on."""
     port = node.next_port.get(first, first)
     node.next_port[first] = port + 1 if port < _LAST_PORT else first
     return port

@@ -1,13 +1,14 @@
-"""Homes behind routers in the simulated network, and TCP's simultaneous open through them.
+"""Machines behind NATs in the simulated network, and TCP's simultaneous open through them.
 
     internet = Internet(net)
     server = internet.home("server", "public")                   # Transports, for hosts
-    lonely = internet.home("lonely", "symmetric", resets=True)   # its router answers RST to what it does not let in
+    lonely = internet.home("lonely", "symmetric", resets=True)   # its router answers unexpected packets with RST
 
-Each connection request is a packet of its own: it opens the sender's router, is let in, dropped or refused by the
-other's, and finds there a request that goes the other way (then both become one connection), a listener, or nothing.
-Dials leave from the listening port unless that pair of ends is taken. Bytes then travel as in `memory`. Not modelled:
-the life of mappings (`forget` ends all of a home at once), and that a refusal closes the way out for a moment.
+Each connection request (SYN) is a packet: it creates a mapping in the sender's router, and is passed, dropped or
+refused by the other router. Behind it, it meets a request in the other direction (both then become one connection), a
+listener, or nothing. Dials use the listening port unless that pair of endpoints is in use. Data is then sent as in
+`memory`. Not modelled: the expiry of mappings (`forget` removes all mappings of a home), and that a RST blocks a
+mapping briefly.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from multiaddr import Multiaddr
 from peerd.core.addr import tcp_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.sim.memory import MemoryLink, MemoryListener
+from peerd.sim.sim_pipe import SimPipe
 from peerd.sim.simnet import SimLine, SimNet, SimNode
-from peerd.sim.wire import Pipe
 
 Kind = Literal["public", "firewall", "full-cone", "port-restricted", "symmetric"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -32,7 +33,7 @@ _MAPPED: Final = 20000
 
 
 class SimPlace(NamedTuple):
-    """One end of a connection, as packets name it."""
+    """An endpoint of a connection, as in a packet's header."""
 
     host: str
     port: int
@@ -44,13 +45,13 @@ class SimPlace(NamedTuple):
 
 @dataclass(eq=False)
 class _Request:
-    """A connection that one side asks for."""
+    """A pending connection request."""
 
     port: int
     target: SimPlace
     done: trio.Event = field(default_factory=trio.Event)
     link: MemoryLink | None = None
-    over: bool = False  # answered, or withdrawn
+    over: bool = False  # answered or cancelled
 
     def answer(self, link: MemoryLink | None) -> None:
         if not self.over:
@@ -59,22 +60,22 @@ class _Request:
 
 
 class SimRouter:
-    """A home's router: its port mappings, and the packets that it lets in."""
+    """A home's router: its port mappings, and the filter of incoming packets."""
 
     def __init__(self, kind: Kind, outside: str, inside: str) -> None:
         self.kind = kind
         self.outside, self.inside = outside, inside
         self._mapped: dict[tuple[int, SimPlace | None], int] = {}  # (port at home, destination) -> port outside
-        self._contacts: dict[int, set[SimPlace]] = {}  # by port outside: destinations of packets
+        self._contacts: dict[int, set[SimPlace]] = {}  # port outside -> destinations of earlier packets
         self._next_port = _MAPPED
         self._forwarded: dict[int, int] = {}  # port outside -> port at home
 
     def forward(self, port: int, outside: int = 0) -> None:
-        """Let everybody in to `port` at home, as its owner sets it up. `outside`: the router's port; 0: the same."""
+        """Forward the router's port `outside` (0: the same number) to `port` at home, like a rule set by its owner."""
         self._forwarded[outside or port] = port
 
     def out(self, port: int, target: SimPlace) -> SimPlace:
-        """A packet leaves: the end that the world sees."""
+        """Translate the source of an outgoing packet; returns the public endpoint."""
         seen = port
         if self.kind in ("full-cone", "port-restricted", "symmetric"):
             key = port, target if self.kind == "symmetric" else None
@@ -86,7 +87,7 @@ class SimRouter:
         return SimPlace(self.outside, seen)
 
     def into(self, port: int, source: SimPlace) -> int | None:
-        """A packet comes to `port` of the router: the port at home that it is let in to."""
+        """The port at home to which a packet to the router's `port` is passed, or None if it is blocked."""
         if port in self._forwarded:
             return self._forwarded[port]
         if self.kind == "public":
@@ -99,31 +100,31 @@ class SimRouter:
         return next(home for (home, _), seen in self._mapped.items() if seen == port)
 
     def forget(self) -> None:
-        """Forget all mappings, as if switched off and on; what is mapped next gets other ports."""
+        """Remove all mappings, as if the router was restarted; new mappings get other ports."""
         self._mapped.clear()
         self._contacts.clear()
 
 
 class Internet:
-    """All homes of a network."""
+    """The homes of a simulated network."""
 
     def __init__(self, net: SimNet) -> None:
         self.net = net
-        self.homes: dict[str, Home] = {}  # by public address
+        self.homes: dict[str, NatHome] = {}  # by public address
 
-    def home(self, name: str, kind: Kind, *, resets: bool = False, line: SimLine | None = None) -> Home:
-        """A new machine, behind a new router unless it is public. `resets`: RST instead of silence."""
+    def home(self, name: str, kind: Kind, *, resets: bool = False, line: SimLine | None = None) -> NatHome:
+        """Add a machine behind a new router of this kind. `resets`: the router answers blocked packets with RST."""
         number = len(self.homes) + 1
         ip = f"45.{number >> 8}.{number & 255}.1"
         node = self.net.add_node(name, line, ip=ip)
         hidden = kind not in ("public", "firewall")
         router = SimRouter(kind, ip, f"192.168.{number & 255}.2" if hidden else ip)
-        home = self.homes[ip] = Home(self, node, router, resets)
+        home = self.homes[ip] = NatHome(self, node, router, resets)
         return home
 
 
-class Home:
-    """One machine's Transport."""
+class NatHome:
+    """The Transport of one machine behind its router."""
 
     def __init__(self, internet: Internet, node: SimNode, router: SimRouter, resets: bool) -> None:
         self.router = router
@@ -177,19 +178,19 @@ class Home:
         return self._next_port
 
     def _later(self, there: SimNode, what: Callable[[], None]) -> None:
-        """Have `what` happen when a packet from here arrives there, if it does."""
+        """Call `what` when a packet from here arrives `there`, unless the network drops it."""
         if self._net.passes(self._node, there):
             self._net.agenda.at(trio.current_time() + self._net.delay(self._node, there, 1), what)
 
     def _ask(self, request: _Request) -> None:
-        """Send the first packet."""
+        """Send the SYN."""
         source = self.router.out(request.port, request.target)
         there = self._homes.get(request.target.host)
         if there is not None:
             self._later(there._node, lambda: there._asked(self, source, request))
 
-    def _asked(self, asker: Home, source: SimPlace, request: _Request) -> None:
-        """A first packet has come from `asker`, which is `source` out there."""
+    def _asked(self, asker: NatHome, source: SimPlace, request: _Request) -> None:
+        """Handle a SYN from `asker`, whose public endpoint is `source`."""
         port = self.router.into(request.target.port, source)
         if port is None:
             if self._resets:
@@ -204,16 +205,16 @@ class Home:
             self._later(asker._node, lambda: request.answer(None))
 
     def _connect(
-        self, request: _Request, other: tuple[Home, int], source: SimPlace, end: _Request | MemoryListener
+        self, request: _Request, other: tuple[NatHome, int], source: SimPlace, end: _Request | MemoryListener
     ) -> None:
-        """The answer of `other`, a home and its port, has come. `source`: how we look from there."""
+        """Handle the acceptance by `other`, a home and its port. `source`: our public endpoint."""
         if request.over:
-            return  # nobody waits for it any more; the other side's request goes on
+            return  # our dial was cancelled; the other side's request continues
         net, (there, port) = self._net, other
         if isinstance(end, _Request) and end.over:
             request.answer(None)
             return
-        to, back = Pipe(net, self._node, there._node), Pipe(net, there._node, self._node)
+        to, back = SimPipe(net, self._node, there._node), SimPipe(net, there._node, self._node)
         near = MemoryLink(
             net, self._node, (to, back), (tcp_addr(self.router.inside, request.port), request.target.addr)
         )

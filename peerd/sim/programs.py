@@ -1,6 +1,6 @@
-"""Programs that usually run on a node of a World: a Host alone, or Host, calls and DHT together.
+"""Programs for the nodes of a World: a Host alone, or Host, RPC and DHT together.
 
-A test that needs more writes a program of its own, and may run one of these inside it.
+A test that needs more writes its own program, which may run one of these.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from peerd.service.dht.dht import DhtConfig
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.world import Node, Program
 
-ECHO = "/peerd-sim/echo/1"  # every node answers it: what comes in goes back
+ECHO = "/peerd-sim/echo/1"  # protocol of all nodes, which returns the bytes that it receives
 
 
 def hosts(config: HostConfig | None = None) -> Program:
-    """Nodes with a Host that listens and echoes, and nothing else."""
+    """A program that runs only a Host, with the echo protocol."""
 
     def program(node: Node, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]:
         node.host = Host(node.keypair, node.clock, [node.transport], config, node.world.buffers)
@@ -31,7 +31,7 @@ def hosts(config: HostConfig | None = None) -> Program:
 
 
 def swarm(host_config: HostConfig | None = None, dht_config: DhtConfig | None = None) -> Program:
-    """Nodes with Host, calls and DHT; the DHT joins over the world's bootstrap addresses."""
+    """A program that runs Host, RPC and DHT; the DHT joins through the world's bootstrap addresses."""
 
     def program(node: Node, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]:
         stack = stack_on(node, host_config, dht_config)
@@ -43,7 +43,7 @@ def swarm(host_config: HostConfig | None = None, dht_config: DhtConfig | None = 
 
 
 def stack_on(node: Node, host_config: HostConfig | None = None, dht_config: DhtConfig | None = None) -> PeerStack:
-    """The protocol stack of a node, which has its parts as attributes from now on."""
+    """Create the protocol stack of a node, and set the node's `host`, `rpc` and `dht`."""
     stack = peer_stack(node.keypair, node.clock, [node.transport], host_config, dht_config, node.world.buffers)
     node.host, node.rpc, node.dht = stack.host, stack.rpc, stack.dht
     return stack
@@ -56,7 +56,7 @@ async def _echo(stream: Stream) -> None:
 
 
 async def echo(source: Node, target: Node, size: int = 32) -> float:
-    """Seconds until `size` bytes have come back from `target`; raises RemoteError (Unreachable, a reset...)."""
+    """Send `size` bytes to `target` and receive them again; returns the seconds. Raises RemoteError."""
     started_s = trio.current_time()
     stream = await source.host.open_stream(target.id, ECHO)
     try:
@@ -69,7 +69,10 @@ async def echo(source: Node, target: Node, size: int = 32) -> float:
 
 
 async def try_ping(source: Node, target: Node, *, within_s: float) -> float | None:
-    """libp2p's ping, with dialling if need be: seconds, or None when it fails or takes longer than `within_s`."""
+    """Ping `target` by libp2p's protocol, connecting if needed; returns the seconds including the dial.
+
+    Returns None if it fails or takes longer than `within_s`.
+    """
     started_s = trio.current_time()
     with trio.move_on_after(within_s):
         try:
@@ -81,7 +84,7 @@ async def try_ping(source: Node, target: Node, *, within_s: float) -> float | No
 
 
 async def try_echo(source: Node, target: Node, size: int, *, within_s: float) -> float | None:
-    """`echo`, or None when it fails or takes longer than `within_s`."""
+    """Like `echo`, but returns None if it fails or takes longer than `within_s`."""
     with trio.move_on_after(within_s):
         try:
             return await echo(source, target, size)

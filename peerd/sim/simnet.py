@@ -1,10 +1,9 @@
-"""SimNet: nodes with access lines and the paths between them, in one object per simulation.
+"""SimNet: the nodes, access lines and paths of one simulated network.
 
-Decides what passes, how long it takes and what is lost; the bytes themselves are moved by `wire` and reach programs
-through `memory`. Nodes can be cut off, stalled, killed (silently, as when the power fails, or with resets, as when a
-process dies under a living kernel) and revived; paths change while the simulation runs. Every draw comes from a
-stream named after the node that sends, so a change at one node does not disturb the others. Nothing is kept
-process-wide.
+Decides which packets pass, their delay and their loss; `wire` transfers the bytes, and `memory` connects programs.
+Nodes can be disconnected, stalled, killed (silently, as in a power failure, or with resets, as when a process dies) and
+revived; paths can change during the simulation. Every random draw is from a stream of the sending node, so a change at
+one node does not affect the draws of others. There is no global state.
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ from typing import Protocol
 import trio
 
 from peerd.core.errors import LocalError
-from peerd.sim.clock import Agenda
+from peerd.sim.clock import SimAgenda
+from peerd.sim.sim_pipe import PACKET_BYTES, RETRANSMIT_MIN_S, Segment, SimPipe, SimulatedLine
 from peerd.sim.trace import Trace
-from peerd.sim.wire import PACKET_BYTES, RETRANSMIT_MIN_S, Pipe, Segment, SimulatedLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimLine:
-    """A node's connection to the internet. Rates are shared by all its links, each direction on its own."""
+    """A node's connection to the internet. All its links share each direction's rate."""
 
-    latency_s: float = 0.0  # one way, to the backbone; a path has both ends' sum
+    latency_s: float = 0.0  # one way, to the internet's backbone; a path has the sum of both ends
     jitter_s: float = 0.0  # added to each segment, uniform from 0; order is kept
     up_mbit_s: float = math.inf
     down_mbit_s: float = math.inf
-    loss: float = 0.0  # probability that a packet of 1448 bytes is lost, on the way out
+    loss: float = 0.0  # probability that an outgoing packet of 1448 bytes is lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimPath:
-    """Latency, jitter and loss that the path between two nodes adds to their lines, one direction.
+    """Latency, jitter and loss that the path between two nodes adds to those of their lines, in one direction.
 
-    Rate: shared by all links between the two in this direction, beside those of their lines.
+    All links between the two nodes share the path's rate in this direction.
     """
 
     latency_s: float = 0.0
@@ -53,16 +52,16 @@ class SimPath:
 class NetConfig:
     """Properties of the whole network."""
 
-    window_bytes: int = 1 << 20  # of one link and direction: under way or unread, then the writer waits
+    window_bytes: int = 1 << 20  # per link and direction, in flight or unread; beyond this the writer waits
     dial_failure: float = 0.0  # probability that a dial fails although it could succeed
-    link_life_s: float = math.inf  # mean time after which a link breaks by itself (exponential)
-    give_up_s: float = 900.0  # a link whose bytes can't pass for so long breaks for the writer (Linux: about 924 s)
-    syn_times_s: tuple[float, ...] = (0.0, 1.0, 3.0, 7.0, 15.0, 31.0)  # when a dial without answer is repeated
+    link_life_s: float = math.inf  # mean time until a link breaks (exponential)
+    give_up_s: float = 900.0  # time without progress after which a link breaks for the writer (Linux: about 924 s)
+    syn_times_s: tuple[float, ...] = (0.0, 1.0, 3.0, 7.0, 15.0, 31.0)  # when the SYN of a dial is sent
     accept_backlog: int = 128  # links that wait to be accepted; more are refused
 
 
 class Mortal(Protocol):
-    """A link that ends with its machine."""
+    """A link that ends when its machine is killed."""
 
     def die(self) -> None: ...
 
@@ -87,9 +86,9 @@ class SimNode:
     uplink: SimulatedLine
     downlink: SimulatedLine
     alive: bool = True
-    dark: bool = False  # the machine itself is off: it does not even refuse
+    dark: bool = False  # the machine is off, so it sends no resets
     stalled: bool = False
-    island: int = 0  # nodes of different islands can't reach one another
+    island: int = 0  # nodes of different islands cannot reach each other
     corrupt: float = 0.0  # probability that a delivered segment from here has one bit flipped
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -103,30 +102,30 @@ class SimNode:
 
 
 class SimNet:
-    """The network. `run` has to be running as soon as anything takes time."""
+    """The network. `run` must be running before anything that takes time."""
 
     def __init__(self, seed: int | str = 0, config: NetConfig | None = None, trace: Trace | None = None) -> None:
         self.seed = seed
         self.config = config or NetConfig()
         self.trace = trace or Trace()
-        self.agenda = Agenda()
+        self.agenda = SimAgenda()
         self.nodes: dict[str, SimNode] = {}
         self._by_ip: dict[str, SimNode] = {}
         self._paths: dict[tuple[str, str], SimPath] = {}
-        self._bottlenecks: dict[tuple[str, str], SimulatedLine] = {}  # of paths that have, or had, a rate of their own
+        self._bottlenecks: dict[tuple[str, str], SimulatedLine] = {}  # of paths with a rate, now or earlier
         self._blocked: dict[tuple[str, str], None] = {}
-        self._holding: dict[Pipe[SimNode], None] = {}
-        self.memory_listeners: dict[str, Listening] = {}  # of /memory/<n> addresses, which name no node
+        self._holding: dict[SimPipe[SimNode], None] = {}
+        self.memory_listeners: dict[str, Listening] = {}  # of /memory/<n> addresses, which do not contain a node
         self.next_memory = 0
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Move bytes until cancelled."""
+        """Run the network until cancelled."""
         await self.agenda.run(task_status=task_status)
 
     # --- nodes and paths ---
 
     def add_node(self, name: str, line: SimLine | None = None, ip: str = "") -> SimNode:
-        """A new machine with this address, or one of its own in 10.0.0.0/8."""
+        """Add a machine with this address, or a new one in 10.0.0.0/8."""
         if name in self.nodes:
             raise LocalError(f"the network has a node {name!r} already")
         number = len(self.nodes) + 1
@@ -143,7 +142,7 @@ class SimNet:
         return node
 
     def readdress(self, name: str, ip: str) -> None:
-        """Give a node another address. LocalError while it is alive: its links would live on."""
+        """Change a node's address. Raises LocalError while the node is alive, since its links would stay open."""
         node = self.nodes[name]
         if node.alive:
             raise LocalError(f"{name} is alive: it can have another address only after it was killed")
@@ -154,23 +153,23 @@ class SimNet:
 
     @property
     def window_bytes(self) -> int:
-        """Window of one link and direction."""
+        """Window of one link and direction, in bytes."""
         return self.config.window_bytes
 
     def node_at(self, ip: str) -> SimNode | None:
         return self._by_ip.get(ip)
 
     def set_line(self, name: str, line: SimLine) -> None:
-        """Change a node's connection; segments already under way keep their times."""
+        """Change a node's line; segments in flight keep their times."""
         node = self.nodes[name]
         node.line = line
         node.set_rates()
         self.trace.add(name, "line", f"{line.latency_s} {line.up_mbit_s} {line.down_mbit_s} {line.loss}")
 
     def set_path(self, a: str, b: str, path: SimPath, *, both: bool = True) -> None:
-        """Set what the path from `a` to `b` (and back, each direction on its own) adds to their lines.
+        """Set the path from `a` to `b`, and the one back unless `both` is False.
 
-        Names of nodes that do not exist yet are as good. LocalError for a rate of zero or less.
+        The nodes need not exist yet. Raises LocalError for a rate of zero or less.
         """
         if not path.mbit_s > 0:
             raise LocalError(f"the path from {a} to {b} has a rate of {path.mbit_s} Mb/s; allowed: more than 0")
@@ -184,15 +183,15 @@ class SimNet:
         return self._paths.get((source.name, target.name), _NO_PATH)
 
     def bottleneck(self, source: SimNode, target: SimNode) -> SimulatedLine | None:
-        """The line that everything from `source` to `target` shares; None where the path has no rate of its own."""
+        """The line that all bytes from `source` to `target` share, or None if the path has no rate of its own."""
         return self._bottlenecks.get((source.name, target.name))
 
     def latency(self, source: SimNode, target: SimNode) -> float:
-        """Seconds one way, without jitter and queues."""
+        """One-way latency in seconds, without jitter and queues."""
         return source.line.latency_s + target.line.latency_s + self.path(source, target).latency_s
 
     def delay(self, source: SimNode, target: SimNode, size: int) -> float:
-        """Seconds that `size` bytes take from line to line: latency, jitter, and what repeating lost packets costs."""
+        """Delay of `size` bytes from line to line in seconds: latency, jitter and retransmissions of lost packets."""
         path = self.path(source, target)
         delay_s = base_s = source.line.latency_s + target.line.latency_s + path.latency_s
         jitter_s = source.line.jitter_s + target.line.jitter_s + path.jitter_s
@@ -205,19 +204,19 @@ class SimNet:
             while source.rng.random() >= kept and again_s < self.config.give_up_s:
                 delay_s += again_s
                 again_s *= 2
-                kept = (1 - source.line.loss) * (1 - path.loss)  # usually one packet of the segment was missing
+                kept = (1 - source.line.loss) * (1 - path.loss)  # usually only one packet of the segment was lost
         return delay_s
 
-    # --- what passes ---
+    # --- connectivity ---
 
     def passes(self, source: SimNode, target: SimNode) -> bool:
-        """True when a packet sent now would arrive."""
+        """True if a packet sent now would arrive."""
         if source.dark or target.dark or source.stalled or target.stalled:
             return False
         return source.island == target.island and (source.name, target.name) not in self._blocked
 
     def partition(self, *islands: Iterable[str]) -> None:
-        """Split: each of the given sets of nodes is cut off from the others and from all nodes not named."""
+        """Disconnect each of the given sets of nodes from the others and from all other nodes."""
         for node in self.nodes.values():
             node.island = 0
         for number, names in enumerate(islands, start=1):
@@ -227,14 +226,14 @@ class SimNet:
         self._retry_held()
 
     def block(self, a: str, b: str, *, both: bool = True) -> None:
-        """Nothing passes from `a` to `b` (and back) any more."""
+        """Drop all packets from `a` to `b`, and those back unless `both` is False."""
         self._blocked[a, b] = None
         if both:
             self._blocked[b, a] = None
         self.trace.add(a, "block", b)
 
     def heal(self) -> None:
-        """Everyone alive can reach everyone again; held bytes come with the next retransmission."""
+        """Remove all partitions and blocks; held bytes are sent with the next retransmission."""
         for node in self.nodes.values():
             node.island = 0
         self._blocked.clear()
@@ -242,12 +241,12 @@ class SimNet:
         self._retry_held()
 
     def stall(self, name: str) -> None:
-        """Nothing gets into or out of the node, as if its machine stood still; its links live on."""
+        """Block all traffic of a node, as if its machine was paused; its links stay open."""
         self.nodes[name].stalled = True
         self.trace.add(name, "stall")
 
     def resume(self, name: str) -> None:
-        """The stalled node goes on where it was, at once."""
+        """End a node's stall; held bytes are sent at once."""
         self.nodes[name].stalled = False
         self.trace.add(name, "resume")
         for pipe in list(self._holding):
@@ -255,8 +254,11 @@ class SimNet:
                 self._release(pipe)
 
     def kill(self, name: str, *, silent: bool = False) -> None:
-        """The node's process is gone with its links and listeners. Silent: the whole machine is, and its peers
-        notice only by time-out; else they get resets. Cancel the node's own tasks: they are told nothing."""
+        """End a node's links and listeners, as if its process was killed: its peers receive resets.
+
+        `silent`: the whole machine is off, so peers notice it only by timeouts. The caller cancels the node's tasks,
+        which are not notified.
+        """
         node = self.nodes[name]
         self.trace.add(name, "kill", "silent" if silent else "reset")
         node.alive, node.dark = False, silent
@@ -267,7 +269,7 @@ class SimNet:
             link.die()
 
     def revive(self, name: str) -> None:
-        """Bring the machine back, with no memory of its links: a peer that still uses one gets a reset."""
+        """Restart a killed machine without its links: a peer that still uses one receives a reset."""
         node = self.nodes[name]
         node.alive, node.dark, node.stalled = True, False, False
         self.trace.add(name, "revive")
@@ -275,13 +277,13 @@ class SimNet:
 
     # --- for pipes ---
 
-    def hold(self, pipe: Pipe[SimNode]) -> None:
-        """The pipe has bytes that can't pass."""
+    def hold(self, pipe: SimPipe[SimNode]) -> None:
+        """Register a pipe with segments that cannot pass now."""
         self._holding[pipe] = None
         self.agenda.at(trio.current_time() + self.config.give_up_s, functools.partial(self._give_up, pipe))
 
     def damage(self, source: SimNode, data: bytes) -> bytes:
-        """The bytes as they arrive: one bit flipped if the source's line is faulty and chance wants it."""
+        """The bytes as they arrive: with probability `source.corrupt`, one bit is flipped."""
         if source.corrupt <= 0 or not data or source.rng.random() >= source.corrupt:
             return data
         wrong = bytearray(data)
@@ -297,12 +299,12 @@ class SimNet:
             if self.passes(pipe.source, pipe.target):
                 self.agenda.at(pipe.retry_at(), functools.partial(self._release, pipe))
 
-    def _release(self, pipe: Pipe[SimNode]) -> None:
+    def _release(self, pipe: SimPipe[SimNode]) -> None:
         if pipe in self._holding and self.passes(pipe.source, pipe.target):
             del self._holding[pipe]
             pipe.release()
 
-    def _give_up(self, pipe: Pipe[SimNode]) -> None:
+    def _give_up(self, pipe: SimPipe[SimNode]) -> None:
         if pipe not in self._holding or trio.current_time() < pipe.held_since_s + self.config.give_up_s:
             return
         if not (pipe.source.stalled or pipe.target.stalled):

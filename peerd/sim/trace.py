@@ -1,7 +1,7 @@
-"""Trace of a simulation: one line per event and one hash over all of them.
+"""Trace of a simulation: one line per event, and one hash over all events.
 
-Same seed, same lines, same hash: that is how a run proves that it can be repeated. Keeps the newest events and counts
-of all; the hash covers every event since the start. Times are trio's, to the nanosecond.
+The same seed gives the same lines and the same hash, which proves that a run is reproducible. Keeps the newest events,
+and counts of all kinds; the hash covers every event since the start. Times are trio's, in nanosecond resolution.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Final
 
 import trio
 
-KEPT_EVENTS: Final = 2_000  # enough to read what led to a failure
+KEPT_EVENTS: Final = 2_000  # enough to find the cause of a failure
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """At `time_s`, `node` saw `kind`."""
+    """An event of this `kind` at `node`, at time `time_s`."""
 
     time_s: float
     node: str
@@ -30,7 +30,7 @@ class TraceEvent:
 
 
 class Trace:
-    """The record of one run."""
+    """The events of one run."""
 
     def __init__(self, keep: int = KEPT_EVENTS) -> None:
         self.counts: Counter[str] = Counter()  # events by kind
@@ -45,7 +45,7 @@ class Trace:
         self._sum.update(f"{event}\n".encode())
 
     def hash(self) -> str:
-        """32 hex digits over all events so far."""
+        """Hash of all events so far, 32 hex digits."""
         return self._sum.hexdigest()
 
     def newest(self, count: int = KEPT_EVENTS) -> list[TraceEvent]:

@@ -1,9 +1,9 @@
-"""World: whole nodes over one SimNet, in one nursery; what runs on them is up to their programs (see `programs`).
+"""World: nodes on one simulated network, in one nursery. Each node runs a program (see `programs`).
 
-A node is a machine with a name, an identity and a line; a program is what runs on it. Nodes start, stop (politely),
-are killed (at once) and come back with the same identity and address. Everything is drawn from the seed, so that a
-world run with `peerd.sim.clock.run_virtual` repeats exactly; its trace hash proves it. An error in a program ends the
-world: a simulation that hides errors is worth nothing. Does not compute with tensors and starts no threads.
+A node is a machine with a name, an identity and an access line. Nodes can be started, stopped (gracefully), killed
+(abruptly), and restarted with the same identity and address. All randomness comes from the seed, so a world run with
+`peerd.sim.clock.run_virtual` is reproducible, which its trace hash proves. An exception in a program ends the world, so
+that no error is hidden. Uses no tensors and no threads.
 """
 
 from __future__ import annotations
@@ -33,38 +33,36 @@ if TYPE_CHECKING:
     from peerd.service.dht.dht import Dht
     from peerd.service.rpc.rpc import Rpc
 
-PORT = 4001  # where every node listens
+PORT = 4001  # every node's listening port
 
 
 class Program(Protocol):
-    """A program that runs on a node. Calls `task_status.started()` when it is of use to others; returns when
-    cancelled.
-    """
+    """A program that runs on a node until cancelled. It calls `task_status.started()` once it is ready for others."""
 
     def __call__(self, node: Node, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldConfig:
-    """Defaults of all nodes, unless `World.start` says otherwise."""
+    """The network, and the default line of nodes."""
 
     net: NetConfig = field(default_factory=NetConfig)
-    line: Callable[[random.Random], SimLine] = lambda rng: SimLine()  # draws the line of a node that is given none
+    line: Callable[[random.Random], SimLine] = lambda rng: SimLine()  # draws the line of a node without a given one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Churn:
-    """Nodes that leave and are replaced: `share` of the nodes within `within_s`, at random instants."""
+    """Plan of churn: a fraction `share` of the nodes is killed and replaced within `within_s`, at random times."""
 
     share: float
     within_s: float
-    silent: float = 0.5  # how many of those that leave do so without a word; the others' processes are killed
-    absent_s: float | None = None  # they come back after so long; None: somebody new takes the place at once
-    spare: frozenset[str] = frozenset()  # names that stay
+    silent: float = 0.5  # fraction of kills that take the whole machine down; the others kill only the process
+    absent_s: float | None = None  # until a killed node is restarted, or None to replace it at once by a new node
+    spare: frozenset[str] = frozenset()  # names of nodes that are never killed
 
 
 class Node:
-    """One machine of the world. `host`, `rpc` and `dht` are there once the program has set them."""
+    """One machine of the world, and its program. The program sets `host`, `rpc` and `dht`, if it has them."""
 
     host: Host
     rpc: Rpc
@@ -82,7 +80,7 @@ class Node:
         self.skew_s = skew_s
         self.clock = SimClock(world.seed, f"{machine.name}/0", skew_s=skew_s)
         self.up = False
-        self.settled = trio.Event()  # up, or gone before it came up
+        self.settled = trio.Event()  # up, or ended before it was up
         self.gone = trio.Event()
         self.scope = trio.CancelScope()
 
@@ -92,20 +90,20 @@ class Node:
 
     @property
     def addr(self) -> Multiaddr:
-        """Address on which the node listens, without its id."""
+        """Listening address, without the peer id."""
         return tcp_addr(self.machine.ip, PORT)
 
     @property
     def full_addr(self) -> Multiaddr:
-        """With /p2p/<id>, as one would give to others."""
+        """Listening address with /p2p/<id>, for other nodes."""
         return with_peer(self.addr, self.id)
 
     def note(self, kind: str, detail: str = "") -> None:
-        """Put something that the program saw into the world's trace."""
+        """Add an event of the program to the world's trace."""
         self.world.trace.add(self.name, kind, detail)
 
     def reborn(self) -> None:
-        """Ready to live again: same identity and address, new memory, new random streams."""
+        """Reset the node for a restart: same identity and address, new state and random streams."""
         self.incarnation += 1
         self.clock = SimClock(self.world.seed, f"{self.name}/{self.incarnation}", skew_s=self.skew_s)
         self.up, self.settled, self.gone, self.scope = False, trio.Event(), trio.Event(), trio.CancelScope()
@@ -123,14 +121,14 @@ class World:
         self.config = config or WorldConfig()
         self.trace = Trace()
         self.net = SimNet(seed, self.config.net, self.trace)
-        self.nodes: dict[str, Node] = {}  # all that ever were, in the order of their first start
+        self.nodes: dict[str, Node] = {}  # all nodes, also stopped ones, in the order of their first start
         self.bootstrap: list[Multiaddr] = []
-        self.buffers = Buffers()  # of all hosts together: alone they keep four megabytes each
+        self.buffers = Buffers()  # shared by all hosts: separate ones would take four megabytes each
         self._nursery: trio.Nursery | None = None
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[World]:
-        """The network moves bytes inside; at the end every node is stopped politely, then the network ends."""
+        """Run the network inside this context; on exit, cancel every node's program, then stop the network."""
         async with trio.open_nursery() as outer:
             await outer.start(self.net.run)
             async with trio.open_nursery() as self._nursery:
@@ -146,7 +144,7 @@ class World:
         """Nodes that are up, in the order of their first start."""
         return [node for node in self.nodes.values() if node.up]
 
-    # --- life ---
+    # --- starting and stopping ---
 
     async def start(
         self,
@@ -157,7 +155,7 @@ class World:
         program: Program | None = None,
         ip: str = "",
     ) -> Node:
-        """A new node; returns when its program is of use, or when it was killed before. `ip`: else a private one."""
+        """Start a new node; returns when its program is ready or was killed. `ip`: its address, else a private one."""
         name = name or f"n{len(self.nodes):02d}"
         machine = self._machine(name, line, ip)
         node = self.nodes[name] = Node(self, machine, program or self.program, skew_s)
@@ -165,7 +163,7 @@ class World:
         return node
 
     async def start_many(self, count: int, *, bootstrap: bool = False) -> list[Node]:
-        """`count` new nodes at once; with `bootstrap` the later ones join through them."""
+        """Start `count` new nodes concurrently. With `bootstrap`, later nodes use them as bootstrap peers."""
         machines = [self._machine(f"n{len(self.nodes) + k:02d}", None) for k in range(count)]
         nodes = [Node(self, machine, self.program, 0.0) for machine in machines]
         self.nodes.update({node.name: node for node in nodes})
@@ -177,7 +175,7 @@ class World:
         return nodes
 
     async def stop(self, node: Node) -> None:
-        """The polite way: the program is cancelled and may still say good-bye."""
+        """Stop a node gracefully: its program is cancelled and may still send messages."""
         self.trace.add(node.name, "stop")
         node.up = False
         node.scope.cancel()
@@ -185,14 +183,14 @@ class World:
         self.net.kill(node.name)
 
     async def kill(self, node: Node, *, silent: bool = False) -> None:
-        """At once: nothing that the program tries while it ends reaches anyone."""
+        """Kill a node: nothing that its program sends during its cancellation arrives. `silent`: see SimNet.kill."""
         self.net.kill(node.name, silent=silent)
         node.up = False
         node.scope.cancel()
         await node.gone.wait()
 
     async def restart(self, node: Node) -> None:
-        """A stopped or killed node comes back with its identity and address, and nothing else of its past."""
+        """Restart a stopped or killed node with its identity and address, but without its other state."""
         if not node.gone.is_set():
             raise LocalError(f"{node.name} still runs")
         node.reborn()
@@ -225,7 +223,7 @@ class World:
     # --- scripts ---
 
     async def churn(self, plan: Churn) -> None:
-        """Kill and replace nodes as planned; returns when the last one that left has been replaced."""
+        """Kill and replace nodes as planned; returns when the last killed node has been replaced."""
         rng = self.rng("churn")
         leaving = round(plan.share * len(self.living()))
         start_s = trio.current_time()
@@ -245,12 +243,12 @@ class World:
             await self.restart(node)
 
     async def until(self, condition: Callable[[], bool], *, within_s: float, step_s: float = 0.1) -> bool:
-        """Let time pass until `condition()` holds; False when it does not within `within_s`."""
+        """Wait until `condition()` is true; returns False if it is not within `within_s`."""
         with trio.move_on_after(within_s):
-            while not condition():  # noqa: ASYNC110 - any condition, on state that nobody announces
+            while not condition():  # noqa: ASYNC110 - any condition, on state without events
                 await trio.sleep(step_s)
         return condition()
 
     def partition(self, *islands: Iterable[Node]) -> None:
-        """Cut these sets of nodes off from one another and from all others."""
+        """Disconnect these sets of nodes from each other and from all other nodes."""
         self.net.partition(*([node.name for node in island] for island in islands))

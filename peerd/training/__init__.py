@@ -1,1 +1,1 @@
-"""A peer's part of a run: what roles are made of."""
+"""The parts of a peer in a run, from which the roles are built."""

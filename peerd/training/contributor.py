@@ -1,9 +1,12 @@
-"""Contributor: one peer's microbatches in a run's batches, wherever they are computed. Not a role.
+"""Contributor: one peer's microbatches in a run's batches, no matter where they are computed. Not a role.
 
-Follows the run's conductor: reports microbatches wished for, begun and done, and carries out the orders in the answer,
-by the books of `machine/batch/trainer_ledger`. `Work` defines a microbatch and computes it: role `trainer` sends text
-through the stages, the library asks a user's own loop for a gradient. Publishes its progress. Invariants: no microbatch
-is begun that the conductor has not admitted; one that it drops is cancelled; a done one is reported until it is taken.
+Follows the run's conductor: reports the microbatches it wants to begin, has begun and has finished, and carries out the
+orders in each answer. `machine/batch/trainer_ledger` keeps the state. `Work` supplies and computes the microbatches:
+role `trainer` sends text through the stages; the library takes gradients from a user's own training loop. Publishes its
+progress in the DHT.
+
+Invariants: a microbatch begins only after the conductor admitted it. A microbatch that the conductor drops is
+cancelled. A finished microbatch is reported until the conductor accepts the report.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from peerd.core.messages.progress import TrainerProgress, encode_progress, pause
 from peerd.core.messages.swarm import MAX_MICROBATCHES, Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
 from peerd.machine.batch.trainer_ledger import (
     Begun,
-    Contribution,
     DropMicrobatch,
     Holding,
     Order,
     Repeat,
     Start,
+    TrainerLedger,
     told_at_once,
 )
 from peerd.machine.conductor.member_list import KnownMembers
@@ -32,10 +35,10 @@ from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 
-T = TypeVar("T")  # a microbatch's load
+T = TypeVar("T")  # load of a microbatch
 
-_SYNC_WAIT_S = 2.0  # for news, at the conductor,
-_ANSWER_S = 8.0  # and for its answer beyond that
+_SYNC_WAIT_S = 2.0  # longest wait of a report without news at the conductor
+_ANSWER_S = 8.0  # for its answer, in addition to that wait
 _PUBLISH_S = 3.0
 _PUBLISH_RARELY_S = 15.0  # a quarter of a record's life
 _RECORD_TTL_S = 60.0
@@ -43,82 +46,85 @@ _LEAVE_PATIENCE_S = 4.0
 
 
 class Work(Protocol[T]):
-    """The source of microbatches and their computation; all methods are called on the loop."""
+    """The source of microbatches and their computation. All methods are called on the event loop."""
 
     def in_flight(self) -> int:
-        """The number of microbatches to have open now; 0: begin nothing new."""
+        """Number of microbatches that should be open now. 0 means that no new one may begin."""
         ...
 
     def told_together(self) -> int:
-        """The number of done microbatches that one report may collect, where no step waits for them; at least 1."""
+        """Number of finished microbatches to collect in one report while no step waits for them; at least 1."""
         ...
 
     def refill(self, waiting: list[T]) -> None:
-        """Add loads to `waiting`, those that have no number yet; called before each report."""
+        """Append new loads, which have no number yet, to `waiting`. Called before each report."""
         ...
 
     async def train(self, step: int, seq: int, load: T) -> list[Holding]:
-        """Compute microbatch `seq` of `step` in every stage; returns the holder of its gradient in each stage.
+        """Compute microbatch `seq` of `step` in every stage. Returns the holder of its gradient in each stage.
 
-        Raises MicrobatchNotFinite where it has no finite gradient: it is dropped for good.
+        Raises MicrobatchNotFinite if the microbatch has no finite gradient; it is then dropped for good.
         """
         ...
 
     async def repeat(self, step: int, seq: int, stage: int, load: T) -> Holding:
-        """Compute it again in one stage whose peer is gone; returns its holder now. Raises as `train`."""
+        """Compute a microbatch again in one stage that lost the peer with its gradient.
+
+        Returns the new holder. Raises MicrobatchNotFinite as `train` does.
+        """
         ...
 
     def dropped(self, step: int, load: T, error: MicrobatchNotFinite) -> None:
-        """A microbatch was dropped for good: tell the user, and take the load back from nobody."""
+        """Inform the user that a microbatch was dropped for good. Its samples are not queued again."""
         ...
 
     def note_members(self, members: list[MemberInfo]) -> None:
-        """Take the conductor's member list."""
+        """Process the conductor's member list."""
         ...
 
     def stepped(self, before: int) -> None:
-        """The swarm has made the step from `before`."""
+        """Called after the swarm made the step that follows `before`."""
         ...
 
     def answered(self, answer: TrainerAnswer) -> None:
-        """Take the conductor's answer, after the books have."""
+        """Process the conductor's answer. Called after the ledger processed it."""
         ...
 
     def progress(self) -> TrainerProgress:
-        """The record to publish."""
+        """The progress record to publish."""
         ...
 
 
 class Contributor(Generic[T]):
-    """One peer's part in a run's batches. `follow` ends when the run has made all its steps."""
+    """One peer's microbatches in a run. `follow` returns when the run has made all its steps."""
 
     def __init__(self, ctx: RoleContext, services: RunServices, work: Work[T]) -> None:
         self._ctx, self._services, self._work = ctx, services, work
         self._following = services.following
         session = int.from_bytes(ctx.clock.secure_bytes(4), "big") >> 2
-        self.books: Contribution[T] = Contribution(session)
+        self.books: TrainerLedger[T] = TrainerLedger(session)
         self.answer: TrainerAnswer | None = None
         self.complete = False
         self.leaving = False
-        self._longest_s = [0.0, 0.0]  # until reports with news were answered: in the step before, and since
+        self._longest_s = [0.0, 0.0]  # waits for answers to reports with news: last step, this step
         self._waits_for: str | None = None
         self._scopes: dict[int, list[trio.CancelScope]] = {}
-        self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there are some
+        self._idle: trio.CancelScope | None = None  # scope of a report without news; news cancels it
         self._dirty = False
         self._said: list[Done] = []
         self._said_not_finite: list[int] = []
-        self._refused = False  # the conductor cannot take news now, and has none itself
-        self._heard = Signal()  # with each answer
+        self._refused = False  # the conductor cannot accept news now and has none for us
+        self._heard = Signal()  # notified at each answer
         self._changes = -1
         self._seen, self._listed = 0, KnownMembers()
 
     @property
     def waits_for(self) -> str | None:
-        """The text on what the conductor, or the connection to it, waits for; None: nothing."""
+        """What the conductor or the connection to it waits for, as text. None if neither waits."""
         return self._following.waits_for or self._waits_for
 
     def counts(self) -> dict[str, int]:
-        """Counts of microbatches by their outcome, for status."""
+        """Numbers of microbatches by outcome, for status."""
         tally = self.books.tally
         return {
             "in_flight": len(self.books.open()),
@@ -132,23 +138,29 @@ class Contributor(Generic[T]):
 
     @property
     def answer_s(self) -> float:
-        """The longest recent wait for the answer to a report with news: in each step, lines are full for a while."""
+        """Longest recent wait, in seconds, for the answer to a report with news.
+
+        It covers the last step and this one, because the lines are saturated for a part of each step.
+        """
         return max(self._longest_s)
 
     # --- following the conductor ------------------------------------------------------------------------------
 
     def in_flight(self) -> int:
-        """The number of microbatches that should be open now."""
+        """Number of microbatches that should be open now."""
         return 0 if self.leaving or self.complete else self._work.in_flight()
 
     def tell(self) -> None:
-        """There is news for the conductor: do not wait for the answer to a report that had none."""
+        """Report news now: cancel a pending report that had none."""
         self._dirty = True
         if self._idle is not None:
             self._idle.cancel()
 
     async def follow(self) -> None:
-        """Report news and take the answer; without news, wait for the conductor's."""
+        """Exchange reports and answers with the conductor until the run is complete.
+
+        A report without news waits at the conductor until there is a change.
+        """
         async with trio.open_nursery() as nursery:
             while not self.complete:
                 self._dirty = False
@@ -171,7 +183,7 @@ class Contributor(Generic[T]):
 
     @property
     def _has_news(self) -> bool:
-        """True when the report under way has news that the conductor must take."""
+        """True if the current report has news that the conductor must accept."""
         return bool(self._said or self._said_not_finite or self.books.unknown)
 
     @property
@@ -218,7 +230,7 @@ class Contributor(Generic[T]):
         self.complete = answer.complete
 
     def _tell_repeats(self, orders: list[Order[T]]) -> None:
-        """Log the orders to repeat, one line for each stage of a step: a lost peer held many microbatches."""
+        """Log the orders to repeat, one line for each step and stage, because a lost peer holds many microbatches."""
         found = Counter((order.item.step, order.stage) for order in orders if isinstance(order, Repeat))
         for (step, stage), number in found.items():
             reason = "the peer that held these gradients is gone"
@@ -258,7 +270,7 @@ class Contributor(Generic[T]):
             self.tell()
 
     def _drop(self, item: Begun[T], step: int, error: MicrobatchNotFinite) -> None:
-        """Drop a microbatch for good. What other stages hold of it, they take out of their sums before they average."""
+        """Drop a microbatch for good. Stages that hold its gradient remove it from their sums before they average."""
         if self.books.items.get(item.seq) is item:
             self.books.dismiss(item)
             self._work.dropped(step, item.load, error)
@@ -274,9 +286,9 @@ class Contributor(Generic[T]):
     # --- leaving ----------------------------------------------------------------------------------------------
 
     async def hand_in(self, unfinished: bool = True) -> None:
-        """Begin no microbatch any more; wait a little until those begun are done, and those done are reported.
+        """Begin no new microbatches; wait up to 4 s until those begun are finished and reported.
 
-        Without `unfinished`, those begun are given back at once: their places in the batch go to others.
+        If `unfinished` is False, cancel those begun at once; the conductor gives their places in the batch to others.
         """
         self.leaving = True
         if not unfinished:
@@ -286,7 +298,7 @@ class Contributor(Generic[T]):
                 await self._heard.wait()
 
     async def say_goodbye(self) -> None:
-        """Tell the conductor that we train no more, so that no step waits for our microbatches."""
+        """Notify the conductor that this peer trains no longer, so that no step waits for its microbatches."""
         await self._following.say_goodbye(self._services.fingerprint)
 
     def _give_back(self) -> None:
@@ -296,15 +308,16 @@ class Contributor(Generic[T]):
                 scope.cancel()
         self.tell()
 
-    # --- being seen -------------------------------------------------------------------------------------------
+    # --- publishing -------------------------------------------------------------------------------------------
 
     async def publish_now_and_then(self) -> None:
+        """Publish the progress periodically, less often during long steps."""
         while True:
             await self.publish()
             await trio.sleep(pause_s(self._following.step_in_s, _PUBLISH_S, _PUBLISH_RARELY_S))
 
     async def publish(self) -> None:
-        """Publish our progress in the DHT, as a record that expires."""
+        """Publish the progress record in the DHT. It expires after 60 s."""
         value = encode_progress(self._work.progress())
         try:
             await self._ctx.dht.put(progress_key(self._services.run.run), value, ttl_s=_RECORD_TTL_S)

@@ -1,7 +1,7 @@
-"""HelperRounds: averaging rounds in which this peer sums parts for others, without a gradient of its own.
+"""HelperRounds: averaging rounds in which this peer sums parts for others and contributes no gradient of its own.
 
-Of an aux peer, and of a member that rests. The conductor's order names the members that send; a helper refuses one that
-counts it among them, and has nothing to do in a round in which it has no share.
+Used by aux peers and by resting members. The conductor's order names the senders. A helper refuses an order that lists
+it as a sender, and does nothing in a round in which it has no share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from peerd.service.rpc.rpc import Incoming
 
 
 class HelperRounds:
-    """See the module's header. Sums and codes on `worker`."""
+    """Executes the conductor's orders to sum for others. Sums and codes on `worker`."""
 
     def __init__(self, ctx: RoleContext, worker: Worker) -> None:
         assert ctx.run is not None
@@ -27,9 +27,9 @@ class HelperRounds:
         self._coder = feedback_of(ctx.run.averaging)
 
     async def sum(self, call: Incoming[Prepare]) -> Prepared:
-        """Sum our share of the ordered round, of both sums if it has two.
+        """Sum this peer's share of the ordered round; both sums, if the order has two.
 
-        Raises Refused if the order counts us among the senders, ProtocolViolation if it does not fit together.
+        Raises Refused if the order lists this peer as a sender, and ProtocolViolation if the order is inconsistent.
         """
         body, own = call.body, self._ctx.host.id.text
         try:
@@ -39,7 +39,7 @@ class HelperRounds:
         if own in plan.senders:
             raise Refused("this peer has no gradient to send")
         if own not in plan.group:
-            return Prepared(True, Mbs(), [])  # this round is made without us
+            return Prepared(True, Mbs(), [])  # not part of this round
         plans = (plan, plan.second()) if plan.further else (plan,)
         try:
             with self._averaging.expecting([one.attempt for one in plans]):

@@ -1,8 +1,9 @@
-"""Observer of a run by its directory records: the peers that take part, and the swarm's progress. Not a role.
+"""Observes a run through its directory records: the participating peers and the swarm's progress. Not a role.
 
-Records are strangers' claims. The swarm's step is about the lower median of the stage peers' steps (without any, of the
-trainers'), so fewer than half of them cannot move it beyond the others' claims; only trainers near that count, for the
-step, the loss and the rates. In a run with tokens only members' stage records count. Imports no torch.
+Records are unverified claims of strangers. The swarm's step is estimated as the lower median of the stage peers' steps
+(of the trainers' steps if there are no stage peers), so that a minority of false claims cannot move it out of the range
+of the others. Only trainers within 100 steps of this estimate count for the step, the loss and the rates. In a run with
+tokens, only members' stage records count. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,41 +26,41 @@ from peerd.core.messages.progress import (
 )
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
-from peerd.training.learning_curve import Point
+from peerd.training.learning_curve import CurvePoint
 
 MOST_STEPS: Final = 1 << 53  # as in `core.messages.swarm.StepNumber`
-NEAR_STEPS: Final = 100  # records are a few seconds old: the most that one may be off the swarm's step
-FORGET_S: Final = 600.0  # a peer that was not seen for so long is welcomed anew
+NEAR_STEPS: Final = 100  # largest distance to the swarm's step; records are a few seconds old
+FORGET_S: Final = 600.0  # a peer not seen for this long counts as a newcomer again
 
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """A peer that was not there before; `stage` None: a trainer."""
+    """A peer that was not present before. `stage` is None for a trainer."""
 
     peer: PeerId
     stage: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class RunSight:
-    """One observation of a run."""
+class RunObservation:
+    """The result of one read of a run's records."""
 
-    point: Point | None  # None: no peer is there
+    point: CurvePoint | None  # None if no peer is present
     stages: list[list[PeerId]]  # the peers that announce each stage
     newcomers: list[Newcomer]
-    due_in_s: float | None = None  # until the step under way should end; None: unknown
-    final_step: int | None = None  # last step of the run by its peers' reports; None while it goes on
+    due_in_s: float | None = None  # predicted time until the current step ends, if known
+    final_step: int | None = None  # step with which the run ends, or None while it continues
 
 
-class Watching:
-    """The observer of one run."""
+class RunMonitor:
+    """Observes one run; remembers the peers seen so far, to recognize newcomers."""
 
     def __init__(self, ctx: RoleContext, services: RunServices) -> None:
         self._ctx, self._services = ctx, services
-        self._met: dict[tuple[PeerId, int | None], float] = {}  # when seen last
+        self._met: dict[tuple[PeerId, int | None], float] = {}  # when last seen
 
-    async def look(self) -> RunSight:
-        """Observe the run once by its records. Records that the DHT does not return are missing."""
+    async def look(self) -> RunObservation:
+        """Read the run's records once. Records that the DHT does not return are missing from the result."""
         announced = await self._services.directory.refresh()
         trainers = await self._trainers()
         stages: list[list[PeerId]] = [[] for _ in range(self._services.run.pipeline.stages)]
@@ -71,7 +72,7 @@ class Watching:
         newcomers = self._new([*present, *(Newcomer(peer, None) for peer in trainers)])
         told = [(e.peer.text, e.progress.conductor, e.progress.step_at) for e in announced.values()]
         due_in_s = foretold_in_s(told, self._ctx.clock.wall())
-        return RunSight(point, stages, newcomers, due_in_s, final_step([e.progress for e in announced.values()]))
+        return RunObservation(point, stages, newcomers, due_in_s, final_step([e.progress for e in announced.values()]))
 
     async def _trainers(self) -> dict[PeerId, TrainerProgress]:
         found = {}
@@ -97,8 +98,11 @@ class Watching:
 
 def summary(
     peers: list[int], stage_steps: Sequence[int], trainers: Sequence[TrainerProgress], wall: float
-) -> Point | None:
-    """The swarm in one line of the curve; None when there are no records. `peers`: their number in each stage."""
+) -> CurvePoint | None:
+    """Summarize the swarm as one point of the learning curve. `peers` is the number of peers in each stage.
+
+    Returns None if there are no records.
+    """
     told_by_trainers = [told.step for told in trainers]
     about = _low_median(stage_steps) if stage_steps else _low_median(told_by_trainers)
     if about is None:
@@ -108,7 +112,7 @@ def summary(
     losses = [told.loss for told in near if math.isfinite(told.loss)]
     judged = [t for t in near if math.isfinite(t.valid_loss) and 0 <= t.valid_step <= about + NEAR_STEPS]
     valid = max(judged, key=lambda told: told.valid_step, default=None)
-    return Point(
+    return CurvePoint(
         step=about if step is None else step,
         time=wall,
         loss=sum_told(loss / len(losses) for loss in losses) if losses else None,
@@ -122,9 +126,10 @@ def summary(
 
 
 def final_step(told: Sequence[StageProgress]) -> int | None:
-    """The step that a run ends with, by its stage peers' records; None unless more than half of them say that they end.
+    """The step with which a run ends, from its stage peers' records: the lower median of those that end.
 
-    So fewer than half cannot make backbones keep a step that is not due.
+    Returns None unless more than half of the records say so, so that a minority cannot make backbones keep a step that
+    is not due.
     """
     ending = [one.step for one in told if one.ends]
     return _low_median(ending) if 2 * len(ending) > len(told) else None

@@ -1,4 +1,4 @@
-"""Works of a run's stages: what a microbatch asks of each, for whoever decides which peer serves which."""
+"""Compute and traffic of each stage for one microbatch: the input to the planner that assigns peers to stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peerd.machine.placement.problem import StageWork
 
 
 def stage_works(run: RunFile) -> tuple[StageWork, ...]:
-    """The work of each stage. Of a model of the user's own each parameter counts as one of a matrix."""
+    """The work of each stage. In a user's own model, each parameter counts as an element of a matrix."""
     if run.model.kind == "gpt":
         sizes = stage_sizes(run, load_vocabulary(run.model.vocab).size)
         return tuple(StageWork(one.gradient_bytes, one.sent_bytes, one.work_flops) for one in sizes)

@@ -1,7 +1,7 @@
-"""A trainer's text: the stream of its samples, its position across restarts, held-out samples, digests.
+"""A trainer's text: the stream of samples, its position across restarts, held-out samples, digests.
 
-Everything that reads runs on a worker. While a server, or a dataset function of the user's own, does not answer, `open`
-and `take` ask again, after pauses that double, and go on with the same samples; `problem` is the reason for a wait.
+All reading runs on a worker. While a server or a user's own dataset function is unavailable, `open` and `take` retry
+with pauses that double, and continue with the same samples. `problem` is the reason for a wait.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.work import Worker
 from peerd.role import RoleContext
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 
 RETRY_S: Final = 10.0  # pause after the first failure; each further one doubles it
 LONGEST_RETRY_S: Final = 300.0
-_EVALUATION_BATCH: Final = 16  # samples, where a microbatch has as many
+_EVALUATION_BATCH: Final = 16  # samples, or fewer if a microbatch is smaller
 
 T = TypeVar("T")
 
@@ -43,25 +43,25 @@ class TrainerData:
         self._position: dict[str, Any] = {}
         self._path = ctx.data_dir / f"{ctx.run.run}-position.json"
         self._token_dtype = torch.int64
-        self._told = 0  # rows left out, as far as the log says
+        self._told = 0  # rows left out when last logged
         self.skipped = 0
-        self._problems: dict[str, str] = {}  # of each job that is tried again
+        self._problems: dict[str, str] = {}  # job that is retried -> reason
         self.preparing: str | None = None
 
     @property
     def problem(self) -> str | None:
-        """Reason that the text cannot be read now; None if nothing waits for it."""
+        """The reason why the text cannot be read now, or None if no job waits for it."""
         return next(iter(self._problems.values()), None)
 
     async def open(self) -> None:
-        """Open the text where this peer's last stream ended; ConfigError if it cannot serve."""
+        """Open the text at the position where this peer last stopped. Raises ConfigError if the text is unusable."""
         self._stream = await self._patiently(self._open, "open the data")
 
-    async def take(self) -> Load:
-        """The samples of the next microbatch."""
+    async def take(self) -> Microbatch:
+        """Return the samples of the next microbatch."""
         count = self._run.pipeline.microbatch
 
-        def take() -> tuple[Load, dict[str, Any]]:
+        def take() -> tuple[Microbatch, dict[str, Any]]:
             assert self._stream is not None
             samples = self._stream.take(count)
             return self._load(samples, self._stream.origins), self._stream.position()
@@ -70,15 +70,16 @@ class TrainerData:
         self._tell_skipped()
         return load
 
-    async def held_out(self) -> list[Load]:
-        """Held-out samples for an evaluation, the same ones each time.
+    async def held_out(self) -> list[Microbatch]:
+        """Return the held-out samples for an evaluation, which are the same each time.
 
-        On a worker of its own: they may lie at the end of a file that is still being fetched, and training goes on.
+        Runs on a worker of its own, because the samples may be at the end of a file that is still being downloaded, and
+        training continues meanwhile.
         """
         return await self._patiently(self._take_held_out, "take held-out samples", self._ctx.worker("held-out"))
 
     async def prompt_digests(self) -> dict[str, str] | None:
-        """Digests of the text, by which trainers compare it; None if that would take long: then ask for `digests`."""
+        """Digests of the text, by which trainers compare it, or None if that would take long; then call `digests`."""
         known = FileDigests(self._ctx.data_dir / "digests.json")
         if await self._worker.run(lambda: takes_long(self._run, known), name="look at the data"):
             self._ctx.log.event("data.digested_later", level="info")
@@ -90,7 +91,7 @@ class TrainerData:
             self.preparing = None
 
     async def digests(self) -> dict[str, str]:
-        """Digests of the text; a large one takes a while the first time, beside which samples are taken."""
+        """Digests of the text. The first call on a large text takes a while; samples can be taken meanwhile."""
         return await self._digests(self._ctx.worker("digests"))
 
     async def _digests(self, worker: Worker) -> dict[str, str]:
@@ -101,18 +102,18 @@ class TrainerData:
                 lambda: corpus_digests(self._run, self._cache, digests), "digest the data", worker
             )
         finally:
-            wanted = False  # a job runs on where its caller has left
+            wanted = False  # a cancelled caller leaves the job running; this stops it
         self._ctx.log.event("data.digested", digests=found)
         return found
 
     def close(self) -> None:
-        """End what is fetched for later."""
+        """Stop prefetching."""
         self._cache.close()
 
     async def save_position(self) -> None:
-        """Save the data position, so that a restart does not show the swarm the same text again.
+        """Save the position in the data, so that training does not repeat the same text after a restart.
 
-        On another worker than the one that reads: that one may wait for a server.
+        Runs on another worker than the reads, because a read may be waiting for a server.
         """
         text = json.dumps(self._position)
 
@@ -129,7 +130,7 @@ class TrainerData:
                 self._ctx.log.event("data.position_not_saved", level="warning", reason=reason)
 
     async def _patiently(self, job: Callable[[], T], name: str, worker: Worker | None = None) -> T:
-        """The result of `job`, which is tried again for as long as it raises DataUnavailable."""
+        """Run `job` on a worker and return its result; retry while it raises DataUnavailable."""
         pause_s = RETRY_S
         while True:
             try:
@@ -152,22 +153,22 @@ class TrainerData:
                 stream.resume(json.loads(self._path.read_text()))
             except (ValueError, KeyError, TypeError, ConfigError) as error:
                 self._ctx.log.event("data.restarted", level="warning", reason=f"{self._path}: {error}")
-                stream = samples_of(run, name, cache=self._cache)  # the other one may have moved already
+                stream = samples_of(run, name, cache=self._cache)  # a failed resume may have moved the first stream
         return stream
 
-    def _take_held_out(self) -> list[Load]:
+    def _take_held_out(self) -> list[Microbatch]:
         run = self._run
         samples = samples_of(run, "all", "valid", self._cache).take(run.evaluate.samples)
         count = min(_EVALUATION_BATCH, run.pipeline.microbatch)
         return [self._load(samples[i : i + count]) for i in range(0, len(samples), count)]
 
-    def _load(self, samples: Tensor, origins: Sequence[str] = ()) -> Load:
-        """Samples [B, L + 1] as inputs and the tokens that follow them."""
+    def _load(self, samples: Tensor, origins: Sequence[str] = ()) -> Microbatch:
+        """Convert samples [B, L + 1] to a microbatch of inputs [B, L] and targets [B, L], shifted by one token."""
         tokens = samples.to(self._token_dtype)
-        return Load(to_frame(tokens[:, :-1].contiguous()), to_frame(tokens[:, 1:].contiguous()), tuple(origins))
+        return Microbatch(to_frame(tokens[:, :-1].contiguous()), to_frame(tokens[:, 1:].contiguous()), tuple(origins))
 
     def _tell_skipped(self) -> None:
-        """Warn of rows that were left out: of the first, and each time that their number has doubled."""
+        """Warn of rows that were left out: at the first one, and each time their number has doubled."""
         assert self._stream is not None
         self.skipped = self._stream.skipped
         if self.skipped > 2 * self._told or (self.skipped and not self._told):
@@ -177,6 +178,6 @@ class TrainerData:
 
 
 def _narrowest(vocabulary_size: int) -> torch.dtype:
-    """The smallest dtype that holds every token: a token of one byte need not travel as eight."""
+    """The smallest dtype that can represent every token; it keeps the inputs sent to the stages short."""
     narrow = (torch.uint8, torch.int16, torch.int32)
     return next((dtype for dtype in narrow if vocabulary_size - 1 <= torch.iinfo(dtype).max), torch.int64)

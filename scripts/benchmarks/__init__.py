@@ -1,6 +1,6 @@
-"""The benchmarks that scripts/bench.py knows: one module each."""
+"""The benchmarks of scripts/bench.py, one module each."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # for the worlds of `tests`, which some of them measure in
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for `tests`, whose simulated worlds some benchmarks use

@@ -1,8 +1,8 @@
-"""One peer of the averaging benchmark: takes orders from its input, a JSON object a line, and answers likewise.
+"""One peer of the averaging benchmark: reads commands from stdin, one JSON object per line, and answers on stdout.
 
-Started with `python -m benchmarks._averager ADDRESS [RANK COUNT STORE]`: it listens at ADDRESS; STORE is the file over
-which torch's gloo peers meet. Without them there is no gloo and no torch: 25 such peers fit into a small machine.
-Times are those of the machine's monotonic clock, so that the parent can compare what several peers say.
+Started with `python -m benchmarks._averager ADDRESS [RANK COUNT STORE]`: it listens at ADDRESS; STORE is the rendezvous
+file of torch's gloo peers. Without RANK, COUNT and STORE it uses neither gloo nor torch, so that 25 peers fit on a
+small machine. Times are from the machine's monotonic clock, so that the parent can compare those of several peers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.net.host.host import Host
 from peerd.net.host.line_meter import LineMeter
-from peerd.service.averaging.allreduce import Averaging
+from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from tests.kit.declared import ANY
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 PART_BYTES = AveragingSection().part_bytes
 PATIENCE_S = 60.0
-ORDER = "bench/1/prepare"  # a conductor's order, as in training
+ORDER = "bench/1/prepare"  # the method by which a conductor orders a round, as in training
 
 
 def say(answer: dict[str, Any]) -> None:
@@ -54,10 +54,10 @@ class ThreadWorker:
 
 
 class Gloo:
-    """torch's own group of the same processes, and our coders, which need torch as well."""
+    """A gloo process group of the same processes, and peerd's error feedback, which needs torch as well."""
 
     def __init__(self, rank: int, count: int, store: str) -> None:
-        import torch  # what needs it is imported here: processes without gloo do without
+        import torch  # imported here, since processes without gloo do not need it
         import torch.distributed
 
         from peerd.compute.codec.error_feedback import feedback_of
@@ -68,7 +68,7 @@ class Gloo:
         self._group.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count)
 
     def sum(self, order: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
-        """One all-reduce, and its sum."""
+        """Run one all-reduce. Returns its begin and end, and the sum."""
         vector = self._torch.ones(order["count"])
         self._group.barrier()
         begin = time.monotonic()
@@ -80,22 +80,22 @@ class Gloo:
 
 
 class Averager:
-    """This process's peer."""
+    """The peer of this process."""
 
     def __init__(self, host: Host, rpc: Rpc, gloo: Gloo | None) -> None:
         self._host, self._rpc, self._gloo = host, rpc, gloo
         rpc.serve(ORDER, Prepare, self.prepare, declared=ANY)
-        self._averaging = Averaging(rpc, host.id, host.pace)
+        self._averaging = AllReduceService(rpc, host.id, host.pace)
         self._worker: Worker = ThreadWorker()
         self._group: tuple[str, ...] = ()
         self._vector = self._total = np.empty(0, dtype=np.float32)
-        self._feedbacks: dict[str, ErrorFeedback | None] = {}  # by code, of these vectors
+        self._feedbacks: dict[str, ErrorFeedback | None] = {}  # by code, for the current vectors
 
     async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
         if order["do"] == "meet":
             return await self.meet(order)
         if order["do"] == "make":
-            self._vector = np.ones(order["count"], dtype=np.float32)  # of the rounds to come
+            self._vector = np.ones(order["count"], dtype=np.float32)  # for the next rounds
             self._feedbacks.clear()
             return {}
         if order["do"] == "gloo":
@@ -108,13 +108,13 @@ class Averager:
         if order["do"] == "form":
             return await self.form(bytes.fromhex(order["attempt"]))
         if order["do"] == "check":
-            # Without arrays in between: the next round would pay for the memory that they take and give back.
+            # Without temporary arrays, whose allocation would slow down the next round.
             furthest = max(order["sum"] - self._total.min(), self._total.max() - order["sum"])
             return {"right": bool(furthest < 0.05 * order["sum"])}
         return await self.sum(order)
 
     async def meet(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Have a connection with everyone; the one with the smaller id makes it."""
+        """Connect to all peers. Of each pair, the one with the smaller id dials."""
         for peer, addr in sorted(order["peers"].items()):
             if peer > self._host.id.text:
                 await self._host.connect(PeerId.parse(peer), [parse_addr(addr)])
@@ -122,7 +122,7 @@ class Averager:
         return {}
 
     async def form(self, attempt: bytes) -> dict[str, Any]:
-        """As conductor: order a round of one element for each member, and wait until everybody says that it is done."""
+        """As conductor: order a round of one element per member, and wait until all members have answered."""
         begin = time.monotonic()
         order = Prepare(bytes(16), 1, 1, attempt, b"", list(self._group), Mbs(), 1, PATIENCE_S)
 
@@ -135,18 +135,16 @@ class Averager:
         return {"seconds": time.monotonic() - begin}
 
     async def prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
-        """As member, the conductor's own process included: stand in the round that it orders."""
+        """As a member, or as the conductor's own member: take part in the round that the conductor orders."""
         plan = AveragingPlan.of(call.body, PART_BYTES, PATIENCE_S)
         await self._averaging.sum(plan, np.ones(len(plan.group), dtype=np.float32), self._worker)
         return Answer(Prepared(True, Mbs(), []))
 
     async def sum(self, order: dict[str, Any]) -> dict[str, Any]:
-        """One round with everybody; begins at the time that the parent names. `shares` by peer; else equal ones.
+        """Run one round with all peers, which begins at the time `at` that the parent sets.
 
-        `s_per_byte` as a conductor says it where all lines are stated.
-
-        A coded round begins and ends with the residual, as in training. What that leaves of a vector of ones is as
-        good as new.
+        `shares` are by peer, or equal if missing. `s_per_byte` is what a conductor sends if all lines are stated. A
+        coded round uses error feedback, as in training; a vector of ones stays usable with it for more rounds.
         """
         shares, size = order.get("shares"), order.get("part_bytes", PART_BYTES)
         split = tuple(shares[peer] for peer in self._group) if shares else None
@@ -175,7 +173,9 @@ async def main(address: str, *place: str) -> None:
     read: Callable[[], str] = sys.stdin.readline
     async with trio.open_nursery() as nursery:
         await nursery.start(stack.run, [parse_addr(address)])
-        nursery.start_soon(LineMeter(stack.host, lambda link: True).run)  # lines of a lab are in one network
+        nursery.start_soon(
+            LineMeter(stack.host, lambda link: True).run
+        )  # measure links in the lab, too, whose peers are in one network
         averager = Averager(stack.host, stack.rpc, gloo)
         say({"peer": stack.host.id.text, "addr": str(stack.host.addrs()[0])})
         while line := await trio.to_thread.run_sync(read):

@@ -1,8 +1,8 @@
 """Figure 4 of Learning@home: throughput of a model of 224 blocks on four devices, with a delay after each block.
 
-Real hosts, calls and queues under the virtual clock; only the devices' time is charged instead of spent. Callers train
-batches one after another: each goes through all blocks and back, and waits after each for an exponential delay, as in
-section 4.1. Model parallel training is one such caller: the next batch begins when the one before is done.
+Hosts, calls and queues are real, but run in virtual time; the devices do not compute, and a fixed time is charged for
+each batch. Callers train one batch after another: each batch passes all blocks forward and backward, with an
+exponential delay after each, as in section 4.1. Model parallel training is a single such caller.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ DELAYS_MS: Final = (0, 50, 100, 200)
 SAMPLES: Final = {"feedforward": 2048, "transformer": 4}  # of one batch
 # A GTX 1080 at 6 TFLOP/s: 25.2M weights on 2048 rows; 12.6M weights and attention on 4 x 512.
 FORWARD_S: Final = {"feedforward": 0.0172, "transformer": 0.0093}
-BACKWARD_COST: Final = 3.0  # in forwards: forward again, backward
+BACKWARD_COST: Final = 3.0  # of a backward call, in forward passes: it recomputes the forward pass
 WARM_S: Final = 10.0
 WINDOW_S: Final = 30.0
-_WIDTH: Final = 4  # values of the rows that stand for batches: devices' time is charged, not spent
+_WIDTH: Final = 4  # values of the rows that are sent in place of batches
 
 
 class StandIn:
@@ -68,7 +68,7 @@ class Scene:
         return TensorFrame("float32", (1, _WIDTH), np.zeros(_WIDTH, "float32").tobytes())
 
     async def serve(self, node: Node, device: int) -> None:
-        """One device with its share of the blocks."""
+        """Serve one device's share of the blocks."""
         experts = {Uid(0, (b,)): StandIn() for b in range(device, BLOCKS, DEVICES)}
         forward_s = FORWARD_S[self.kind]
         config = ServerConfig(cost_s=lambda backward, n: n * forward_s * (BACKWARD_COST if backward else 1.0))
@@ -77,7 +77,7 @@ class Scene:
         await server.run(InlineWorker(), node.host.supervise)
 
     async def train(self, node: Node, number: int) -> None:
-        """One caller: batch after batch, the first from somewhere inside, so that callers are spread at once."""
+        """Run one caller. Its first batch starts at a random block, so that the callers are spread from the start."""
         rng = node.clock.rng(f"caller {number}")
         steps = [(block, False) for block in range(BLOCKS)] + [(block, True) for block in reversed(range(BLOCKS))]
         at = rng.randrange(len(steps))
@@ -106,7 +106,7 @@ class Scene:
 
 
 async def _throughput(kind: str, callers: int, delay_s: float, window_s: float) -> float:
-    """Samples a second of the whole model."""
+    """Samples per second through the whole model."""
     section = ExpertsSection(grid=[BLOCKS], layers=1, input=[_WIDTH], max_batch=1, top_k=1, timeout_s=600.0)
     scene = Scene(RunFile(run="blocks", experts=section), kind, delay_s)
     assert grid_of(scene.run).places == BLOCKS
@@ -130,7 +130,7 @@ async def _throughput(kind: str, callers: int, delay_s: float, window_s: float) 
 
 
 def measure_blocks(full: bool) -> dict[str, dict[str, dict[str, float]]]:
-    """Samples a second: {asynchronous, model_parallel: {kind: {delay in ms: rate}}}."""
+    """Samples per second, as {asynchronous, model_parallel: {kind: {delay in ms: rate}}}."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name, callers in (("asynchronous", CALLERS), ("model_parallel", 1)):
         window_s = (4 if full else 1) * (WINDOW_S if callers > 1 else 4 * WINDOW_S)

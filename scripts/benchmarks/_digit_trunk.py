@@ -1,8 +1,8 @@
-"""A classifier of digits as the trunk of a run with experts, in place of a language model; and its data.
+"""A classifier of digits as the trunk of a run with experts, instead of a language model; and its data.
 
-A sample is 64 pixels of 17 shades and the label, as 65 tokens, so that role trainer takes it as any text. The trunk's
-layers are a classifier's: only the last token, the label, is predicted from what came before; the other predictions are
-constant, and take no gradient. Everything else is the product's.
+A sample is 64 pixels of 17 shades and the label, as 65 tokens, so that role `trainer` can read it like text. Only the
+last token, the label, is predicted from the tokens before; the other predictions are constant and have no gradient.
+Everything else is peerd's own code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIXELS, CLASSES = 64, 10
 
 
 class DigitEntry(nn.Module):
-    """Pixels [B, 64] to vectors [B, D]."""
+    """First layer: pixels [B, 64] to vectors [B, D]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class DigitEntry(nn.Module):
 
 
 class DigitBlock(ExpertBlock):
-    """A layer that is experts alone."""
+    """Layer that consists of experts only."""
 
     def __init__(self, width: int, scores: int) -> None:
         nn.Module.__init__(self)
@@ -57,7 +57,7 @@ class DigitBlock(ExpertBlock):
 
 
 class DigitHead(nn.Module):
-    """Vectors [B, D] to scores of the next token [B, 64, V], of which the last tells the label."""
+    """Last layer: vectors [B, D] to scores of the next token [B, 64, V]. The last position predicts the label."""
 
     def __init__(self, width: int, vocab: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class DigitHead(nn.Module):
 
 @contextmanager
 def digit_trunks() -> Iterator[None]:
-    """Inside this context, trunks of runs are classifiers of digits."""
+    """Context in which the trunks of runs are classifiers of digits."""
 
     def build(run: RunFile, stages: Any) -> ModelPiece:
         width, grid = run.model.d_model, grid_of(run)
@@ -85,7 +85,7 @@ def digit_trunks() -> Iterator[None]:
 
 
 class DigitStream:
-    """A trainer's samples: the digits to train on, in an order of its own, over and over."""
+    """A trainer's samples: the digits to train on, repeated, each time in a new order that depends on `name`."""
 
     origins: tuple[str, ...] = ()
     skipped = 0
@@ -106,7 +106,7 @@ class DigitStream:
 
 
 class DigitData(TrainerData):
-    """A trainer's text that is digits."""
+    """A trainer's data with digits instead of text."""
 
     samples: Tensor
 
@@ -118,7 +118,7 @@ class DigitData(TrainerData):
 
 
 class DigitTrainer(TrainerRole):
-    """Role `trainer`, whose samples are digits."""
+    """Role `trainer` with digits as samples."""
 
     samples: Tensor
 
@@ -140,7 +140,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def accuracy(run: RunFile, trunk: TrunkModule, experts: Mapping[Uid, HostedExpert], test: Tensor) -> float:
-    """Percent of the test's labels that are right."""
+    """Percentage of the test samples whose label is predicted correctly."""
     last = flown(run, trunk, experts, test[:, :-1], test[:, 1:])._stops[-1]
     assert last.answers is not None
     mean = mixed(last.junction.scores, last.answers.columns, last.answers.came, last.answers.outputs)

@@ -1,7 +1,7 @@
-"""Calls to experts on another process of this machine, beside the same work in one process.
+"""Rate of calls to experts in another process of this machine, and of the same work in one process.
 
-Remote: a `peerd join --role expert` process and callers here, over TCP on loopback; each caller goes forward and back
-with one batch after another. Local: the same experts called in turn, without a network. Both compute with one thread.
+Remote: a `peerd join --role expert` process, called from here over TCP on loopback; each caller sends one batch after
+another forward and backward. Local: the same experts called in turn, without a network. Both compute with one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from waiting import eventually
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.worker import DeviceWorker, use_threads
-from peerd.core.experts.contract import ExpertAsk
+from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Uid
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
@@ -41,7 +41,7 @@ START_S: Final = 60.0
 
 
 def the_run() -> RunFile:
-    """Eight experts of 1024 - 4096 - 1024 on one host."""
+    """A run with eight experts of 1024 - 4096 - 1024 on one host."""
     section = ExpertsSection(
         block="ffn1", grid=[EXPERTS], layers=1, top_k=1, timeout_s=120.0, announce_s=2.0, max_batch=16 * BATCH, copies=0
     )
@@ -55,7 +55,7 @@ def the_run() -> RunFile:
 
 
 def local_rate(seconds: float) -> float:
-    """Batches a second, forward and back, in this process."""
+    """Batches per second, forward and backward, in this process."""
     use_threads(1)
     run = the_run()
     experts = [HostedExpert(run, Uid(0, (number,))) for number in range(EXPERTS)]
@@ -71,7 +71,7 @@ def local_rate(seconds: float) -> float:
 
 
 def remote_rates(seconds: float) -> dict[str, float]:
-    """Batches a second by number of callers."""
+    """Batches per second, by number of callers."""
     with tempfile.TemporaryDirectory(prefix="peerd-bench-") as text:
         folder = Path(text)
         file = folder / "run.yaml"
@@ -86,7 +86,7 @@ def remote_rates(seconds: float) -> dict[str, float]:
 
 
 def _address(host: PeerdProcess) -> str:
-    """Where the host listens, once it has all experts."""
+    """Wait until the host has all experts. Returns the address at which it listens."""
 
     def hosts_all() -> bool:
         roles: Sequence[dict[str, Any]] = host.status().get("roles") or [{}]
@@ -122,9 +122,9 @@ async def _call(stack: PeerStack, worker: DeviceWorker, callers: int, seconds: f
         uid = Uid(0, (number % EXPERTS,))
         while True:
             await directory.below([uid.prefix])
-            (answer,) = await client.forward([ExpertAsk(uid, rows, (x,))], BATCH)
+            (answer,) = await client.forward([ExpertCall(uid, rows, (x,))], BATCH)
             assert answer is not None
-            await client.backward([ExpertAsk(uid, rows, (x, gradient), answer.served)])
+            await client.backward([ExpertCall(uid, rows, (x, gradient), answer.served)])
             done += 1
 
     async with trio.open_nursery() as nursery:

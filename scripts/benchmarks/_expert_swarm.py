@@ -1,6 +1,7 @@
-"""A swarm with experts in virtual time: hosts far away, of whose answers a tenth fails, and trainers on fast lines.
+"""A swarm with experts in virtual time: distant hosts, which fail a tenth of the requests, and trainers on fast lines.
 
-Learning@home, section 4. Hosts, trainers, directory and calls are the product's; only delays and failures are made up.
+The setting of Learning@home, section 4. Hosts, trainers, directory and calls are peerd's own code; delays and failures
+are simulated.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import trio
 from torch import Tensor
 
 from benchmarks._report import Figure
-from peerd.compute.experts.flight import Flight
+from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.local_network import LocalExperts
 from peerd.compute.experts.trunk import TrunkModule
@@ -43,13 +44,13 @@ from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
 from tests.worlds.roles.virtualroles import Roles
 
-FAILING = 0.1  # of the requests to experts
+FAILING = 0.1  # share of the requests to experts that fail
 HOSTS, TRAINERS, LAYERS = 4, 4, 2
 GRIDS = {4: [4], 16: [4, 4], 64: [8, 8]}
-TAIL = 5  # looks at the end, over which a result is the mean
-ADAM: dict[str, Any] = {"name": "adamw", "beta1": 0.0, "beta2": 0.99}  # what is so stale has momentum enough
+TAIL = 5  # last evaluations, whose mean is the final result
+ADAM: dict[str, Any] = {"name": "adamw", "beta1": 0.0, "beta2": 0.99}  # no momentum, since stale gradients act like it
 
-# The trunk, all experts as they are now, and a result for a curve.
+# Evaluates the trunk with all experts as they are now. Returns a value for the curve.
 Judge = Callable[[TrunkModule, Mapping[Uid, HostedExpert]], float]
 
 
@@ -78,7 +79,7 @@ class Rates:
 
 
 def run_of(name: str, grid: Sequence[int], weather: Weather, rates: Rates, **sections: Any) -> RunFile:
-    """A run whose trunk is asynchronous. `sections`: model and data, and `experts`, beside what all such runs share."""
+    """A run with an asynchronous trunk. `sections` are its model, data and `experts`; the rest is the same for all."""
     experts = sections.pop("experts")
     each = experts | {"grid": list(grid), "grace_s": 1.0, "checkpoint_updates": 1 << 20, "checkpoint_s": 3600.0}
     places = 1
@@ -100,7 +101,7 @@ def run_of(name: str, grid: Sequence[int], weather: Weather, rates: Rates, **sec
 
 
 class FailingRpc:
-    """A peer's calls, which refuses a share of those that others make to its experts."""
+    """A peer's Rpc, which refuses a share of the calls to its experts."""
 
     def __init__(self, rpc: Rpc, rng: random.Random) -> None:
         self._rpc, self._rng = rpc, rng
@@ -118,7 +119,7 @@ class FailingRpc:
 
 
 class FailingHost(ExpertRole):
-    """Role `expert` on a peer that fails now and then."""
+    """Role `expert` that fails a share of its requests."""
 
     def __init__(self, ctx: RoleContext) -> None:
         rng = random.Random(f"{ctx.run.seed if ctx.run else 0} {ctx.host.id}")
@@ -127,7 +128,7 @@ class FailingHost(ExpertRole):
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Results at numbers of microbatches; and what status tells in the end."""
+    """Results (`values`) after numbers of microbatches (`at`), and the trainers' status at the end (`told`)."""
 
     at: list[float]
     values: list[float]
@@ -136,11 +137,11 @@ class Curve:
 
     @property
     def end(self) -> float:
-        """The result that the curve ends with."""
+        """Final result: the mean of the last evaluations."""
         return statistics.mean(self.values[-TAIL:])
 
     def staleness(self, key: str) -> list[Figure]:
-        """Figures of how old gradients are when they are used."""
+        """Figures on the staleness of gradients when they are used."""
         experts = statistics.mean(trainer["experts"]["staleness"]["mean"] for trainer in self.told)
         trunk = statistics.mean(trainer["experts"]["trunk_staleness"]["mean"] for trainer in self.told)
         return [
@@ -150,7 +151,7 @@ class Curve:
 
 
 class ExpertSwarm:
-    """The swarm of one run; `learn` gives its curve."""
+    """The swarm of one run. `learn` trains it and returns its curve."""
 
     def __init__(
         self, run: RunFile, weather: Weather, folder: Path, judge: Judge, trainer: type[TrainerRole] = TrainerRole
@@ -159,7 +160,7 @@ class ExpertSwarm:
         self.roles = Roles(run, folder)
 
     async def learn(self, microbatches: int, looks: int) -> Curve:
-        """Train until all trainers together have flown so many microbatches. Each result is told on stderr."""
+        """Train until the trainers together have finished `microbatches`, with `looks` evaluations, shown on stderr."""
         round_trip_s = self.weather.delay_s / (2 * LAYERS)
         near, far = SimLine(latency_s=0.0025), SimLine(latency_s=round_trip_s / 2, jitter_s=round_trip_s / 10)
         async with World(self.run.seed, swarm(), WorldConfig()).running() as world:
@@ -187,7 +188,7 @@ class ExpertSwarm:
         print(f"{text}: {result:.3f} after {flown:.0f} microbatches, {virtual_s:.1f} virtual s", file=sys.stderr)
 
     def result(self) -> float:
-        """Of the trunk that the first trainer has, and all hosts' experts, as they are now."""
+        """Evaluate the first trainer's trunk with all hosts' experts, as they are now."""
         return self._judge(self._first().replica.post.state.trunk.trunk, self._experts())
 
     def _first(self) -> Any:
@@ -211,11 +212,11 @@ class ExpertSwarm:
 
 def flown(
     run: RunFile, trunk: TrunkModule, experts: Mapping[Uid, HostedExpert], tokens: Tensor, targets: Tensor
-) -> Flight:
-    """A flight that has come through all layers, with all experts there; nothing is learnt from it."""
+) -> TrunkMicrobatch:
+    """Send a batch forward through all layers, with all experts available and without training. Returns its flight."""
     network = LocalExperts(run)
     network.experts = dict(experts)
-    flight = Flight(trunk, tokens, targets, None)
+    flight = TrunkMicrobatch(trunk, tokens, targets, None)
     scores = flight.depart()
     while scores is not None:
         asks = flight.ask(network.choose(flight.layer, scores, trunk.section.top_k))

@@ -1,7 +1,7 @@
-"""The other process of the transport benchmark: takes bytes in three ways, echoes, and answers calls.
+"""The receiving process of the transport benchmark: receives bytes in three ways, echoes, and answers calls.
 
-Started with `python -m benchmarks._far`; prints one JSON line that says where it listens, and ends when stdin does.
-After each bulk transfer it tells the CPU seconds that this process spent on it.
+Started with `python -m benchmarks._far`. It prints one JSON line with the addresses at which it listens, and ends when
+stdin is closed. After each bulk transfer it sends the CPU seconds that this process spent on it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.kit.declared import ANY
 
-READ_BYTES = 1 << 18  # what every receiver asks the socket for at once
+READ_BYTES = 1 << 18  # most that a receiver reads at once
 FRAME_BYTES = 65535  # a Noise frame without its two bytes of length
 TAG_BYTES = 16
 CALL_BYTES = 100
 TOTAL = struct.Struct(">Q")
 SPENT = struct.Struct(">d")
 NONCE = struct.Struct("<4xQ")
-CIPHER = AESGCM if has_aes() else ChaCha20Poly1305  # what links use here
+CIPHER = AESGCM if has_aes() else ChaCha20Poly1305  # the cipher that peerd's links use on this machine
 KEY = bytes(32)
 SINK, ECHO = "/peerd-bench/sink/1", "/peerd-bench/echo/1"
 
@@ -52,7 +52,7 @@ def new_stack() -> PeerStack:
 
 # --- plain TCP -----------------------------------------------------------------------------------------------------
 async def raw_sink(stream: trio.SocketStream) -> None:
-    """Counts bytes."""
+    """Receive plain bytes."""
     (left,) = TOTAL.unpack(await stream.receive_some(TOTAL.size))
     begin = time.process_time()
     while left:
@@ -66,7 +66,7 @@ async def raw_echo(stream: trio.SocketStream) -> None:
 
 
 async def frame_sink(stream: trio.SocketStream) -> None:
-    """Cuts and decrypts Noise-size frames, with no copy that could be saved."""
+    """Receive frames of the size of Noise frames and decrypt them, without avoidable copies."""
     (left,) = TOTAL.unpack(await stream.receive_some(TOTAL.size))
     begin = time.process_time()
     cipher, count, have = CIPHER(KEY), 0, 0
@@ -94,7 +94,7 @@ async def listen(serve: Callable[[trio.SocketStream], Awaitable[None]], nursery:
 
 # --- peerd -----------------------------------------------------------------------------------------------------------
 async def peerd_sink(stream: Stream) -> None:
-    """Counts bytes where they lie, as calls receive their payloads."""
+    """Receive bytes without copying them, like the payloads of calls."""
     (left,) = TOTAL.unpack(await stream.receive_exactly(TOTAL.size))
     begin = time.process_time()
     while left:

@@ -1,4 +1,4 @@
-"""Part of benchmarks and lab tests: the swarm of `_swarm` in a lab whose lines have delays, and can be cut in pairs."""
+"""Part of benchmarks and lab tests: the swarm of `_swarm` in a lab with delays, where pairs of hosts can be cut off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks._swarm import Swarm
 
 @dataclass(slots=True)
 class FarSwarm(Swarm):
-    """The processes of one run; lines are as the lab says."""
+    """The processes of one run, in a lab that sets the lines."""
 
     lab: WideLab  # type: ignore[assignment]
     entry: str = ""
@@ -27,7 +27,7 @@ class FarSwarm(Swarm):
         self._join_trainer()
 
     def restart_trainer(self) -> None:
-        """End the trainer as Ctrl+C does, and start another in its place, which finds its ways as they are now."""
+        """End the trainer with SIGINT and start another one, which measures the current lines."""
         trainer = self.peers.pop()
         trainer.popen.send_signal(signal.SIGINT)
         trainer.popen.wait(timeout=60)
@@ -37,7 +37,7 @@ class FarSwarm(Swarm):
         return next(peer for peer in self.peers if peer.name == name)
 
     def cut(self, one: str, other: str) -> None:
-        """Lose every packet between two hosts, silently and at once, until `mend`."""
+        """Drop all packets between two hosts, until `mend`."""
         rules = [
             "add table ip cut",
             "add chain ip cut in { type filter hook input priority 0; }",
@@ -48,11 +48,11 @@ class FarSwarm(Swarm):
         self._host(one).run(["nft", "-f", "-"], input="\n".join(rules), text=True)
 
     def mend(self, one: str) -> None:
-        """Lose nothing on its way from or to this host any more."""
+        """Stop dropping packets from and to this host."""
         self._host(one).run(["nft", "delete", "table", "ip", "cut"])
 
     def rate(self, since: float, until: float) -> float:
-        """Steps a second between two times, Unix seconds."""
+        """Steps per second between two times in Unix seconds."""
         return sum(since <= at < until for at in self.steps()) / (until - since)
 
     def _join_trainer(self) -> None:

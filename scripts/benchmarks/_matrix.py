@@ -1,7 +1,8 @@
-"""Part of the reach benchmark: two hosts of each kind meet in a wide lab, each ordered pair of kinds once.
+"""Part of the reach benchmark: hosts of all kinds of NAT connect to each other, each ordered pair of kinds once.
 
-Three public peers are there first: they relay, and tell others how they are seen. Every pair's first meeting counts:
-the way on which it ends, and the time until that way is there. Five pairs meet at once; no host is in two of them.
+Three public peers start first: they relay, and report to others the addresses that they see. Only the first meeting of
+a pair counts: the kind of path on which it ends, and the time until that path exists. Five pairs meet at a time; no
+host is in two of them.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ KINDS: dict[str, Kind] = {
     "firewall": "firewall",
 }
 WAYS = ("direct", "punched", "relayed", "failed")
-OPEN = {"public", "full-cone"}  # a stranger's first packet gets in
-FOLLOWING = {"port-restricted", "firewall"}  # it gets in where one was sent to, and that is known ahead
+OPEN = {"public", "full-cone"}  # accept packets from unknown addresses
+FOLLOWING = {"port-restricted", "firewall"}  # accept packets from addresses to which they sent one; ports are kept
 PORT = 31337
 RELAYS = 3
-DELAY_MS = 10.0  # of each line, one way: two hosts are 40 ms apart and back
-SETTLED_S = 20.0  # at most, until all know how they are reached
-PATIENCE_S = 12.0  # at most, until a pair is on its best way
+DELAY_MS = 10.0  # of each line, one way: the round trip between two hosts is 40 ms
+SETTLED_S = 20.0  # most time until all peers know how they can be reached
+PATIENCE_S = 12.0  # most time until a pair is on its best path
 
 Matrix = dict[str, "Meeting"]  # by "kind/kind"
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """One pair's first meeting; seconds since the first attempt."""
+    """First meeting of a pair. Times are in seconds since the first attempt."""
 
-    way: str  # on which it ended
+    way: str  # kind of path on which it ended
     first_s: float  # until the first call was answered
-    best_s: float | None  # until the way was the best one there is; None: it never was
+    best_s: float | None  # until it was on the best path; None if it never was
     ways: Sequence[tuple[float, str]]
     error: str | None
 
@@ -53,7 +54,7 @@ class Meeting:
 
 
 def best(one: str, other: str) -> str:
-    """The best way there is between hosts of two kinds; both may do something, and relays help to agree on it."""
+    """The best possible path between hosts of two kinds, if both cooperate with the help of relays."""
     kinds = {one, other}
     if kinds & OPEN:
         return "direct"
@@ -62,7 +63,7 @@ def best(one: str, other: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A peer in the lab."""
+    """A peer in the lab, its host and its process."""
 
     host: WideHost
     told: Told
@@ -77,16 +78,16 @@ class Member:
 
 
 def started(host: WideHost, known: Sequence[str], *, relay: bool = False, dht: bool = False) -> Told:
-    """A peer that listens on all addresses of `host`; its first answer is still to be heard."""
+    """Start a peer that listens on all addresses of `host`. The caller must read its first answer."""
     kind = ("relay" if relay else "leaf", "dht" if dht else "alone")
     return Told(host.popen, "_reach_peer", f"/ip4/0.0.0.0/tcp/{PORT}", *kind, *known)
 
 
 class Swarm:
-    """Relays and peers in one lab; all have said that they are there."""
+    """Relays and peers in one lab, all of them started."""
 
     def __init__(self, lab: WideLab, *, dht: bool = False, relays: int = RELAYS) -> None:
-        self._dht = dht  # without it no pair has met before it is told to
+        self._dht = dht  # without it, pairs connect only when ordered to
         self.relays: list[Member] = []
         self.known: list[str] = []  # addresses of the relays
         self.members: dict[str, Member] = {}
@@ -98,14 +99,14 @@ class Swarm:
             self.known.append(f"/ip4/{host.ip}/tcp/{PORT}/p2p/{relay.peer}")
 
     def add(self, hosts: Mapping[str, WideHost]) -> None:
-        """A peer on each host; returns when all are there."""
+        """Start a peer on each host, and wait until all have started."""
         fresh = {name: started(host, self.known, dht=self._dht) for name, host in hosts.items()}
         self.members.update({name: Member(hosts[name], told, told.hear()["peer"]) for name, told in fresh.items()})
 
     def settled(
         self, names: Sequence[str] = (), most_s: float = SETTLED_S, relays: Container[str] | None = None
     ) -> dict[str, float]:
-        """Wait until each is reachable or has circuit addresses on two of `relays`: after how many seconds, by name."""
+        """Wait until each peer is reachable or has circuit addresses on two of `relays`. Returns seconds by name."""
         among = {relay.peer for relay in self.relays} if relays is None else relays
         began, wanted = time.monotonic(), set(names or self.members)
         found: dict[str, float] = {}
@@ -120,24 +121,24 @@ class Swarm:
         return found
 
     def chat(self, caller: str, called: str, *, period_s: float, timeout_s: float) -> None:
-        """Have one call the other again and again from now on."""
+        """Make `caller` call `called` periodically from now on."""
         there = self.members[called].where()
         order = {"period_s": period_s, "timeout_s": timeout_s}
         self.members[caller].ask(do="chat", peer=there["peer"], addrs=there["addrs"], **order)
 
     def chats(self, pair: tuple[str, str], since_s: float) -> list[tuple[float, float, str | None]]:
-        """The calls of a pair that began since that time of the monotonic clock and are over: began, took, error."""
+        """The finished calls of a pair that began after `since_s` (monotonic clock), as (began, took, error)."""
         caller, called = pair
         found = self.members[caller].ask(do="chats", peer=self.members[called].peer)["chats"]
         return [(began, took, error) for began, took, error in found if began >= since_s]
 
     def way_within(self, one: str, other: str, ways: Container[str], most_s: float) -> bool:
-        """True when the best link of one to the other is of one of these kinds by then."""
+        """Wait up to `most_s` until the best link between two peers is of one of these kinds. Returns True if it is."""
         there = self.members[other].peer
         return eventually(lambda: self.members[one].where()["ways"].get(there) in ways, most_s)
 
     def meet(self, pairs: Sequence[tuple[str, str, str]]) -> list[Meeting]:
-        """These pairs (caller, called, best way) meet at once."""
+        """Let these pairs (caller, called, best path) meet concurrently."""
         for caller, called, wanted in pairs:
             there = self.members[called].where()
             self.members[caller].told.tell(
@@ -157,7 +158,7 @@ def is_settled(where: Mapping[str, Any], relays: Container[str]) -> bool:
 
 
 def meeting(found: Mapping[str, Any], there: Mapping[str, Any], caller: Member, wanted: str) -> Meeting:
-    """Result of a meeting, by what both sides see: the worse of both counts."""
+    """Result of a meeting. If both sides see different kinds of path, the worse one counts."""
     way = max(found["way"], there["ways"].get(caller.peer, "failed"), key=WAYS.index)
     times = [at for at, each in found["ways"] if each == wanted]
     return Meeting(way, found["first_s"], times[0] if times else None, found["ways"], found["error"])
@@ -165,7 +166,7 @@ def meeting(found: Mapping[str, Any], there: Mapping[str, Any], caller: Member, 
 
 @contextlib.contextmanager
 def of_all_kinds(unexpected: Unexpected, kinds: Sequence[str] = tuple(KINDS)) -> Iterator[Swarm]:
-    """A swarm with two peers of each kind, each behind a router of its own: "symmetric1", "symmetric2", ..."""
+    """A swarm with two peers of each kind, each behind its own router, named "symmetric1", "symmetric2", ..."""
     with WideLab(delay_ms=DELAY_MS) as lab:
         swarm = Swarm(lab)
         swarm.add({f"{kind}{n}": lab.host(f"{kind}{n}", KINDS[kind], unexpected) for kind in kinds for n in (1, 2)})
@@ -173,7 +174,7 @@ def of_all_kinds(unexpected: Unexpected, kinds: Sequence[str] = tuple(KINDS)) ->
 
 
 def matrix(swarm: Swarm, kinds: Sequence[str] = tuple(KINDS)) -> Matrix:
-    """Every first peer of a kind calls every second one."""
+    """Let the first peer of each kind call the second peer of each kind. Returns the meetings."""
     found: Matrix = {}
     for turn in range(len(kinds)):
         pairs = [(one, kinds[(at + turn) % len(kinds)]) for at, one in enumerate(kinds)]

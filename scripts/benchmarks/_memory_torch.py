@@ -1,7 +1,7 @@
-"""Plain torch as a process of its own: the same model, microbatches and AdamW; it prints its memory, and a step's time.
+"""Plain torch in a separate process, with the same model, microbatches and AdamW. Prints its memory and step time.
 
-Arguments: a run file, the stage, and the number of threads (1); of a pipeline's stage the inputs and the output's
-gradients are made up.
+Arguments: a run file, the stage, and the number of threads (default 1). For a stage of a pipeline, inputs and output
+gradients are random.
 """
 
 from __future__ import annotations

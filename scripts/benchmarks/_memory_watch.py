@@ -1,7 +1,7 @@
-"""Memory of processes over time, by the kernel's own counts.
+"""Samples the memory of processes over time, from the kernel's counters.
 
-Each look reads the most that a process has held since the look before (`VmHWM`, which is set back every time), so no
-peak between two looks is missed, and its private bytes. Linux only.
+Each sample has the process' private bytes, and its peak since the previous sample (`VmHWM`, which is reset each time),
+so no peak is missed. Linux only.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from pathlib import Path
 from typing import Final
 
 _LOOK_S: Final = 0.1
-_SET_BACK: Final = "5"  # of /proc/PID/clear_refs: the peak begins anew
+_SET_BACK: Final = "5"  # written to /proc/PID/clear_refs, resets the peak
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look at one process, in bytes."""
+    """One memory sample of a process, in bytes."""
 
     at: float  # Unix seconds
-    peak: int  # resident, since the look before
-    private: int  # nobody else's, now
+    peak: int  # highest resident size since the previous sample
+    private: int  # current private bytes
 
 
 def resident_peak(pid: int | str = "self") -> int:
-    """The most that a process has been resident with since its start, or since it was set back."""
+    """Peak resident size of a process since its start, or since the peak was reset."""
     return _kib(Path(f"/proc/{pid}/status"), "VmHWM:")
 
 
 def look_at(pid: int) -> Look:
-    """The state of a process now; its peak begins anew."""
+    """Sample the memory of a process, and reset its peak."""
     peak = resident_peak(pid)
     Path(f"/proc/{pid}/clear_refs").write_text(_SET_BACK)
     rollup = Path(f"/proc/{pid}/smaps_rollup")
@@ -46,7 +46,7 @@ def _kib(file: Path, key: str) -> int:
 
 
 class MemoryWatch:
-    """Looks at processes again and again, on a thread; `looks` has what was seen of each, by name."""
+    """Samples processes periodically in a thread. `looks` has the samples of each process by name."""
 
     def __init__(self) -> None:
         self.looks: dict[str, list[Look]] = {}
@@ -70,27 +70,27 @@ class MemoryWatch:
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):
             for name, pid in self._pids.items():
-                with contextlib.suppress(OSError, StopIteration):  # it has ended
+                with contextlib.suppress(OSError, StopIteration):  # the process has ended
                     self.looks[name].append(look_at(pid))
 
     def between(self, name: str, begin: float, end: float) -> Span:
-        """What one process held in that time."""
+        """Memory of a process between two times in Unix seconds."""
         found = [look for look in self.looks[name] if begin <= look.at <= end]
         return Span(max(look.peak for look in found), min(look.private for look in found))
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes that a process held in some time: the most that was resident, the least that was its own."""
+    """Memory of a process in a period, in bytes: the highest resident size, and the lowest private size."""
 
     peak: int
     rest: int
 
     def beside(self, base: Span) -> Span:
-        """What it held beside what a process without a model does."""
+        """The difference to `base`, which is usually a process without a model."""
         return Span(self.peak - base.peak, self.rest - base.rest)
 
 
 def longest(spans: Mapping[str, Span]) -> Span:
-    """The most of each over several processes."""
+    """The largest values of several processes."""
     return Span(max(span.peak for span in spans.values()), max(span.rest for span in spans.values()))

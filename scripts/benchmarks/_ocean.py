@@ -1,7 +1,7 @@
-"""Part of the reach benchmark: two hosts of a lab on lines of 500 Mb/s, far from each other.
+"""Part of the reach benchmark: two hosts of a lab on lines of 500 Mb/s with a long round trip.
 
-One stream's rate after it has had 3 s to find its speed, as a share of what the line carries in Ethernet frames; calls
-of 100 bytes during that transfer; and the first call to a peer that was never spoken to, in round trips.
+Measures the rate of one stream after its first 3 s, as a share of the line's rate in Ethernet frames; the time of calls
+of 100 bytes during that transfer; and the first call to an unconnected peer, in round trips.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from benchmarks._swarm import busy_s
 from benchmarks._told import Told, cpu_s
 
 RATE_MBIT = 500
-FOUND_S = 3.0  # until the rate counts
+FOUND_S = 3.0  # from when on the rate counts
 LATE_S = 6.0
-QUEUE_MS = 100.0  # at each end of a line: what a home router has, and more
+QUEUE_MS = 100.0  # queue at each end of a line, at least as long as a home router's
 PORT = 4001
 
 
 @dataclass(frozen=True, slots=True)
 class Ocean:
-    """Findings on lines of one round-trip time. Shares are of the line's rate."""
+    """Results for one round-trip time. Shares are of the line's rate."""
 
     rtt_ms: float
     share: float  # from 3 s on
     late_share: float  # from 6 s on
-    worst_second: float  # the least share in a whole second from 3 s on
+    worst_second: float  # lowest share in a whole second from 3 s on
     calls_ms: Sequence[float]  # during the transfer
     first_call_rtts: float  # median
-    others_share: float  # of all cores during the transfer, by what is no part of this; the kernel's network is
+    others_share: float  # of all cores during the transfer, used by other processes and the kernel's network
     congestion_control: str  # of the lab's TCP
 
     @property
@@ -48,7 +48,7 @@ class Ocean:
 
 
 def crossed(rtt_ms: float, seconds: float = 12.0, first_calls: int = 5) -> Ocean:
-    """Build the lab and measure; the queue at each end of a line holds QUEUE_MS."""
+    """Build a lab with lines of this round-trip time, and measure."""
     with WideLab(up_mbit=RATE_MBIT, down_mbit=RATE_MBIT, delay_ms=rtt_ms / 4, queue_ms=QUEUE_MS) as lab:
         near, far = (lab.host(name) for name in ("near", "far"))
         server = Told(far.popen, "_ocean_peer", f"/ip4/{far.ip}/tcp/{PORT}")
@@ -75,7 +75,7 @@ def crossed(rtt_ms: float, seconds: float = 12.0, first_calls: int = 5) -> Ocean
 
 
 def others_s(server: Told, client: Told, lab: WideLab) -> float:
-    """Processor time that the machine has spent on anything else."""
+    """Processor time that the machine has spent on everything except the processes of the benchmark."""
     return busy_s() - server.cpu_s() - client.cpu_s() - sum(map(cpu_s, lab.wan.pids()))
 
 
@@ -89,6 +89,6 @@ def whole_seconds(marks: Sequence[tuple[float, int]]) -> list[float]:
 
 
 def share(marks: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> float:
-    """Share of the line's rate, by the marks nearest to both times."""
+    """Share of the line's rate between two times, by the marks nearest to them."""
     (began, before), (ended, after) = (min(marks, key=lambda mark: abs(mark[0] - at)) for at in (begin_s, end_s))
     return (after - before) * 8e-6 / (ended - began) / RATE_MBIT

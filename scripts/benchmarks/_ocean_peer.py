@@ -1,7 +1,7 @@
-"""Part of the reach benchmark: a peer on one side of a long line. It says where it is, then obeys orders, one a line.
+"""Part of the reach benchmark: a peer on one side of a long line. It prints its address, then runs one order per line.
 
-{"do": "call", "addr": A}                  a host made anew calls A's peer: seconds until the answer
-{"do": "bulk", "addr": A, "seconds": S}    sends on one stream for so long, and makes small calls meanwhile
+{"do": "call", "addr": A}                  a new host calls the peer at A: seconds until the answer
+{"do": "bulk", "addr": A, "seconds": S}    sends on one stream for S seconds, and makes small calls meanwhile
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tests.kit.declared import ANY
 CALL_BYTES = 100
 WRITE_BYTES = 1 << 20
 READ_BYTES = 1 << 18
-MARK_S = 0.25  # between the marks of how much has come
-QUIET_S = 3.0  # of a bulk transfer before the calls begin
+MARK_S = 0.25  # between two marks of the bytes received
+QUIET_S = 3.0  # of a bulk transfer, before the calls begin
 PAUSE_S = 0.1  # between calls
 SINK, CALL = "/peerd-bench/marks/1", "bench/1/echo"
 
@@ -44,7 +44,7 @@ class Blob(Message, frozen=True):
 
 
 async def sink(stream: Stream) -> None:
-    """Takes all, then says when how much had come: [seconds since the first byte, bytes], ..."""
+    """Receive all bytes, then send the marks: [seconds since the first byte, bytes received], ..."""
     total = len(await stream.receive_view(READ_BYTES))
     began = time.perf_counter()
     marks = [(0.0, total)]
@@ -62,7 +62,7 @@ async def echo(call: Incoming[Blob]) -> Answer[Blob]:
 
 @asynccontextmanager
 async def peer(*listen: str) -> AsyncIterator[tuple[Host, Rpc]]:
-    """A host of a fresh identity, as long as the block runs."""
+    """Context with a host that has a new identity."""
     clock = RealClock()
     stack = peer_stack(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
     stack.host.handle(SINK, sink)
@@ -92,7 +92,7 @@ async def first_call(addr: str) -> dict[str, Any]:
 
 
 async def bulk(addr: str, seconds: float) -> dict[str, Any]:
-    """Marks of the receiver, and what calls took meanwhile."""
+    """Send for `seconds`. Returns the receiver's marks, and the seconds of the calls made meanwhile."""
     taken: list[float] = []
     async with peer() as (host, rpc):
         there = known(host, addr)

@@ -1,13 +1,14 @@
-"""Part of the simulation of placements: seconds of a step that costs predict, for the routes that are simulated.
+"""Part of the simulation of placements: seconds of a step as predicted by cost models, for the simulated routes.
 
-`paths_s` follows the messages that are sent. The trainer calls each stage but the last forward with an activation and
-gets one back; each backward with an activation and a gradient and gets one back; the last stage's own backward does its
-forward too, with no gradient going in. A pipeline's microbatches are all in flight: the first one takes as long as its
-messages one after another, and each further one as long as it keeps the busiest direction of a link. Then the peers of
-each stage exchange shares of their gradients with all others at once, there and back.
+`paths_s` follows the messages that are sent. In the forward pass, the trainer sends an activation to each stage but the
+last and receives one. In the backward pass, it sends an activation and a gradient to each of these and receives a
+gradient. The last stage does both passes in one call, without an incoming gradient. All microbatches of a pipeline are
+in flight: the first one takes the sum of its messages, and each further one the time that it occupies the busiest
+direction of a link. Then the peers of each stage exchange shares of their gradients with all others at once, there and
+back.
 
 `paper_s` is equations 2 to 4 of DT-FM for the same routes: two activations over each link of the chain, and averaging
-with one peer after the other.
+with one peer after another.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.worlds.roles.placed import Link, PlacedRun
 
 @dataclass(frozen=True, slots=True)
 class WorkBytes:
-    """What is sent in a step."""
+    """Bytes and microbatches of a step."""
 
     activation: float  # of one microbatch
     microbatches: int  # of one pipeline
@@ -28,13 +29,13 @@ class WorkBytes:
 
 
 def paths_s(placed: PlacedRun, work: WorkBytes) -> float:
-    """Seconds of a step by the messages sent."""
+    """Seconds of a step, by the messages sent."""
     pipelines_s = max(_flight_s(placed, chain, work) for chain in placed.chains())
     return pipelines_s + _averaging_s(placed, work.gradients, max)
 
 
 def paper_s(placed: PlacedRun, work: WorkBytes) -> float:
-    """Seconds of a step by the paper's cost, all stages alike."""
+    """Seconds of a step, by the paper's cost with equal stages."""
     wave_bytes = work.activation * work.microbatches
     chains = placed.chains()
     hops_s = sum(
@@ -46,11 +47,13 @@ def paper_s(placed: PlacedRun, work: WorkBytes) -> float:
 
 
 def _flight_s(placed: PlacedRun, chain: list[int], work: WorkBytes) -> float:
-    """One pipeline's microbatches, there and back; the first stage is on the trainer's site."""
+    """Seconds of one pipeline's microbatches, there and back. The first stage is on the trainer's site."""
     first_s = busiest_s = 0.0
     for device in chain[1:]:
         calls = 1 if device == chain[-1] else 2
-        sent = work.activation * (1 if device == chain[-1] else 3)  # forward one, backward two; of the last stage one
+        sent = work.activation * (
+            1 if device == chain[-1] else 3
+        )  # one forward and two backward; for the last stage, one
         for (delay_s, rate), size in (
             (placed.outward(chain, device), sent),
             (placed.back(chain, device), calls * work.activation),
@@ -61,7 +64,7 @@ def _flight_s(placed: PlacedRun, chain: list[int], work: WorkBytes) -> float:
 
 
 def _averaging_s(placed: PlacedRun, gradients: Sequence[float], over: Callable[[list[float]], float]) -> float:
-    """Of the slowest stage: there and back with each other peer, `over` all of them."""
+    """Averaging time of the slowest stage: twice the times to each other peer, combined by `over` (sum or max)."""
     found = [0.0]
     for stage, size in enumerate(gradients):
         members = placed.placement.members(stage)

@@ -1,8 +1,8 @@
-"""What the planner is held against: Kernighan-Lin as it is, and the DT-FM paper's genetic search.
+"""Baselines of the planner: plain Kernighan-Lin, and the genetic search of the DT-FM paper.
 
-Both deal with stages of one size. The genetic search follows the published one: parents drawn evenly from 100 slots, a
-child with five labels of one in the other, sizes repaired, one circular pass of local search with the paper's gain, and
-the worse parent's slot for the better child. The cost of a partition is computed by the planner's own model.
+Both need stages of equal size. The genetic search follows the published one: two parents are drawn uniformly from 100
+slots; the child is one of them with five labels of the other, repaired to equal sizes; after one circular pass of local
+search with the paper's gain, it replaces the worse parent if it is better. Costs are computed by the planner's model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CROSSED = 5
 
 
 class Partitions:
-    """Partitions of one problem into stages of one size."""
+    """Partitions of a problem into stages of equal size."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.model = CostModel(problem, CostKind.LATENCY)
@@ -46,7 +46,9 @@ class Partitions:
 
 
 def kernighan_lin(partitions: Partitions, labels: Labels) -> Labels:
-    """Passes of pair swaps by the sum of links: averaging inside stages, pipelines between them."""
+    """Kernighan-Lin: passes of pair swaps that reduce the sum of links, with averaging inside and pipelines between
+    stages.
+    """
     weight = partitions.pipeline_s - partitions.averaging_s
     np.fill_diagonal(weight, 0.0)
     while True:
@@ -61,7 +63,7 @@ def _pass(weight: NDArray[np.float64], labels: Labels, stages: int) -> tuple[Lab
     to = np.stack([weight[:, labels == stage].sum(1) for stage in range(stages)], axis=1)
     every = np.arange(len(labels))
     for _ in range(len(labels) // 2):
-        moved = to[:, labels] - to[every, labels][:, None]  # of a device to each other's stage
+        moved = to[:, labels] - to[every, labels][:, None]  # gain of moving each device to each other's stage
         gain = moved + moved.T - 2 * weight
         gain[(labels[:, None] == labels[None]) | ~free[:, None] | ~free[None]] = -np.inf
         one, other = divmod(int(gain.argmax()), len(labels))
@@ -79,7 +81,7 @@ def _pass(weight: NDArray[np.float64], labels: Labels, stages: int) -> tuple[Lab
 
 
 def circular(partitions: Partitions, labels: Labels) -> Labels:
-    """One pass of the paper's local search: cycles of moves, of which the best beginning is kept."""
+    """One pass of the paper's local search: cycles of moves. The prefix with the best total gain is kept."""
     labels = labels.copy()
     locked = np.zeros(partitions.devices, dtype=bool)
     touched: set[int] = set()
@@ -97,7 +99,7 @@ def circular(partitions: Partitions, labels: Labels) -> Labels:
 
 
 def _gains(partitions: Partitions, labels: Labels, locked: NDArray[np.bool_]) -> tuple[Labels, NDArray[np.float64]]:
-    """The candidate of each stage, -1 for none, and its gain at each other stage, [S, S]."""
+    """The device of each stage to move, or -1, and its gain in each other stage, [S, S]."""
     links, stages = partitions.pipeline_s, partitions.stages
     own = np.where(labels[:, None] == labels[None], links, np.inf)
     np.fill_diagonal(own, np.inf)
@@ -114,7 +116,7 @@ def _gains(partitions: Partitions, labels: Labels, locked: NDArray[np.bool_]) ->
 
 
 def _cycle(partitions: Partitions, labels: Labels, locked: NDArray[np.bool_], touched: set[int]) -> float | None:
-    """Moves from stage to stage and back, in place; the sum of their gains, None when no device is left to begin."""
+    """Move devices from stage to stage in a cycle, in place. Returns the sum of gains, or None if no device is left."""
     candidates, gains = _gains(partitions, labels, locked)
     untouched = np.array([stage not in touched for stage in range(partitions.stages)])
     first = int(np.where(untouched, gains.max(axis=1), -np.inf).argmax())
@@ -122,7 +124,7 @@ def _cycle(partitions: Partitions, labels: Labels, locked: NDArray[np.bool_], to
         return None
     moved: list[int] = []
     sums = 0.0
-    at, closing = first, (-np.inf, 0)  # best sum when closed after so many moves
+    at, closing = first, (-np.inf, 0)  # best sum if the cycle is closed, and after how many moves
     for _ in range(partitions.devices):
         to = int(gains[at].argmax())
         if not np.isfinite(gains[at, to]):
@@ -144,7 +146,7 @@ def _cycle(partitions: Partitions, labels: Labels, locked: NDArray[np.bool_], to
 
 
 def _closed(labels: Labels, moved: list[int], first: int, closing: tuple[float, int]) -> float:
-    """Undoes the moves behind the best closing, whose device goes back to the first stage."""
+    """Undo the moves after the best closing of a cycle, and move its last device to the first stage."""
     value, kept = closing
     went_to = [int(labels[device]) for device in moved]
     came_from = [first, *went_to[:-1]]
@@ -159,7 +161,7 @@ def _closed(labels: Labels, moved: list[int], first: int, closing: tuple[float, 
 
 
 def child_of(partitions: Partitions, one: Labels, other: Labels, rng: np.random.Generator) -> Labels:
-    """Five labels of one in the other; who stands in an overfull stage goes to the first one with room."""
+    """Copy five labels of `one` into `other`, then move devices of overfull stages to the first stage with room."""
     labels = other.copy()
     crossed = rng.choice(partitions.devices, CROSSED, replace=False)
     labels[crossed] = one[crossed]
@@ -175,7 +177,7 @@ def child_of(partitions: Partitions, one: Labels, other: Labels, rng: np.random.
 def genetic(
     partitions: Partitions, rng: np.random.Generator, limit_s: float, clock: Callable[[], float] = time.process_time
 ) -> tuple[float, int]:
-    """The best cost, and how many of the 4,900 trials the time was enough for."""
+    """Run the genetic search for `limit_s`. Returns the best cost, and the number of trials, at most 4,900."""
     began = clock()
     population = [partitions.drawn(rng) for _ in range(POPULATION)]
     costs = [partitions.cost_s(labels) for labels in population]

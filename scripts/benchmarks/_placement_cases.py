@@ -1,6 +1,6 @@
-"""The five networks of the DT-FM paper's evaluation, 64 devices each, and larger ones of the same manner.
+"""The five networks of the DT-FM paper's evaluation, with 64 devices each, and similar larger ones.
 
-Devices of a region stand beside each other; what lies between two regions lies between each two of their devices.
+Devices of a region have consecutive numbers. The link between two regions holds for all pairs of their devices.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REGIONAL_GBIT_S = "2 1.15 1.05 1.12  1.15 2 1.25 1.1  1.05 1.25 2 1.02  1.12 1.1
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Regions with so many devices each, and the tables between them, [R, R]."""
+    """A network of R regions: their numbers of devices, and delays and rates between them, [R, R]."""
 
     name: str
     counts: tuple[int, ...]
@@ -64,7 +64,7 @@ class Case:
 
 
 def problem_of(delay_ms: Table, gbit_s: Table, stages: int, places: list[str]) -> PlacementProblem:
-    """The paper's workload over a network: as many microbatches as pipelines, all stages alike."""
+    """The paper's workload on a network: equal stages, and one microbatch per pipeline."""
     count = len(delay_ms)
     delay_s, rate = delay_ms / 1e3, gbit_s * BYTES_PER_GBIT
     np.fill_diagonal(delay_s, 0.0)
@@ -87,7 +87,7 @@ def _square(text: str) -> Table:
 
 
 def cases() -> list[Case]:
-    """In the order of the paper's figures."""
+    """The five networks, in the order of the paper's figures."""
     nodes, spot, two = (8,) * 8, (4,) * 8 + (1,) * 32, (32, 32)
     at = [f"node {number}" for number in range(40)]
     return [
@@ -100,7 +100,7 @@ def cases() -> list[Case]:
 
 
 def large(devices: int, stages: int, seed: int) -> PlacementProblem:
-    """Regions of 16 devices, scattered over a square, no two links alike: far means late and slow."""
+    """A network of regions with 16 devices, scattered over a square. All links differ; distant ones are slower."""
     rng = np.random.default_rng(seed)
     regions = devices // 16
     region = np.repeat(np.arange(regions), 16)

@@ -1,4 +1,4 @@
-"""Picture of the world-wide case before and after: how many devices of each city serve which stage, as SVG on stdout.
+"""Draws the world-wide case before and after planning: the devices of each city in each stage, as SVG on stdout.
 
 cd scripts && python -m benchmarks._placement_picture > ../peerd/machine/placement/world-wide.svg
 """

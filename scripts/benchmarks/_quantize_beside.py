@@ -1,6 +1,6 @@
-"""Coding on a GPU beside its computing: matrix products alone, and the same while each result is coded and sent off.
+"""Encoding on a GPU during computation: matrix products alone, and while each result is encoded and copied to the host.
 
-Through the worker and the coder that a stage peer has; with one stream both would take their times one after the other.
+Uses the worker and the codec of a stage peer. With a single CUDA stream, the times would add up.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 import trio
 from torch import Tensor
 
-from peerd.compute.codec.async_codec import Coder
+from peerd.compute.codec.async_codec import AsyncCodec
 from peerd.compute.worker import DeviceWorker
 from peerd.core.frame import TensorFrame
 from peerd.core.run.runfile import BoundarySection
 
-WIDTH: Final = 6144  # of the product: some milliseconds in single precision
-VALUES: Final = 4 << 20  # of what is coded: 16 MiB
+WIDTH: Final = 6144  # of the product, which takes some milliseconds in single precision
+VALUES: Final = 4 << 20  # that are encoded: 16 MiB
 
 
 def measured(
     codes: tuple[str, ...], rounds: int, device: str = "cuda", width: int = WIDTH
 ) -> dict[str, dict[str, float]]:
-    """Code -> milliseconds of a product, of coding its result, of decoding, and of a product while its result is coded
+    """Milliseconds, by code: of a product, of encoding, of decoding, and of a product with encoding its result
     (`both_ms`).
     """
     return {code: trio.run(_of_code, code, rounds, device, width) for code in codes}
@@ -38,7 +38,7 @@ async def _of_code(code: str, rounds: int, name: str, width: int) -> dict[str, f
         DeviceWorker("coding", threads=1) as coding,
         trio.open_nursery() as nursery,
     ):
-        coder = Coder(coding, BoundarySection(code=code), name)  # type: ignore[arg-type]
+        coder = AsyncCodec(coding, BoundarySection(code=code), name)  # type: ignore[arg-type]
         await nursery.start(coder.run)
         scene = _Scene(device, coder, width)
         await scene.prepare()
@@ -65,16 +65,16 @@ async def _ms_of(way: Callable[[], Awaitable[object]], rounds: int) -> float:
 
 
 class _Scene:
-    """A factor, values that follow from its product, and their frame."""
+    """A matrix, values that depend on its product, and their encoded frame."""
 
     values: Tensor
     frame: TensorFrame
 
-    def __init__(self, device: DeviceWorker, coder: Coder, width: int) -> None:
+    def __init__(self, device: DeviceWorker, coder: AsyncCodec, width: int) -> None:
         self._device, self._coder, self._width = device, coder, width
 
     async def prepare(self) -> None:
-        """Make the tensors; all that comes only once is done afterwards."""
+        """Create the tensors, and run each operation once, so that one-time costs are not measured."""
         name, width = self._device.device, self._width
         self._factor = await self._device.run(lambda: torch.randn(width, width, device=name), name="a factor")
         self._values = await self._device.run(lambda: torch.randn(VALUES, device=name), name="values")
@@ -86,7 +86,7 @@ class _Scene:
         return await self._device.run(lambda: self._values + (self._factor @ self._factor)[0, 0], name="a product")
 
     async def encode(self, values: Tensor) -> TensorFrame:
-        """The whole frame."""
+        """Encode values, and wait for the whole frame."""
         frame = await self._coder.encode(values, name="values")
         ready, at = frame.ready, 0
         while ready is not None and at < memoryview(frame.payload).nbytes:

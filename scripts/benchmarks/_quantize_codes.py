@@ -1,6 +1,6 @@
-"""Errors of codes, and gains and costs of lossless packing: the numbers of `peerd/compute/codec/policy.py`.
+"""Errors of codes, and ratios and rates of lossless packing: the numbers in `peerd/compute/codec/policy.py`.
 
-Everything is measured on payloads as they travel, on one thread of a CPU.
+Measured on payloads as they are sent, with one CPU thread.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from benchmarks._quantize_cpu import Figures, Way, median_seconds, values
 from peerd.compute.codec import lossless
 from peerd.compute.codec.frames import decode, encode
-from peerd.compute.codec.policy import CodingPlan, Packing
+from peerd.compute.codec.policy import CodingPlan, PackingSpeed
 from peerd.compute.tensors import dtype_name
 from peerd.core.blockwise import CODES
 
-BLOCK, OUTLIER = 64, 100.0  # one value in so many is so many times as large
+BLOCK, OUTLIER = 64, 100.0  # one value of each BLOCK is OUTLIER times as large
 ERRORS = (
     *(CodingPlan("bf16"), CodingPlan("fp16"), CodingPlan("dynamic8", 64)),
     *(CodingPlan(code, how.block) for code, how in CODES.items()),
@@ -33,9 +33,9 @@ TEXT = Path(__file__).resolve().parents[1] / "README.md"
 
 
 def errors(count: int) -> Figures:
-    """Relative errors (RMS) in percent: of normal values, and of those among which one in BLOCK is an outlier.
+    """Relative errors (RMS) in percent, of normal values without and with one outlier per BLOCK.
 
-    The latter error is that of the neighbours alone: an outlier's own is small beside it, and says nothing of them.
+    With outliers, only their neighbours count, since an outlier's own relative error is small.
     """
     x = values(count)
     spiky = x.clone()
@@ -59,9 +59,9 @@ def error_percent(x: Tensor, found: Tensor) -> float:
 
 
 def packing(count: int, rounds: int) -> Figures:
-    """Compression of payloads, their GB/s at either end, and the line (Mb/s) below which packing pays.
+    """Compression ratio of payloads, GB/s of packing and unpacking, and the line (Mb/s) below which packing pays off.
 
-    Payloads are of normal values, in every dtype and code, and of a text: its bytes, and as many tokens.
+    The payloads are normal values in each dtype and code, and a text as bytes and as int64 tokens.
     """
     wide = torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = wide.float()
@@ -75,14 +75,14 @@ def packing(count: int, rounds: int) -> Figures:
 
 
 def packed(raw: memoryview, itemsize: int, rounds: int) -> dict[str, float]:
-    """The figures of one payload."""
+    """Figures of one payload."""
     small = lossless.pack(raw, itemsize)
     ways: dict[str, Way] = {
         "pack": partial(lossless.pack, raw, itemsize),
         "unpack": partial(lossless.unpack, small, raw.nbytes, itemsize, name="a payload"),
     }
     seconds = median_seconds(ways, rounds)
-    found = Packing(small.nbytes / raw.nbytes, raw.nbytes / seconds["pack"], raw.nbytes / seconds["unpack"])
+    found = PackingSpeed(small.nbytes / raw.nbytes, raw.nbytes / seconds["pack"], raw.nbytes / seconds["unpack"])
     return {
         "ratio": found.ratio,
         "pack_gb_s": found.pack_bytes_per_s / 1e9,

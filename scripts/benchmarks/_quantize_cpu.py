@@ -1,7 +1,7 @@
-"""Blockwise quantization on one thread of a CPU: how it is timed, beside copies, plain torch and other libraries.
+"""Blockwise quantization on one CPU thread, compared with copies, plain torch and other libraries.
 
-Ways to do something take turns in many short rounds, and each way's median round counts. Time is what the process
-spent on processors: as long as the clock says on an idle machine, and not longer on a busy one.
+The candidates take turns in many short rounds, and the median round of each counts. Times are processor times of this
+process, which equal the elapsed times on an idle machine and hardly change on a busy one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CALLS_PER_BATCH = 200
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A tensor with room for its codes, and for what they decode to."""
+    """A tensor with buffers for its codes and scales, and for the decoded values."""
 
     x: Tensor
     code: str
@@ -40,7 +40,7 @@ class Coded:
         return f"{self.code}/{self.block}"
 
     def ways(self, kernels: ops.Kernels) -> dict[str, Way]:
-        """Quantize and dequantize by these kernels, into the given room."""
+        """Functions that quantize and dequantize with these kernels, into the buffers."""
         x, code, block, codes, scales = self.x, self.code, self.block, self.codes, self.scales
         return {
             f"{code} quantize": partial(kernels.quantize, x, code, block, codes, scales),
@@ -54,7 +54,7 @@ def values(count: int) -> Tensor:
 
 
 def all_codes(x: Tensor, out: Tensor) -> list[Coded]:
-    """Room for every code of x with the block size that suits it."""
+    """Buffers for each code of x, with the code's default block size."""
     rooms = []
     for code, how in CODES.items():
         codes = torch.zeros(code_bytes(x.numel(), code), dtype=torch.uint8, device=x.device)
@@ -64,7 +64,7 @@ def all_codes(x: Tensor, out: Tensor) -> list[Coded]:
 
 
 def median_seconds(ways: Mapping[str, Way], rounds: int, repeats: int = 1) -> dict[str, float]:
-    """Median processor time of one call of each; they take turns, and the first round only warms up."""
+    """Median processor time of one call of each candidate. They take turns; the first round is a warm-up."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
@@ -77,7 +77,7 @@ def median_seconds(ways: Mapping[str, Way], rounds: int, repeats: int = 1) -> di
 
 
 def rates(count: int, rounds: int, repeats: int) -> tuple[float, Figures]:
-    """GB/s of a plain copy of `count` singles, and those of every code with their ratio to it."""
+    """GB/s of a plain copy of `count` float32 values, and of each code with its ratio to the copy."""
     x, out = values(count), torch.zeros(count)
     kernels = ops.best(x.device)
     ways: dict[str, Way] = {"copy": partial(out.copy_, x)}
@@ -88,7 +88,7 @@ def rates(count: int, rounds: int, repeats: int) -> tuple[float, Figures]:
 
 
 def over_copy(gb_s: Mapping[str, float], code: str, copy_gb_s: float) -> dict[str, float]:
-    """Both directions of a code, plain and as a share of the copy."""
+    """GB/s of both directions of a code, absolute and relative to the copy."""
     quantize, dequantize = gb_s[f"{code} quantize"], gb_s[f"{code} dequantize"]
     return {
         "quantize_gb_s": quantize,
@@ -99,7 +99,7 @@ def over_copy(gb_s: Mapping[str, float], code: str, copy_gb_s: float) -> dict[st
 
 
 def reference_rates(count: int, rounds: int) -> Figures:
-    """GB/s of plain torch, which serves where nothing was compiled."""
+    """GB/s of plain torch, which is used if no compiled kernels are available."""
     x, out = values(count), torch.zeros(count)
     ways: dict[str, Way] = {}
     for room in all_codes(x, out):
@@ -116,7 +116,7 @@ def directions(gb_s: Mapping[str, float], names: list[str]) -> Figures:
 
 
 def call_us(batches: int) -> dict[str, float]:
-    """Microseconds that one call costs by itself: 64 values, into given buffers unless said otherwise."""
+    """Overhead of one call in microseconds: with 64 values, into existing buffers unless the name says otherwise."""
     x = values(64)
     codes, scales, out = torch.zeros(64, dtype=torch.uint8), torch.zeros(1), torch.zeros(64)
     quantize, dequantize = torch.ops.peerd.quantize_blockwise, torch.ops.peerd.dequantize_blockwise
@@ -136,7 +136,7 @@ def call_us(batches: int) -> dict[str, float]:
 def bitsandbytes_rates(count: int, rounds: int) -> dict[str, Any]:
     """GB/s of bitsandbytes on the CPU: its dynamic 8-bit code with blocks of 256, and nf4 with blocks of 64.
 
-    Into new tensors: on CPUs it does not write into given ones.
+    The results are new tensors, since on CPUs it cannot write into existing ones.
     """
     import bitsandbytes
     from bitsandbytes import functional

@@ -1,7 +1,7 @@
-"""Blockwise quantization on a GPU beside a plain copy on it: what must move, over what a copy moves in a second.
+"""Blockwise quantization on a GPU, compared with the bound given by the memory rate of a plain copy.
 
-Input and output are far larger than the caches of a GPU. Calls are queued many at a time between two events, so that
-what launching costs on the host does not count; the ways take turns, and each way's median round counts.
+Input and output are far larger than the caches of a GPU. Many calls are queued between two events, so that the host's
+launch overhead does not count. The candidates take turns, and the median round of each counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BESIDE = ("none", "bf16", "dynamic8")
 
 
 def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
-    """Figures for float32 values, those for bfloat16 under "bf16", and the implementation; None without a GPU."""
+    """Figures for float32 values, for bfloat16 under "bf16", and the implementation. Returns None without a GPU."""
     if not torch.cuda.is_available():
         return None
     device = torch.device("cuda", torch.cuda.current_device())
@@ -40,14 +40,14 @@ def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
 
 
 def implementation(device: torch.device) -> str:
-    """Name of the implementation: the kernels, or plain torch and why."""
+    """Name of the implementation: the kernels, or plain torch with the reason."""
     from peerd.compute.kernels import cuda
 
     return "kernels" if cuda.available(device) else f"plain torch: {cuda.why_not(device)}"
 
 
 def rates(x: Tensor, rounds: int, repeats: int) -> dict[str, Any]:
-    """GB/s of a copy (read and written), and for each code of the input, with its share of what that allows."""
+    """GB/s of a copy (read plus written), and of each code (input only), with its share of the possible rate."""
     out = torch.zeros_like(x)
     rooms = all_codes(x, out)
     ways: dict[str, Way] = {"copy": partial(out.copy_, x)}
@@ -63,7 +63,7 @@ def rates(x: Tensor, rounds: int, repeats: int) -> dict[str, Any]:
 
 
 def call_us(device: torch.device, batches: int) -> dict[str, float]:
-    """Microseconds that the host spends on a call by itself: 64 values, into given buffers."""
+    """Overhead of one call on the host in microseconds: with 64 values, into existing buffers."""
     x = torch.ones(64, device=device)
     room = next(room for room in all_codes(x, torch.zeros_like(x)) if room.code == "int8")
     seconds = host_seconds(room.ways(ops.best(device)), batches, CALLS_PER_BATCH)
@@ -71,7 +71,7 @@ def call_us(device: torch.device, batches: int) -> dict[str, float]:
 
 
 def over_bound(room: Coded, seconds: Mapping[str, float], copy_gb_s: float) -> dict[str, float]:
-    """The time that moving input, codes and scales takes at the copy's rate, over the time that was taken."""
+    """Share of the possible rate: time to move input, codes and scales at the copy's rate, over the measured time."""
     least_s = (room.x.nbytes + room.codes.nbytes + room.scales.nbytes) / 1e9 / copy_gb_s
     return {
         f"{direction}_over_bound": least_s / seconds[f"{room.code} {direction}"]
@@ -80,12 +80,12 @@ def over_bound(room: Coded, seconds: Mapping[str, float], copy_gb_s: float) -> d
 
 
 def median_seconds(ways: Mapping[str, Way], rounds: int, repeats: int) -> dict[str, float]:
-    """Median time on the device of one call of each; the first round warms up, clocks included."""
+    """Median device time of one call of each candidate. The first round is a warm-up, also of the GPU's clocks."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for number in range(rounds + 1):
         for name, way in ways.items():
-            way()  # whatever comes only once is done before the clock runs
+            way()  # one-time costs, before the measurement
             begin.record()
             for _ in range(repeats):
                 way()

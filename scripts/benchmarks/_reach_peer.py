@@ -1,13 +1,14 @@
-"""Part of the reach benchmark: a light peer (host, calls, ways, perhaps a directory; no torch). It obeys orders.
+"""Part of the reach benchmark: a light peer (host, RPC, connectivity, optionally the DHT; no torch) that runs orders.
 
-Arguments: the address to listen on, "relay" or "leaf", "dht" or "alone" (then it meets only the peers that it is told
-to), addresses of the peers that are there already. Orders, one a line:
+Arguments: the address to listen on; "relay" or "leaf"; "dht", or "alone" to connect only to peers named in orders; and
+addresses of running peers. Orders, one per line:
 
-    {"do": "where"}                                               addresses, what is known of how it is reached
+    {"do": "where"}                                               its addresses and reachability
     {"do": "meet", "peer": P, "addrs": [...], "best": W, "patience_s": S}
-        calls P, both ways with a payload, until the link to P is as good as W, at most so long; then once more
-    {"do": "chat", "peer": P, "addrs": [...], "period_s": S, "timeout_s": S}      calls P again and again from now on
-    {"do": "chats", "peer": P}           what became of these calls: [began, took, error or null], ..., by this clock
+        calls P, with a payload in both directions, then waits up to S seconds until the link to P is of kind W, and
+        calls again
+    {"do": "chat", "peer": P, "addrs": [...], "period_s": S, "timeout_s": S}      calls P periodically from now on
+    {"do": "chats", "peer": P}           results of these calls: [began, took, error or null], by the monotonic clock
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import Message
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.clock import RealClock
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import peer_stack
@@ -38,7 +39,7 @@ from tests.kit.declared import ANY
 ECHO = "bench/1/echo"
 PAYLOAD_BYTES = 20_000
 CALL_S = 10.0
-LOOK_S = 0.01  # between looks at the way
+LOOK_S = 0.01  # between checks of the link's kind
 
 
 class Blob(Message, frozen=True):
@@ -52,7 +53,7 @@ async def echo(call: Incoming[Blob]) -> Answer[Blob]:
 
 
 class Leaf:
-    """One peer and its orders."""
+    """One peer, which runs orders."""
 
     def __init__(self, *, relay: bool, dht: bool) -> None:
         clock = RealClock()
@@ -124,7 +125,7 @@ class Leaf:
             await trio.sleep(period_s)
 
     async def _call(self, there: PeerId, timeout_s: float) -> str | None:
-        """Why a call there failed; None when its answer came back whole."""
+        """Call a peer and check its answer. Returns the reason of a failure, or None."""
         sent = Blob(os.urandom(PAYLOAD_BYTES))
         try:
             answer = await self.rpc.call(there, ECHO, sent, Blob, timeout_s=timeout_s)
@@ -141,7 +142,7 @@ class Leaf:
         link = self.host.links.best(peer)
         if link is None:
             return "failed"
-        return ("direct" if link.way is Way.LOCAL else link.way.name).lower()
+        return ("direct" if link.way is PathKind.LOCAL else link.way.name).lower()
 
 
 async def main(listen: str, relay: str, dht: str, *known: str) -> None:

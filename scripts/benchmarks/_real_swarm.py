@@ -1,4 +1,4 @@
-"""Part of the benchmark of real size: a swarm on lines of a lab, whose steps and sums are read from its events."""
+"""Part of the benchmark of real size: a swarm in a network lab, whose steps and sums are read from its event logs."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _RESTS, _CONTRIBUTES = "stage.rests", "stage.contributes"  # events
 
 @dataclass(slots=True)
 class RealSwarm(Swarm):
-    """The processes of one run, each on a host with a line of its own."""
+    """The processes of one run, each on a host with its own line."""
 
     lab: WideLab  # type: ignore[assignment]
     entry: str = field(default="", init=False)
-    left: set[str] = field(default_factory=set, init=False)  # names of peers that were ended on purpose
+    left: set[str] = field(default_factory=set, init=False)  # names of peers that the benchmark has ended
 
     def begin(self) -> None:
         """Start the backbone, on a fast line."""
         self.entry = self._enter()
 
     def join(self, name: str, role: str, up_mbit: float, down_mbit: float, **limits: Any) -> Peer:
-        """Start a peer that states its line, with other `limits`."""
+        """Start a peer with a line of these rates, which its `limits` state, and with other `limits`."""
         self.lab.host(name, up_mbit=up_mbit, down_mbit=down_mbit)
         stated = {"upload_mbit": up_mbit, "download_mbit": down_mbit, **limits}
         self._join(name, role, self.entry, {**self.run, "limits": stated}, "--log-level", "debug", "--threads", "1")
         return self.peers[-1]
 
     def kill(self, name: str) -> None:
-        """End a peer as a power cut does."""
+        """Kill a peer without warning, like a power cut."""
         self.left.add(name)
         self.peer(name).popen.kill()
 
     def leave(self, name: str) -> float:
-        """End a peer as Ctrl+C does; returns the seconds that this took."""
+        """End a peer with SIGINT. Returns the seconds that this took."""
         self.left.add(name)
         peer, began = self.peer(name), time.monotonic()
         peer.popen.send_signal(signal.SIGINT)
@@ -53,7 +53,7 @@ class RealSwarm(Swarm):
         return next(peer for peer in self.peers if peer.name == name)
 
     def made(self, names: Iterable[str]) -> dict[int, float]:
-        """When each step was made by the last of these peers that made it, Unix seconds."""
+        """For each step, the time in Unix seconds at which the last of these peers had made it."""
         found: dict[int, float] = {}
         for name in names:
             for event in self._stepped(name):
@@ -61,7 +61,7 @@ class RealSwarm(Swarm):
         return found
 
     def wait_for_step_of(self, names: Iterable[str], step: int, patience_s: float) -> float:
-        """Wait until all these peers have made `step`; returns when the last of them had."""
+        """Wait until all these peers have made `step`. Returns the time at which the last of them had."""
         names = list(names)
 
         def done() -> bool:
@@ -73,23 +73,23 @@ class RealSwarm(Swarm):
         return self.made(names)[step]
 
     def step_s(self, first: int, steps: int, patience_s: float) -> float:
-        """Mean seconds of the `steps` steps after `first`, whoever makes them."""
+        """Mean seconds of the `steps` steps after `first`, made by any peers."""
         for step in (first, first + steps):
             self.until(lambda step=step: self.newest() >= step, f"step {step} was never made", patience_s)
         made = self.made([peer.name for peer in self.peers])
         return (made[first + steps] - made[first]) / steps
 
     def rests(self, name: str) -> bool:
-        """True when the conductor lets this peer rest."""
+        """True if the conductor has ordered this peer to rest."""
         told = [event["name"] for event in self.peer(name).events() if event["name"] in (_RESTS, _CONTRIBUTES)]
         return bool(told) and told[-1] == _RESTS
 
     def newest(self) -> int:
-        """The last step that any peer has made."""
+        """The newest step that any peer has made."""
         return max((e["step"] for peer in self.peers for e in self._stepped(peer.name)), default=0)
 
     def unequal_sums(self) -> list[str]:
-        """Steps that two peers of a stage made with different sums."""
+        """Steps at which peers of a stage had different sums."""
         sums: dict[tuple[int, int], set[str]] = {}
         for peer in self.peers:
             for event in self._stepped(peer.name):

@@ -1,4 +1,4 @@
-"""Report of a benchmark: figures with their targets, for people as a table and for programs as JSON."""
+"""Report of a benchmark: figures with their targets, shown as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 class Figure:
     """One measured value. `at_least` or `at_most` is its target, if it has one."""
 
-    key: str  # in the JSON object
+    key: str  # its key in the JSON object
     text: str
     value: float
     unit: str = ""
@@ -34,7 +34,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that a benchmark found out."""
+    """All results of a benchmark."""
 
     title: str
     sections: Sequence[Sequence[Figure]]

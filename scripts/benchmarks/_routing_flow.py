@@ -1,10 +1,10 @@
-"""GWTF's routes (arXiv 2509.21221), as a policy of the routing benchmark: a min-cost flow found by local exchanges.
+"""GWTF's routes (arXiv 2509.21221) as a policy of the routing benchmark: a min-cost flow found by local exchanges.
 
-The flow has a chain of peers for each microbatch of a step. A chain costs d_ij = (c_i + c_j)/2 + (latency_ij +
-latency_ji)/2 + 2 size/(rate_ij + rate_ji) between neighbours, and a peer is in as many chains as its capacity allows,
-which is in proportion to its speed. Neighbours exchange what follows them, and chains move to peers that have room,
-where that costs less, or by chance a little more (annealing), until nothing helps. Costs are given, exact and at once:
-the policy asks the simulation, where GWTF's peers measure. Chains over peers that come or go are found anew.
+The flow has a chain of peers for each microbatch of a step. The cost between neighbours i, j of a chain is d_ij =
+(c_i + c_j)/2 + (latency_ij + latency_ji)/2 + 2 size/(rate_ij + rate_ji). A peer is in at most as many chains as its
+capacity, which is proportional to its speed. Two chains exchange their tails, or a chain moves to a peer with free
+capacity, if that costs less or, with some probability, slightly more (annealing), until nothing improves. The policy
+gets exact costs from the simulation, whereas GWTF's peers measure them. The flow is solved again when peers change.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from peerd.machine.pipeline.route_policy import Cut, Options, Sent
 
 SWEEPS: Final = 60
 HOTTEST: Final = 0.1  # temperature of the first sweep, over the mean cost of a chain's link
-COOLER: Final = 0.9
-ROOM: Final = 1.1  # capacity of a stage over what a step needs
+COOLER: Final = 0.9  # factor of the temperature per sweep
+ROOM: Final = 1.1  # capacity of a stage, relative to the need of a step
 
 Cost = Callable[[str, str], float]  # d_ij in seconds
 
 
 class FlowRoutes:
-    """See the module's header. `speed_of`: by peer; `microbatches`: of a step."""
+    """Route policy that follows a min-cost flow for the `microbatches` of a step. `speed_of` gives a peer's speed."""
 
     def __init__(self, microbatches: int, cost: Cost, speed_of: Callable[[str], float], seed: int) -> None:
         self._microbatches, self._cost, self._speed_of = microbatches, cost, speed_of
         self._rng = random.Random(f"flow {seed}")
         self._stages: list[tuple[str, ...]] = []
         self._chains: list[list[str]] = []
-        self._free: dict[int, None] = {}  # chains that no microbatch is on
-        self._on: dict[tuple[str, ...], list[int]] = {}  # route -> the chains that went as it
+        self._free: dict[int, None] = {}  # chains without a microbatch
+        self._on: dict[tuple[str, ...], list[int]] = {}  # route -> chains in use with this route
 
     # --- the flow -----------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class FlowRoutes:
         return {n: math.ceil(ROOM * self._microbatches * self._speed_of(n) / whole) for n in names}
 
     def _redirect(self, at: int, stage: int, room: dict[str, int], used: Counter[str], heat: float) -> None:
-        """Have another peer of the stage, that has room, in a chain's place."""
+        """Move a chain to another peer of the stage that has free capacity, if that is accepted."""
         chain = self._chains[at]
         other = self._rng.choice(list(room))
         if used[other] >= room[other]:
@@ -75,7 +75,7 @@ class FlowRoutes:
             chain[stage] = other
 
     def _exchange(self, one: int, other: int, stage: int, heat: float) -> None:
-        """Have two chains exchange what follows from `stage` on."""
+        """Exchange the tails of two chains from `stage` on, if that is accepted."""
         a, b = self._chains[one], self._chains[other]
         now_s = self._cost(a[stage - 1], a[stage]) + self._cost(b[stage - 1], b[stage])
         then_s = self._cost(a[stage - 1], b[stage]) + self._cost(b[stage - 1], a[stage])
@@ -93,7 +93,7 @@ class FlowRoutes:
     # --- as a policy --------------------------------------------------------------------------------------------------
 
     def choose(self, now: float, options: Options, cut: Cut) -> list[str]:
-        """The next chain of the flow; of a part of the way, or where peers rest, the nearest with least to do."""
+        """The next free chain of the flow, else a random one. If a stage has only one option, the nearest peers."""
         if all(len(names) > 1 for names in options):
             stages = [tuple(sorted(names)) for names in options]
             if stages != self._stages:

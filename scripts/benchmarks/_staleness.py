@@ -1,7 +1,7 @@
-"""Part of the benchmark of delayed updates: what it costs in loss that gradients are one step old.
+"""Part of the benchmark of delayed updates: how much the loss grows if gradients are one step old.
 
-One stage in one process, fed by hand: in a delayed run every batch is computed before the step that comes before it is
-made, so all of its gradients are one step old. A swarm's runs have such ones and fresh ones; this is the most of it.
+Trains one stage in one process. In a delayed run, each batch is computed before the previous step is made, so all
+gradients are one step old. In a swarm only some are, so this is the upper bound.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from peerd.core.run.runfile import BatchSection, DataSection, ModelSection, Opti
 
 BATCH = 64  # samples, one microbatch
 HELD_OUT = 256
-TAIL = 5  # evaluations at the end, over which a run's loss is the mean
-EVERY = 5  # steps between them
+TAIL = 5  # last evaluations, whose mean is a run's loss
+EVERY = 5  # steps between evaluations
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Held-out loss at the end, nats: of each order of samples, in turn."""
+    """Final held-out losses in nats, one for each order of samples."""
 
     synchronous: list[float]
     delayed: list[float]
@@ -36,7 +36,7 @@ class Losses:
 
     @property
     def noise(self) -> float:
-        """Distance of two synchronous runs: the spread over orders."""
+        """Spread of the synchronous runs over the orders of samples."""
         return max(self.synchronous) - min(self.synchronous)
 
 
@@ -53,7 +53,7 @@ def run_file(delayed: bool) -> RunFile:
 
 
 def compared(steps: int, orders: int) -> Losses:
-    """`orders` runs of each kind; the n-th of both have the same samples."""
+    """Train `orders` runs of each kind. The n-th runs of both kinds have the same samples."""
     held_out = samples_of(run_file(False), "all", "valid").take(HELD_OUT)
     batches = [samples_of(run_file(False), f"order {n}").take(BATCH * steps).split(BATCH) for n in range(orders)]
     return Losses(*([trained(delayed, each, held_out) for each in batches] for delayed in (False, True)))
@@ -72,5 +72,5 @@ def trained(delayed: bool, batches: tuple[Tensor, ...], held_out: Tensor) -> flo
 
 
 def pair(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Samples [B, L + 1] as inputs and the tokens that follow them."""
+    """Split samples [B, L + 1] into inputs and targets, [B, L] each."""
     return samples[:, :-1].to(torch.int64).contiguous(), samples[:, 1:].to(torch.int64).contiguous()

@@ -1,7 +1,7 @@
-"""Part of the lines benchmark: a backbone, one peer for each stage and a trainer, each on a host of its own in a lab.
+"""Part of the lines benchmark: a backbone, one peer per stage and a trainer, each on its own host in a lab.
 
-They are ordinary `peerd` processes. What they do is read from outside: the trainer's events (when each global step
-ended, what it evaluated), the bytes on each host's line, the processor time of each process.
+They are ordinary `peerd` processes, which are observed from outside: by the trainer's events (ends of global steps,
+evaluations), the bytes on each host's line, and the processor time of each process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lab import Lab, Space, Traffic
 
 from benchmarks._peers import TICKS_PER_S, Peer, Peers
 
-# What measured runs share: the same start, text that is always there, and nothing beside training.
+# Common settings of measured runs: the same seed, text that is always available, and only training.
 BASE: dict[str, Any] = {
     "seed": 3,
     "data": {"kind": "text", "path": "stdlib", "shuffle_buffer": 10_000},
@@ -27,7 +27,7 @@ BASE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Resources used up to the moment when a global step was seen to end."""
+    """Resources used up to a time."""
 
     traffic: dict[str, Traffic]  # by host
     cpu_s: float  # of the swarm's processes
@@ -40,23 +40,23 @@ class Swarm(Peers):
 
     lab: Lab
     run: dict[str, Any]  # the run file
-    rate_mbit: float | None  # of every line, up and down; None: as fast as the machine can
+    rate_mbit: float | None  # of each line, up and down; None: unlimited
 
     def start(self) -> None:
-        """Start a backbone, a peer for each stage and a trainer; early ones wait for the others."""
+        """Start a backbone, a peer for each stage and a trainer, without waiting for training to begin."""
         entry = self._enter()
         for stage in range(self.run["pipeline"]["stages"]):
             self._join(f"stage-{stage}", "stage", entry, self._run_at(stage))
-        self._join("trainer", "trainer", entry, self.run, "--log-level", "debug")  # it notes every step then
+        self._join("trainer", "trainer", entry, self.run, "--log-level", "debug")  # debug: logs each step
 
     def start_replicas(self, runs: Sequence[dict[str, Any]]) -> None:
-        """Start a backbone and a trainer with a replica of its own for each of these run files."""
+        """Start a backbone, and for each of these run files a trainer with its own replica."""
         entry = self._enter()
         for number, run in enumerate(runs):
             self._join(f"replica-{number}", "trainer", entry, run, "--log-level", "debug")
 
     def _enter(self) -> str:
-        """Start the backbone; returns where others join."""
+        """Start the backbone. Returns the address for others to join at."""
         backbone = self._start("backbone", "backbone", "--listen", "/ip4/0.0.0.0/tcp/4001")
         self.until(lambda: bool(backbone.status().get("peer", {}).get("addrs")), "the backbone does not listen")
         status = backbone.status()["peer"]
@@ -71,11 +71,11 @@ class Swarm(Peers):
         return Moment(self._traffic(), cpu_s, busy_s() - cpu_s)
 
     def steps(self, peer: Peer | None = None) -> list[float]:
-        """Times at which the trainer heard of the end of each global step, Unix seconds."""
+        """Times in Unix seconds at which a trainer learned of the end of each global step."""
         return [event["time"] for event in (peer or self.trainer).events() if event["name"] == "trainer.stepped"]
 
     def wait_for_step(self, step: int, patience_s: float, peer: Peer | None = None) -> None:
-        """Until `step` global steps are done."""
+        """Wait until `step` global steps are done."""
         self.until(lambda: len(self.steps(peer)) >= step, f"step {step} was never done", patience_s)
 
     def last_loss(self, step: int, patience_s: float) -> float:
@@ -110,7 +110,7 @@ class Swarm(Peers):
 
 
 def busy_s() -> float:
-    """Processor time that this machine has spent on anything at all since it was started, or its host on others."""
+    """Processor time that this machine has spent on anything since its start, including time stolen by its host."""
     user, nice, system, _idle, _wait, irq, softirq, stolen, *_ = (
         Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     )

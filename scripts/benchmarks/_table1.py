@@ -1,12 +1,12 @@
-"""Part of the averaging benchmark: DeDLOC's Table 1 in a network lab, at a tenth of its bandwidths and its vector.
+"""Part of the averaging benchmark: DeDLOC's Table 1 in a network lab, with a tenth of its bandwidths and vector.
 
-Each peer is a process on a host of its own, its line limited up and down. Three ways to divide the same work: equal
-shares (butterfly all-reduce), everything on the fastest peer (parameter server), and ours. The bound is that of
-`peerd.machine.averaging.shares`, where a byte of the vector costs a byte of the line: Ethernet, IP and TCP take 5 % of
-it.
+Each peer is a process on its own host, whose line is limited up and down. The same work is divided in three ways: equal
+shares (butterfly all-reduce), everything on the fastest peer (parameter server), and peerd's shares. The bound is that
+of `peerd.machine.averaging.shares`, which counts one byte of the line per byte of the vector; Ethernet, IP and TCP take
+another 5 %.
 
-The paper does not say how long its vector was. At 20 Mb/s these values need its 5.3 s of setup B, so that its seconds
-can be held against ours; parts are a tenth of the default, too.
+The paper does not give the length of its vector. This length takes the paper's 5.3 s in setup B at 20 Mb/s, so the
+seconds can be compared. The part size is a tenth of the default, too.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from peerd.machine.averaging.shares import MemberLine, bound_s_per_byte, shares
 VALUES = 1_770_000  # float32
 PART_BYTES = (1 << 20) // 10
 WARM_VALUES = 100_000
-LEAD_S = 0.5  # from an order to its common beginning: many processes read it
+LEAD_S = 0.5  # from an order to the common start time; longer, since many processes read the order
 BYTES_PER_S = 125_000  # of 1 Mb/s
 WAYS = {"allreduce": "all-reduce", "ps": "parameter server", "ours": "ours"}
-# By a round that does not count, of a vector so many times shorter: TCP still knows the lines by the way before.
+# Warm-up rounds of some ways, with a vector shorter by this factor. Without one, TCP knows the lines from the last way.
 WARMED = {"allreduce": 4, "ours": 1}
-WITHIN = 1.15  # of the bound, for ours
+WITHIN = 1.15  # target of peerd's time over the bound
 
-Rates = tuple[float, ...]  # of each peer's line, up and down, Mb/s
+Rates = tuple[float, ...]  # of each peer's line, up and down, in Mb/s
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A row of the table; `paper`: its seconds, in the order of WAYS."""
+    """A row of the table. `paper` has its seconds in the paper, in the order of WAYS."""
 
     text: str
     rates: Rates
@@ -59,17 +59,17 @@ SETUPS = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One way in one setup."""
+    """Result of one way in one setup."""
 
     seconds: float  # median
     bound_s: float
     cpu_share: float  # of all cores, by the peers
-    others_share: float  # by everything else, the kernel's network included
+    others_share: float  # by everything else, including the kernel's network
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Processor time so far, of the peers and of everything else on this machine."""
+    """Processor time used so far by the peers, and by everything else on this machine."""
 
     own_s: float
     others_s: float
@@ -85,7 +85,7 @@ Row = dict[str, Cell]  # by way
 
 @contextmanager
 def in_lab(rates: Rates) -> Iterator[tuple[list[Peer], list[str]]]:
-    """Peers behind lines of these rates, and their ids; they know and reach each other."""
+    """Context with connected peers behind lines of these rates, and their ids."""
     with Lab() as lab:
         hosts = [lab.host(f"p{i}", rate, rate) for i, rate in enumerate(rates)]
         peers = [Peer(host.popen, f"/ip4/{host.ip}/tcp/4001") for host in hosts]
@@ -93,7 +93,7 @@ def in_lab(rates: Rates) -> Iterator[tuple[list[Peer], list[str]]]:
 
 
 def divisions(lines: Sequence[MemberLine]) -> dict[str, dict[str, float]]:
-    """The share of each peer by way."""
+    """The share of each peer, for each way."""
     fastest = max(lines, key=lambda line: line.up_bytes_per_s or 0.0).peer
     return {
         "allreduce": {line.peer: 1 / len(lines) for line in lines},
@@ -103,7 +103,7 @@ def divisions(lines: Sequence[MemberLine]) -> dict[str, dict[str, float]]:
 
 
 def row(rates: Rates, rounds: Mapping[str, int], values: int = VALUES) -> Row:
-    """All ways in one setup, `rounds` of each that count."""
+    """Measure all ways in one setup, with `rounds` of each after warm-up."""
     found: Row = {}
     with in_lab(rates) as (peers, ids):
         speeds = [rate * BYTES_PER_S for rate in rates]
@@ -129,7 +129,7 @@ def row(rates: Rates, rounds: Mapping[str, int], values: int = VALUES) -> Row:
 
 
 def section(name: str, setup: Setup, found: Row) -> list[Figure]:
-    """One row of the table for people: each way beside what the paper has."""
+    """Figures of one row: each way, with the paper's result."""
     figures = [
         Figure(
             f"table1_{name}_{way}_s",
@@ -153,7 +153,7 @@ def as_json(found: Row) -> dict[str, float]:
 
 
 def table1(rounds: Mapping[str, int]) -> tuple[list[list[Figure]], dict[str, Any], str]:
-    """Sections for people, keys for the JSON object (`table1` is null where there can be no lab), and a note."""
+    """Measure the table. Returns figures, keys for the JSON object (`table1` is null without a lab), and a note."""
     reason = why_not()
     if reason is not None:
         return [], {"table1": None, "table1_why": reason}, f"no Table 1: {reason}"

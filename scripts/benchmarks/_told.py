@@ -1,4 +1,4 @@
-"""Parts of benchmarks: processes that obey orders, one JSON line each, and answer with one."""
+"""Part of benchmarks: processes that receive orders and send answers, each as one JSON line."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 
 class Start(Protocol):
-    """subprocess.Popen, or that of a host in a network lab."""
+    """Type of subprocess.Popen, and of its equivalent on a host in a network lab."""
 
     def __call__(self, argv: list[str], **options: Any) -> subprocess.Popen[Any]: ...
 
 
 class Told:
-    """The process of a module of this folder. Its first answer gives its id and address."""
+    """A process that runs a module of this folder. Its first answer has its id and address."""
 
     def __init__(self, start: Start, module: str, *arguments: str) -> None:
         scripts = Path(__file__).parents[1]
@@ -44,11 +44,11 @@ class Told:
         return answer
 
     def cpu_s(self) -> float:
-        """Processor time of the process, its own and the kernel's on its behalf."""
+        """Processor time of the process, in user and kernel mode."""
         return cpu_s(self._process.pid)
 
     def dismiss(self) -> None:
-        """No more orders: the process ends by itself."""
+        """Close the process' input, after which it ends."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
@@ -58,6 +58,6 @@ class Told:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time of a process, its own and the kernel's on its behalf."""
+    """Processor time of a process, in user and kernel mode."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

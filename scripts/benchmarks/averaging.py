@@ -1,10 +1,10 @@
-"""One averaging round of 2, 4 and 8 peers beside torch.distributed's gloo, and DeDLOC's Table 1 on slow lines.
+"""One averaging round of 2, 4 and 8 peers, compared with torch.distributed's gloo; and DeDLOC's Table 1 on slow lines.
 
-Every peer is a process. A round of ours is encrypted and authenticated and every member ends with the same bits; gloo
-sends in the clear. On loopback the two take turns, in the same processes, and the median counts. Coded: int8 in blocks
-of 64 with error feedback. `group_s` is what a round costs before any data: from the conductor's decision, by its orders
-to all and a round of one element a peer, to its knowledge that everybody stands in it. Table 1 is made in a network lab
-(see `_table1`), which needs Linux, root and iproute2; where there is none, the output says why.
+Each peer is a process. peerd's rounds are encrypted and authenticated, and all members get the same bits; gloo sends
+plaintext. On loopback both take turns in the same processes, and the median counts. Coded rounds use int8 in blocks of
+64 with error feedback. `group_s` is the overhead of a round before any data: from the conductor's decision, through its
+orders to all members and a round of one element per peer, until it knows that all take part. Table 1 is measured in a
+network lab (see `_table1`), which needs Linux, root and iproute2; without one, the output has the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks._report import Figure, Report
 from benchmarks._table1 import table1
 
 CODED = "int8"
-FORMED = {4: 0.05, 8: 0.1}  # seconds at most for a group, by peers
+FORMED = {4: 0.05, 8: 0.1}  # target of `group_s`, by number of peers
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 WARM_ROUNDS = 2
 NAMES = {1_000_000: "1e6", 10_000_000: "1e7", 30_000_000: "3e7"}
@@ -36,7 +36,7 @@ class Sizes:
     peers: Sequence[int]
     counts: Sequence[int]  # float32 values of the vector
     rounds: int
-    table1: Mapping[str, int]  # rounds by way; none: no table
+    table1: Mapping[str, int]  # rounds by way; empty: no table
 
 
 QUICK = Sizes((2, 4, 8), (1_000_000, 10_000_000, 30_000_000), 3, {"allreduce": 1, "ps": 1, "ours": 3})
@@ -45,7 +45,7 @@ FULL = Sizes((2, 4, 8), (1_000_000, 10_000_000, 30_000_000), 15, {"allreduce": 5
 
 @contextmanager
 def group(count: int) -> Iterator[list[Peer]]:
-    """Peers on loopback that know and reach each other."""
+    """Context with connected peers on loopback."""
     with tempfile.TemporaryDirectory(prefix="peerd-averaging-") as folder:
         store = f"{folder}/store"
         peers = [Peer(subprocess.Popen, LOOPBACK, str(rank), str(count), store) for rank in range(count)]
@@ -60,7 +60,7 @@ def group(count: int) -> Iterator[list[Peer]]:
 
 
 def compared(peers: list[Peer], count: int, rounds: int) -> dict[str, float]:
-    """Median seconds by way; the first rounds of each warm up: a coded round takes memory in the second one, too."""
+    """Median seconds by way, after two warm-up rounds: coded rounds still allocate memory in the second one."""
     ways = {
         "group": lambda: group_s(peers),
         "gloo": lambda: gloo_s(peers, count),

@@ -1,9 +1,9 @@
-"""A conductor's work for each report: from sixteen to a thousand members, from hundreds to thousands of microbatches.
+"""Processor time of a conductor per report, with 16 to 1,024 members and 256 to 16,384 microbatches per step.
 
-The real machine, driver and reports of a conductor, called through the wire's encoding by light members and trainers in
-virtual time: nothing travels, nothing is computed, members average and step at once. A trainer reports each microbatch
-by itself and keeps a window of them under way, whose parts are done after an exponential time. What counts is the
-processor time of the conductor's own tasks, for each report, and the longest that one of them ran without a pause.
+Runs a conductor's real state machine, driver and report handlers in virtual time. Light members and trainers call them
+through the wire encoding, but without a network, and without computing or averaging. A trainer reports each microbatch
+separately and keeps a window of them in flight, which finish after exponential times. Measured are the processor time
+of the conductor's tasks per report, and the longest time that one of them ran without yielding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks._report import Figure, Report
 from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.swarm import Mbs, MemberAnswer, MemberSync, Seqs, TrainerAnswer, TrainerSync
-from peerd.machine.batch.trainer_ledger import Contribution, Start
+from peerd.machine.batch.trainer_ledger import Start, TrainerLedger
 from peerd.machine.conductor.member_list import KnownMembers
 from peerd.machine.swarm.events import MoveEnded, PrepareEnded, SendMove, SendPrepare
 from peerd.machine.swarm.posts import post_name
@@ -33,15 +33,15 @@ from tests.worlds.machines.conductor_scene import OWN, RUN, Scene
 
 STAGES = 4
 SIZES = ((16, 256), (64, 1024), (256, 2048), (1024, 8192), (1024, 16384))
-SERVICE_S = 2.0  # of one microbatch, mean
+SERVICE_S = 2.0  # mean time of a microbatch
 WAIT_S = 8.0
 TARGET_MS, TARGET_WORST_MS = 0.1, 5.0
 
 
 class Meter(trio.abc.Instrument):
-    """Processor time of the conductor's tasks.
+    """Processor time of the conductor's tasks, without garbage collection.
 
-    Without the garbage collector's: it walks over what a thousand light peers hold in this one process.
+    The collector would also scan the objects of the thousand light peers in this process.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Meter(trio.abc.Instrument):
         self.on = False
 
     def collected(self, phase: str, info: dict[str, int]) -> None:
-        """A collection begins or ends: for `gc.callbacks`."""
+        """Callback for `gc.callbacks`, at the beginning and end of a collection."""
         if phase == "start":
             self._collected_since = time.thread_time()
         else:
@@ -67,7 +67,7 @@ class Meter(trio.abc.Instrument):
 
 @dataclass(slots=True)
 class Load:
-    """One swarm on its way: who reports, and what that cost."""
+    """The simulated members and trainers of one swarm, and the counts of their reports."""
 
     scene: Scene
     meter: Meter
@@ -81,7 +81,7 @@ class Load:
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     async def call(self, nursery: trio.Nursery, peer: Keypair, body: Any, reply: Any, handler: Any) -> Any:
-        """A call as it would come from the wire, answered by a task of the conductor's."""
+        """Make a call through the wire encoding, answered in a task of the conductor."""
         asked, answers = encode(body), list[Any]()
         came = trio.Event()
         counts = self.meter.on and reply is TrainerAnswer
@@ -111,7 +111,7 @@ class Load:
             seen, held = answer.version, answer.resend
 
     async def trainer(self, nursery: trio.Nursery, peer: Keypair, number: int, holders: list[str]) -> None:
-        books: Contribution[int] = Contribution(number + 1)
+        books: TrainerLedger[int] = TrainerLedger(number + 1)
         window = math.ceil(2 * self.microbatches / self.trainers / 3)
         known, seen, news, done = KnownMembers(), 0, [True], trio.Event()
 
@@ -152,7 +152,7 @@ class Load:
                     nursery.start_soon(compute, order.item)
 
     async def _until_news(self, nursery: trio.Nursery, peer: Keypair, body: Any, ring: list[trio.Event]) -> Any:
-        """The answer to a report that has no news; None: there are some before it came."""
+        """Send a report without news. Returns the answer, or None if there were news before it came."""
         found: list[Any] = []
         async with trio.open_nursery() as both:
 
@@ -168,7 +168,7 @@ class Load:
     # --- members' side of orders --------------------------------------------------------------------------------
 
     def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: Any) -> None:
-        """As `Orders` does: one task for each attempt, which starts those of its members."""
+        """Replacement for `Orders.begin`: starts one task per attempt, which starts those of its members."""
         attempts: dict[bytes, list[SendPrepare]] = {}
         for order in orders:
             attempts.setdefault(order.attempt, []).append(order)
@@ -211,7 +211,7 @@ async def _swarm(load: Load, members: int, limit_s: float) -> None:
         while scene.driver.machine is None or scene.driver.machine.course.step < 1:  # noqa: ASYNC110 (it tells nobody)
             await trio.sleep(0.5)
         gc.collect()
-        gc.freeze()  # as a daemon does: what the light peers hold is none of the garbage of a conductor
+        gc.freeze()  # as a daemon does; excludes the light peers' objects from collections
         load.meter.on = True
         began = time.perf_counter()
         while not load.done.is_set() and time.perf_counter() - began < limit_s:  # noqa: ASYNC110 (real time)
@@ -220,7 +220,7 @@ async def _swarm(load: Load, members: int, limit_s: float) -> None:
 
 
 def measured(members: int, microbatches: int, steps: int, limit_s: float) -> Load:
-    """Counts of `steps` steps, after a first one."""
+    """Run a swarm for `steps` steps after a first one. Returns its counts."""
     scene, meter = Scene(stages=STAGES, microbatches=microbatches, gather_s=1.0), Meter()
     load = Load(scene, meter, max(4, members // 4), microbatches, steps)
     clock = trio.testing.MockClock(autojump_threshold=0)

@@ -1,17 +1,17 @@
-"""Replicas on slow lines: what delayed updates bring when averaging takes as long as computing, and what they cost.
+"""Speed and loss of replicas with delayed updates on slow lines, where averaging takes as long as computing.
 
-Two `peerd` processes, one thread each, hold a replica on a host of their own in a network lab. `alone`: each trains a
-run of its own with half the batch, both at once, as fast as they can: what computing alone would do. Then both train
-one run behind lines of a rate at which averaging takes as long as computing: `synchronous`, where a step computes and
-then averages, and so takes twice as long as alone, and `delayed`, where it averages while the next one is computed.
-The rate is found in two tries: first the gradient takes as long to cross the line as a batch to be computed; what
-averaging takes there beyond that, a faster line takes away. `averaging over computing` says how well that went. Same
-seed, same start. The machine's own speed changes within minutes: alone is measured before the others and after them,
-and the mean counts. `others` says how much of the processor everything else took, and `busy` the share of the time in
-which the replicas computed: low where the line is what is waited for.
+Two `peerd` processes with one thread each hold a replica, each on its own host in a network lab. `alone`: each trains
+its own run with half the batch, both at the same time, which gives the speed without averaging. Then both train one run
+behind lines on which averaging takes as long as computing. `synchronous`: a step computes and then averages, so it
+takes twice as long as alone. `delayed`: a step averages while the next one is computed. The rate of the lines is set in
+two steps: first so that sending the gradient takes as long as computing a batch, then corrected by the measured
+averaging time; `averaging over computing` shows the result. All runs have the same seed. Since the machine's speed
+changes within minutes, `alone` is measured before and after the others, and the mean counts. `others` is the share of
+the processor used by everything else. `busy` is the share of the time in which the replicas computed; it is low if they
+wait for the line.
 
-The loss is measured apart (`_staleness`), with every gradient one step old: more than a run can have. Needs Linux, root
-and iproute2.
+The loss is measured separately (`_staleness`), with all gradients one step old, which is the worst case. Needs Linux,
+root and iproute2.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks._swarm import BASE, Peer, Swarm
 
 REPLICAS = 2
 CORES = os.cpu_count() or 1
-OVERHEAD = 1.05  # of Ethernet, IP, TCP and our own protocols, on a byte of gradient
+OVERHEAD = 1.05  # bytes sent per byte of gradient, with Ethernet, IP, TCP and peerd's protocols
 RUN: dict[str, Any] = BASE | {
     "run": "delayed",
     "model": {"d_model": 96, "heads": 2, "layers": 4, "context": 64},
@@ -43,12 +43,12 @@ RUN: dict[str, Any] = BASE | {
     "batch": {"target_samples": 512},
     "averaging": {"part_bytes": 65536},
 }
-VALUES = 4 * (12 * 96**2 + 2 * 96) + 2 * 256 * 96  # of the gradient, about
+VALUES = 4 * (12 * 96**2 + 2 * 96) + 2 * 256 * 96  # approximate length of the gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Steps to measure, after two to warm up."""
+    """Numbers of steps to measure, after two warm-up steps."""
 
     alone: int
     synchronous: int
@@ -64,7 +64,7 @@ WARM = 2
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run."""
+    """Results of one run."""
 
     step_s: float  # median
     tokens_per_s: float  # by all replicas
@@ -79,7 +79,7 @@ def run_file(delayed: bool) -> dict[str, Any]:
 
 
 def halves() -> list[dict[str, Any]]:
-    """Two runs that have nothing to do with each other, each with its part of the batch."""
+    """Two independent runs, each with half the batch."""
     runs = [run_file(False) for _ in range(REPLICAS)]
     for number, run in enumerate(runs):
         run["run"] += f"-{number}"
@@ -111,22 +111,22 @@ def measured(runs: list[dict[str, Any]], rate_mbit: float | None, steps: int) ->
 
 
 def mean(found: Sequence[Measured]) -> Measured:
-    """Mean of the same run, made several times."""
+    """Mean of several measurements of the same run."""
     return Measured(*(statistics.mean(values) for values in zip(*map(astuple, found), strict=True)))
 
 
 def line_mbit(alone: Measured) -> float:
-    """The line on which a gradient crosses in the time of a step's computing."""
+    """Rate in Mb/s of a line that transfers a gradient in the time in which a step is computed."""
     return VALUES * 32e-6 * OVERHEAD / alone.step_s
 
 
 def averaging_over_computing(synchronous: Measured, alone: Measured) -> float:
-    """Ratio of the time that a step of the synchronous run averages to the time that it computes."""
+    """Averaging time of a step of the synchronous run, divided by its computing time."""
     return synchronous.step_s / alone.step_s - 1
 
 
 def computed(peer: Peer) -> tuple[float, float]:
-    """For how many seconds a replica has computed so far, and the time."""
+    """Seconds that a replica has computed so far, and the current time."""
     status = peer.status()
     (replica,) = (role["replica"] for role in status["roles"] if "replica" in role)
     return replica["samples"] / max(replica["samples_per_s"], 1e-9), status["time"]

@@ -1,10 +1,10 @@
-"""Directory of ten thousand peers: the best experts for a batch, look-ups after churn, store and get on loopback.
+"""DHT with up to 10,000 peers: finding the best experts for a batch, lookups after churn, store and get on loopback.
 
-The first two on the heap simulator, in virtual time over round trips of 92 +- 32 ms, by the machines that the daemon
-runs: cold is the time until a reader that has looked up nothing yet knows the top-4 experts of 64 samples, the larger
-of the means for a 32 x 32 and a 256 x 256 grid; messages are the peers asked for each prefix, as if each look-up went
-alone. Warm is processor time of the same with the prefixes read before. Store and get are real: 32 nodes in this
-process, over TCP on loopback, each with a host of its own.
+The first two run the daemon's state machines in the heap simulator, in virtual time with round trips of 92 +- 32 ms.
+`cold` is the time until a reader without cached lookups knows the top-4 experts of 64 samples: the larger of the means
+for a 32 x 32 and a 256 x 256 grid. `messages` are the peers asked for each prefix, as if each lookup ran alone. `warm`
+is the time of the same search with cached prefixes. Store and get are real: 32 nodes in this process, each
+with its own host, over TCP on loopback.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIDE, BATCH, K = 256, 64, 4
 
 
 def _cold(full: bool) -> tuple[list[list[Figure]], dict[str, float], float]:
-    """Sections of figures, the mean for each number of nodes, and the most peers asked for one look-up on average."""
+    """Sections of figures, the cold time by number of nodes, and the largest mean of peers asked per lookup."""
     sections, cold, most = [], dict[str, float](), 0.0
     for nodes, target in TARGETS_MS.items():
         swarm = GridSwarm(1, GridPlan(nodes=nodes, readers=(16 if full else 8) if nodes < 10_000 or full else 4))
@@ -60,7 +60,7 @@ def _details(nodes: int, report: GridReport) -> list[Figure]:
 
 
 def _warm_ms() -> float:
-    """Processor time of a beam search over two dimensions whose prefixes are all at hand."""
+    """Median time of a beam search over two dimensions with all prefixes cached."""
     rng = np.random.default_rng(1)
     first, second = rng.standard_normal((2, BATCH, SIDE), dtype=np.float32)
     alive = rng.random((SIDE, SIDE)) < 0.9
@@ -73,7 +73,7 @@ def _warm_ms() -> float:
 
 
 def _top(first: np.ndarray, second: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Coordinates [samples, k, 2] of the live experts with the best sums, among those of the best k live rows."""
+    """Coordinates [samples, k, 2] of the k live experts with the best sums, within the best k rows that have any."""
     rows = np.argsort(np.where(alive.any(1), -first, np.inf), axis=1)[:, :K]
     scores = np.take_along_axis(first, rows, 1)[:, :, None] + second[:, None, :]
     scores = np.where(alive[rows], scores, -np.inf).reshape(len(first), -1)
@@ -82,7 +82,7 @@ def _top(first: np.ndarray, second: np.ndarray, alive: np.ndarray) -> np.ndarray
 
 
 async def _loopback(repeats: int) -> tuple[float, float]:
-    """Medians of a store and of a get, in milliseconds, each by another node and of another key."""
+    """Median milliseconds of a store and of a get, each by a random node and of a new key."""
     rng = random.Random(1)
     async with trio.open_nursery() as nursery:
         nodes: list[Dht] = []
@@ -99,7 +99,7 @@ async def _loopback(repeats: int) -> tuple[float, float]:
             dht.look_around()
         with trio.fail_after(60.0):
             for dht in nodes:
-                await dht.get(Key.of(f"the way to {id(dht)}"))  # connects them, as living together for long does
+                await dht.get(Key.of(f"the way to {id(dht)}"))  # creates connections, as in a swarm that runs for long
         stores, gets = [], []
         for number in range(repeats):
             key = Key.of(f"value {number}")
@@ -117,7 +117,7 @@ async def _timed(operation: object) -> float:
 
 
 def measure(full: bool) -> Report:
-    """Takes some three minutes, with `full` twice as long."""
+    """Run the benchmark, which takes about three minutes; with `full`, twice as long."""
     store_ms, get_ms = trio.run(_loopback, 400 if full else 150)
     sections, cold, most = _cold(full)
     loss = measure_loss(1, Loss(lookups=10_000 if full else 3000))

@@ -1,9 +1,9 @@
 """Accuracy of mixtures of experts on digits under delays and failures: Learning@home's Figure 5.
 
 Real hosts, trainers, directory and calls in virtual time; the trunk is asynchronous, and a tenth of the requests to
-experts is refused. Low delay: 16 microbatches under way, 0.1 s each; high delay: 64, 1 s each. Four trainers share
-them. Only the trunk's layers and the samples are the benchmark's own (`_digit_trunk`). `--full`: mixtures of 4 and 16
-experts a layer besides 64.
+experts is refused. Low delay: 16 microbatches in flight, 0.1 s each; high delay: 64, 1 s each; four trainers share
+them. Only the trunk's layers and the samples are specific to this benchmark (`_digit_trunk`). `--full` also measures
+mixtures of 4 and 16 experts per layer, besides 64.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from peerd.sim.clock import run_virtual
 MICROBATCHES = 3000  # of all trainers together
 SIZES = (64,)  # experts of each layer
 LOOKS: Final = 20
-LOST_AT_MOST: Final = 2.0  # points, by 64 experts under the high delay
+LOST_AT_MOST: Final = 2.0  # percentage points, with 64 experts and high delay
 RATES: Final = Rates(trunk=1e-3, experts=3e-4, microbatch=32)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One mixture under one weather. `microbatches`: those of all trainers together."""
+    """One mixture under given conditions. `microbatches` counts those of all trainers together."""
 
     experts: int
     weather: Weather
@@ -50,13 +50,13 @@ class Case:
             "experts": {
                 "hidden": 32,
                 "balance": 0.05 / PIXELS,
-            },  # the loss is a mean over 64 tokens, of which one counts
+            },  # scaled, as the loss is a mean over 64 tokens of which only one counts
         }
         return run_of("digits", GRIDS[self.experts], self.weather, self.rates, **sections)
 
 
 def curve(case: Case) -> Curve:
-    """The accuracy of one case while it learns, in percent."""
+    """Train one case. Returns the curve of its accuracy in percent."""
     torch.set_num_threads(1)
     train, test = digits()
     with tempfile.TemporaryDirectory() as folder, digit_trunks():

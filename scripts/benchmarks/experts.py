@@ -1,4 +1,4 @@
-"""Experts on other machines: throughput under delays (Learning@home, Figure 4), and remote over local calls."""
+"""Experts on other machines: throughput under delays (Learning@home, Figure 4), and rates of remote and local calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measure(full: bool) -> Report:
 
 
 def _delays(kind: str, blocks: dict[str, dict[str, dict[str, float]]]) -> list[Figure]:
-    """One kind of blocks: what is left of the throughput at each delay."""
+    """Figures of one kind of blocks: the share of throughput kept at each delay."""
     rates, parallel = blocks["asynchronous"][kind], blocks["model_parallel"][kind]
     figures = [Figure(f"{kind}_0ms", f"224 {WORDS[kind]} blocks, 64 callers, no delay", rates["0"], "samples/s")]
     for ms in DELAYS_MS[1:]:

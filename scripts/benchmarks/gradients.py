@@ -1,9 +1,9 @@
-"""Codes of gradients: bytes, time to code, and what a model of bytes has learnt after the same samples.
+"""Codes of gradients: bytes, time to encode and decode, and the loss of a small model after the same samples.
 
-Bytes and time are of one gradient of configs/replicas.yaml's model: coding it and decoding a sum, in one thread, median
-processor time. Losses are of configs/tiny.yaml's model in one piece, trained in one process for four members, who
-see the same samples whatever the code, from the same start; in nats per byte of text that was held out, when the
-learning rate has decayed.
+Bytes and time are those of one gradient of configs/replicas.yaml's model: the median processor time of one thread to
+encode it and to decode a sum. Losses are those of configs/tiny.yaml's model without stages, trained in one process for
+four members, with the same samples and initial parameters for all codes. They are in nats per byte of held-out text,
+after the learning rate has decayed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CODES = (
 class Sizes:
     """Extent of the measurement."""
 
-    rounds: int  # of coding
+    rounds: int  # of encoding and decoding
     steps: int  # of training
     samples: int  # of one step, over all members
     valid_samples: int
@@ -66,7 +66,7 @@ def gradient_of(module: StageModule) -> Vector:
 
 
 def cost(module: StageModule, averaging: AveragingSection, rounds: int) -> tuple[int, float]:
-    """Bytes of one gradient as it travels, and seconds that it takes a member to code it and decode a sum."""
+    """Bytes sent for one gradient, and median seconds of a member to encode it and decode a sum."""
     gradient, feedback = gradient_of(module), feedback_of(averaging)
     low_rank = low_rank_of(averaging, module.layout, module.dtype, 0)
     sent_bytes, spent_s = gradient.nbytes, []
@@ -98,7 +98,7 @@ def added(vectors: Sequence[Vector]) -> Vector:
 
 
 def sums_of(run: RunFile, module: StageModule) -> Callable[[Sequence[Vector]], Vector]:
-    """The gradient that everyone steps with, of the members' gradients."""
+    """Function from the members' gradients to the sum with which all members step."""
     factors = [low_rank_of(run.averaging, module.layout, module.dtype, run.seed) for _ in range(PEERS)]
     codings = [feedback_of(run.averaging) for _ in range(PEERS + 1)]  # the last one is of the sums
 
@@ -128,7 +128,7 @@ def sums_of(run: RunFile, module: StageModule) -> Callable[[Sequence[Vector]], V
 
 
 def loss_after(run: RunFile, samples: Tensor, valid: Tensor) -> float:
-    """`samples` [steps, samples of a step, tokens + 1]; nats per byte of `valid`."""
+    """Train on `samples` [steps, samples per step, tokens + 1]. Returns the loss in nats per byte of `valid`."""
     module = StageModule(run, 0)
     total = sums_of(run, module)
     for batch in samples:

@@ -1,9 +1,9 @@
-"""Break-even of a grid of small averaging groups: what each further peer costs, and what the line model makes of it.
+"""Break-even of a grid of small averaging groups: measured cost per peer, and times by the model of `topology`.
 
-Measured is processor time: all peers are in this process, over TCP on loopback, each with a host of its own, and what
-one of them takes for one attempt is told, flat and over a grid of two rounds; where peers tell of their lines, shares
-are cut into smaller parts. Modelled is the time of an attempt over equal lines by `machine/averaging/topology`, which
-chooses by it: so many seconds for the bytes, for each peer of a group and its parts, and for each round.
+Measured is the processor time of one peer for one averaging attempt, flat and over a grid of two rounds. All peers are
+in this process, each with its own host, over TCP on loopback. If the peers' lines are known, shares have smaller parts.
+Modelled is the time of an attempt over equal lines by `machine/averaging/topology`, which chooses the topology by it: a
+time for the bytes, for each peer of a group and its parts, and for each round.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
 from peerd.core.messages.swarm import LineInfo, Mbs, Prepare
 from peerd.machine.averaging.allreduce import AveragingPlan
-from peerd.machine.averaging.member_plan import Terms, plan_of
+from peerd.machine.averaging.member_plan import MemberTerms, plan_of
 from peerd.machine.averaging.moshpit import grid_of
-from peerd.machine.averaging.topology import Grouping, OrderedGroup, round_s
-from peerd.machine.averaging.work_split import Lines
+from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, round_s
+from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.service.averaging.allreduce import Averaging, Vector
+from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.service.peer_stack import peer_stack
 
 T = TypeVar("T")
-TERMS = Terms(part_bytes=4 << 20, patience_s=60.0)
+TERMS = MemberTerms(part_bytes=4 << 20, patience_s=60.0)
 MODELLED = (8, 16, 32, 64, 128, 192)
 VECTOR_BYTES = 8 << 20
-MEASURED = ((10_000, False), (200_000, True), (1_000_000, False))  # values, and whether lines are known
+MEASURED = ((10_000, False), (200_000, True), (1_000_000, False))  # number of values, and True if lines are known
 COUNTS = (8, 16)
 LINES_MBIT_S = (100, 1000)
 BYTES_PER_MBIT = 125_000
 
 
 class Inline:
-    """Computes where it is called: the processor's time is measured, not the clock's."""
+    """Worker that runs jobs in the caller's thread. Fine here, since processor time is measured."""
 
     async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
         await trio.lowlevel.checkpoint()
@@ -50,12 +50,12 @@ class Inline:
 
 
 class Peers:
-    """Linked to each other, and averaging."""
+    """Connected peers that average."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
         self._hosts: list[Host] = []
-        self._averaging: dict[str, Averaging] = {}
+        self._averaging: dict[str, AllReduceService] = {}
         self._attempts = 0
 
     async def start(self, count: int) -> None:
@@ -64,17 +64,17 @@ class Peers:
             stack = peer_stack(Keypair.from_seed(number.to_bytes(32, "big")), clock, [TcpTransport()])
             await self._nursery.start(stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
             self._hosts.append(stack.host)
-            self._averaging[stack.host.id.text] = Averaging(stack.rpc, stack.host.id)
+            self._averaging[stack.host.id.text] = AllReduceService(stack.rpc, stack.host.id)
         for number, host in enumerate(self._hosts):
             for other in self._hosts[:number]:
                 await host.connect(other.id, other.addrs())
 
     async def attempt_s(self, elements: int, known: bool, size: int) -> float:
-        """Processor seconds of one peer for one attempt in groups of up to `size`."""
-        names, lines = tuple(sorted(self._averaging)), Lines()
+        """Run one attempt in groups of up to `size` peers. Returns the processor seconds per peer."""
+        names, lines = tuple(sorted(self._averaging)), WorkSplitter()
         for name in names if known else ():
             lines.tell(name, 0, LineInfo("node", 1e7, 1e7, elements, "float32"))
-        grouping = Grouping(lines, size)
+        grouping = GroupTopology(lines, size)
         how = grouping.order(0, names)
         have = {name: np.ones(elements, dtype="float32") for name in names}
         clusters = [list(one.meeting.peers) for one in how.groups]
@@ -87,7 +87,7 @@ class Peers:
         return (time.process_time() - began) / len(names)
 
     async def _round(self, groups: Iterable[OrderedGroup], have: dict[str, Vector]) -> None:
-        """All groups sum what their members have, and have the sum then."""
+        """Run a round of all groups: replaces each member's vector in `have` by its group's sum."""
         async with trio.open_nursery() as nursery:
             for one in groups:
                 self._attempts += 1
@@ -108,7 +108,7 @@ class Peers:
 
 
 async def _measured(count: int, elements: int, known: bool, repeats: int) -> tuple[float, float]:
-    """Processor milliseconds of one peer: flat, and over a grid of two rounds; the least of some."""
+    """Processor milliseconds of one peer, flat and over a grid of two rounds, as the minimum of `repeats` attempts."""
     async with trio.open_nursery() as nursery:
         peers = Peers(nursery)
         await peers.start(count)
@@ -144,7 +144,7 @@ def _modelled(count: int) -> list[Figure]:
 
 
 def measure(full: bool) -> Report:
-    """Takes some ten seconds, with `full` twice as long."""
+    """Run the benchmark, which takes about ten seconds; with `full`, twice as long."""
     sections = []
     for elements, known in MEASURED:
         section = []

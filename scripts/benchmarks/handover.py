@@ -1,16 +1,15 @@
-"""Direct hand-over on slow and far lines: `peerd` processes in a network lab, beside the same swarm in virtual time.
+"""Handover on slow lines with long delays: `peerd` processes in a network lab, and the same swarm in virtual time.
 
-Three stages of one peer, a trainer and a backbone, each on a host of its own whose line carries 100 Mb/s each way; two
-hosts are a round trip of 100 ms apart. Each mode of hand-over makes the same run: from stage to stage (`direct`), and
-through the trainer. The model is so small that lines are what is waited for, so `share` is the speed over that of a
-line that is always full: in `direct`, the middle stage's, which an activation and a gradient leave for each microbatch;
-through the trainer, the trainer's own. Each run file states what the line carries, a little less than it does
-(`limits.upload_mbit` and `download_mbit`), as who knows their line would; `unstated` is the share where none does, and
-six connections fill a line's queue until it drops some of their packets. The lab's lines let packets wait for two round
-trips before that, as home routers do; `short` is the share where they wait for half a one. The simulation runs the same
-roles on lines of the stated rate, less what packets' headers take of it, and of the same delay, with the device time
-that a microbatch took in the lab, where all processes share this machine. It knows no loss by congestion. Needs Linux,
-root, iproute2, nftables and gcc.
+Three stages of one peer, a trainer and a backbone, each on its own host with a line of 100 Mb/s each way; the round
+trip between two hosts is 100 ms. The same run is made with each mode of handover: from stage to stage (`direct`), and
+through the trainer (`trainer`). The model is so small that the lines limit the speed, so `share` is the speed relative
+to that of a line that is always full: in `direct`, the middle stage's, which sends an activation and a gradient for
+each microbatch; in `trainer`, the trainer's own. Each run file states slightly less than the line's rate
+(`limits.upload_mbit` and `download_mbit`), as recommended. `unstated` is the share without that, when six connections
+fill a line's queue until it drops packets. The queues of the lab's lines hold two round trips, like home routers;
+`short` is the share with queues of half a round trip. The simulation runs the same roles on lines with the stated rate
+less the packets' headers, and the same delay, with the device time of a microbatch measured in the lab, where all
+processes share this machine. It has no loss by congestion. Needs Linux, root, iproute2, nftables and gcc.
 """
 
 from __future__ import annotations
@@ -35,39 +34,39 @@ from peerd.core.decoders import convert
 from peerd.core.run.runfile import RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
+from peerd.sim.sim_pipe import PACKET_BYTES
 from peerd.sim.simnet import SimLine
-from peerd.sim.wire import PACKET_BYTES
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
 from tests.worlds.roles.virtualroles import Roles
 
 STAGES: Final = 3
 RATE_MBIT: Final = 100.0
-STATED_MBIT: Final = 97.0  # by the run files: a queue that never fills loses nothing
+STATED_MBIT: Final = 97.0  # in the run files; below the rate, so that queues do not fill and drop packets
 RTT_MS: Final = 100.0
 QUEUE_MS: Final = 2 * RTT_MS
 SHORT_QUEUE_MS: Final = RTT_MS / 2
 SAMPLES, CONTEXT, WIDTH = 64, 32, 48  # of a microbatch, and of its activations
 MICROBATCHES: Final = 48
 MODES: Final = ("direct", "trainer")
-CROSSINGS: Final = {"direct": 2, "trainer": 3 * (STAGES - 1) - 1}  # of the fullest line, by a microbatch
+CROSSINGS: Final = {"direct": 2, "trainer": 3 * (STAGES - 1) - 1}  # tensors per microbatch on the busiest line
 ACTIVATION_BYTES: Final = 4 * SAMPLES * CONTEXT * WIDTH
 STEP_TOKENS: Final = MICROBATCHES * SAMPLES * CONTEXT
-HEADER_BYTES: Final = 20 + 32  # of a packet, as limits count it: IP, TCP with time stamps
-WARM_STEPS: Final = 2  # until the trainer has found how many microbatches fill the stages
+HEADER_BYTES: Final = 20 + 32  # of a packet, as counted by limits: IP, and TCP with timestamps
+WARM_STEPS: Final = 2  # until the trainer knows how many microbatches fill the stages
 PATIENCE_S: Final = 240.0
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run."""
+    """Results of one run."""
 
     tokens_per_s: float  # in the median step
-    bytes_per_token: float  # that all lines together carried away from their hosts
-    device_s: float  # that the middle stage computed for a microbatch
+    bytes_per_token: float  # sent by all hosts together
+    device_s: float  # computing time of the middle stage per microbatch
 
     def share(self, mode: str) -> float:
-        """Speed over that of a line that is always full."""
+        """Speed relative to that of a line that is always full."""
         full = SAMPLES * CONTEXT / (CROSSINGS[mode] * ACTIVATION_BYTES * 8 / RATE_MBIT / 1e6)
         return self.tokens_per_s / full
 
@@ -107,7 +106,7 @@ def in_the_lab(mode: str, steps: int, queue_ms: float, stated: bool) -> Measured
 
 
 def _median_of(mode: str, steps: int, queue_ms: float, stated: bool, runs: int) -> Measured:
-    """The run of median speed: from one to the next it differs, since all processes share this machine."""
+    """The run with the median speed. Runs differ, since all processes share this machine."""
     found = [in_the_lab(mode, steps, queue_ms, stated) for _ in range(runs)]
     return sorted(found, key=lambda one: one.tokens_per_s)[len(found) // 2]
 

@@ -1,9 +1,9 @@
-"""Loss of a language model with experts under delay and failures: Learning@home's Figure 6, in small.
+"""Loss of a language model with experts under delay and failures: Learning@home's Figure 6, on a small scale.
 
 Real hosts, trainers, directory and calls in virtual time; the trunk is asynchronous, and a tenth of the requests to
-experts is refused. A transformer of bytes reads Python's standard library. Four trainers share the microbatches under
-way: 64, 1 s each, and for the largest mixture also 16, 0.1 s each. Each sample asks four experts, so that all models
-compute alike; the four experts of the smallest mixture are asked by every sample, as one dense layer would be.
+experts is refused. A transformer on bytes is trained on Python's standard library. Four trainers share the microbatches
+in flight: 64 with 1 s each, and for the largest mixture also 16 with 0.1 s each. Each sample uses four experts, so all
+models compute the same amount; in the smallest mixture each sample uses all four experts, like one dense layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RATES: Final = Rates(trunk=1e-3, experts=1e-3, microbatch=8)
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """One model under one weather. `microbatches`: those of all trainers together."""
+    """One model under given conditions. `microbatches` counts those of all trainers together."""
 
     experts: int
     weather: Weather
@@ -53,7 +53,7 @@ class Mixture:
 
 
 def curve(mixture: Mixture) -> Curve:
-    """The held-out loss of one model while it learns, nats a byte."""
+    """Train one model. Returns the curve of its held-out loss in nats per byte."""
     torch.set_num_threads(1)
     run = mixture.run()
     samples = samples_of(run, "judge", "validation").take(HELD_OUT).long()

@@ -1,11 +1,11 @@
-"""A pipeline on slow lines: what coding the activations brings in speed, and what it costs in loss.
+"""A pipeline on slow lines: the speed gained by coding activations, and its effect on the loss.
 
-Everyone (a backbone, one peer for each stage, a trainer) is a `peerd` process on a host of its own in a network lab,
-behind a line of 100 Mb/s up and down. The same run is made once for each code: same seed, same samples, same number of
-steps, from the same start. `none` is fp32; nothing is packed on top, except where `auto` decides. Speed is that of the
-median global step, when everything has warmed up; the loss is that of held-out samples after the last step. The model
-is so small that the lines are what is waited for, as with a real one on GPUs: see the shares. When others use the
-processor meanwhile, the fast runs suffer. Needs Linux, root and iproute2.
+Each peer (a backbone, one peer per stage, a trainer) is a `peerd` process on its own host in a network lab, behind a
+line of 100 Mb/s up and down. The same run is made once for each code, with the same seed, samples, number of steps and
+initial parameters. `none` is fp32; lossless packing is used only if `auto` chooses it. Speed is that of the median
+global step after warm-up; the loss is that of held-out samples after the last step. The model is so small that the
+lines limit the speed, as for a real model on GPUs; the reported shares show this. Other load on the machine slows down
+the fast runs. Needs Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RUN: dict[str, Any] = BASE | {
 class Sizes:
     """Extent of the measurement."""
 
-    codes: Sequence[str]  # the first is the baseline, the second what has targets
+    codes: Sequence[str]  # the first is the baseline, the second has targets
     warm_steps: int  # before the measurement
     steps: int  # in it
 
@@ -53,13 +53,13 @@ FULL = Sizes(("none", "dynamic8", "auto", "bf16", "int8", "fp8-e4m3", "nf4", "in
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run."""
+    """Results of one run."""
 
     tokens_per_s: float  # in the median step
-    wire_bytes_per_token: float  # that all hosts together sent
-    line_share: float  # of the busiest line, in its busier direction: bits per second over its rate
+    wire_bytes_per_token: float  # sent by all hosts together
+    line_share: float  # use of the busiest line in its busier direction, as a share of its rate
     cpu_share: float  # of all cores, by the swarm's processes
-    others_share: float  # by everything else, the kernel's network included
+    others_share: float  # of all cores, by everything else, including the kernel's network
     loss: float  # nats per token
 
 
@@ -71,7 +71,7 @@ def run_file(code: str, steps: int) -> dict[str, Any]:
 
 
 def measured(code: str, sizes: Sizes, rate_mbit: float = RATE_MBIT) -> Measured:
-    """One run with this code, from its start to the last loss."""
+    """Measure one run with this code, from its start to the final loss."""
     run = run_file(code, sizes.warm_steps + sizes.steps + 1)
     with tempfile.TemporaryDirectory(prefix="peerd-lines-") as folder, Lab() as lab:
         swarm = Swarm(Path(folder), lab, run, rate_mbit)

@@ -1,12 +1,12 @@
-"""Memory of replicas and of stage peers, in bytes a parameter, beside plain torch with the same model and batch.
+"""Memory of replicas and of stage peers, in bytes per parameter, compared with plain torch on the same model and batch.
 
-Real `peerd` processes on this machine: two replicas, and a pipeline of two stages with two peers each. A process with
-the same role and a model of next to nothing shows the memory of peerd and torch by themselves, which is subtracted.
-`rest` is what belongs to a stage peer alone when nothing is computed; of replicas, which never pause, the least while
-they train. `steps` is the most that is resident in steps, and `checkpoint` in steps with a checkpoint. `giving` and
-`newcomer` are the most that older peers and a new one have resident while the new one fetches the state and makes its
-first step. `foretold` is what `peerd doctor` and `peerd plan` say of the most in steps. Replicas of kind `half` compute
-in bf16. A stage peer may keep the activations of one microbatch. Linux only.
+Real `peerd` processes on this machine: two replicas, and a pipeline of two stages with two peers each. The memory of a
+process with the same role and a tiny model, which is that of peerd and torch themselves, is subtracted. `rest` is the
+private memory of a stage peer when nothing is computed; for replicas, which never pause, the minimum while they train.
+`steps` is the peak of resident memory in steps, and `checkpoint` in steps with a checkpoint. `giving` and `newcomer`
+are the peaks of older peers and of a new one while the new one fetches the state and makes its first step. `foretold`
+is the peak in steps that `peerd doctor` and `peerd plan` predict. Replicas of kind `half` compute in bf16. A stage peer
+may keep the activations of one microbatch. Linux only.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MODEL: Final = {"d_model": 512, "heads": 8, "context": 64}
 NOTHING: Final = {"d_model": 16, "heads": 2, "context": 64}
 LAYERS: Final = {"replica": 8, "stage": 16, "half": 8}  # 25 million parameters in each process
 VOCAB_SIZE: Final = 256  # of bytes
-MOST: Final = {"rest": 22.0, "steps": 28.0, "checkpoint": 28.0, "giving": 28.0}  # bytes a parameter, beside activations
-ACTIVATIONS_MB: Final = 160  # of a stage peer: one microbatch's, as plain torch has; else half of what is free
+MOST: Final = {"rest": 22.0, "steps": 28.0, "checkpoint": 28.0, "giving": 28.0}  # per parameter, without activations
+ACTIVATIONS_MB: Final = 160  # of a stage peer: for one microbatch, as in plain torch; by default half the free memory
 MOST_OVER_TORCH: Final = 1.5
-MOST_OFF: Final = 0.1  # measured by foretold
+MOST_OFF: Final = 0.1  # relative difference of measured and predicted
 PATIENCE_S: Final = 600.0
 IDLE_S: Final = 20.0
-SEEN_S: Final = 0.5  # for looks after each step that is waited for: those without a model take milliseconds
+SEEN_S: Final = 0.5  # for samples of memory after each step: steps of the tiny model take milliseconds
 
 
 def run_file(kind: str, model: dict[str, int], layers: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def run_file(kind: str, model: dict[str, int], layers: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Local(Peers):
-    """A swarm's processes on this machine, and what each of them holds."""
+    """A swarm's processes on this machine, and the memory of each."""
 
     kind: str
     run: dict[str, Any]
@@ -68,7 +68,7 @@ class Local(Peers):
     entry: str = field(default="", init=False)
 
     def measured(self, newcomer: bool) -> dict[str, Span]:
-        """Run the swarm; the most that any of its processes held, by phase."""
+        """Run the swarm. Returns the largest memory of any of its processes, by phase."""
         backbone = self._start("backbone", "backbone", "--listen", "/ip4/127.0.0.1/tcp/0")
         self.until(lambda: bool(backbone.addr()), "the backbone does not listen")
         self.entry = backbone.addr()
@@ -84,7 +84,7 @@ class Local(Peers):
         }
         if newcomer:
             one = self._join(len(names))
-            end = self._stepped([one], saved + 3)  # a step of its own, at least
+            end = self._stepped([one], saved + 3)  # at least one step of its own
             found |= {"giving": self._most(names, after, end), "newcomer": self._most([one], 0.0, end)}
             if self.kind == "stage":
                 found["rest"] = self._idle(names)
@@ -96,7 +96,7 @@ class Local(Peers):
             peer.popen.wait()
 
     def _idle(self, names: list[str]) -> Span:
-        """What stage peers hold some time after the last trainer has gone."""
+        """Memory of the stage peers some time after the last trainer has left."""
         trainer = next(peer for peer in self.peers if peer.name == "trainer")
         trainer.popen.terminate()
         trainer.popen.wait()
@@ -107,7 +107,7 @@ class Local(Peers):
         return longest({name: self.watch.between(name, begin, end) for name in names})
 
     def _stepped(self, names: list[str], step: int) -> float:
-        """Wait until all have made `step`; returns when that was."""
+        """Wait until all have made `step`. Returns the time."""
         peers = [peer for peer in self.peers if peer.name in names]
 
         def done() -> bool:
@@ -137,7 +137,7 @@ class Local(Peers):
 
 
 class _Here:
-    """This machine, as a place to start processes."""
+    """This machine, on which processes are started."""
 
     def popen(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(argv, **options)
@@ -154,7 +154,7 @@ def swarm_of(kind: str, model: dict[str, int], layers: int, newcomer: bool) -> d
 
 
 def torch_of(kind: str, model: dict[str, int], layers: int, stage: int) -> tuple[Span, int]:
-    """What plain torch holds for one stage, and the number of its parameters."""
+    """Memory of plain torch for one stage, and the number of its parameters."""
     with tempfile.TemporaryDirectory(prefix="peerd-memory-") as folder:
         file = Path(folder) / "run.yaml"
         file.write_text(yaml.safe_dump(run_file(kind, model, layers)))
@@ -168,7 +168,7 @@ def torch_of(kind: str, model: dict[str, int], layers: int, stage: int) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What was measured of one kind of peer, beside what one without a model takes."""
+    """Measurements of one kind of peer, without the memory of one with a tiny model."""
 
     parameters: int  # of the largest stage
     spans: dict[str, Span]
@@ -176,7 +176,7 @@ class Kind:
     foretold: int  # bytes of the largest stage
 
     def per_parameter(self) -> dict[str, float]:
-        """Bytes a parameter: at rest, and the peak of each phase; and of plain torch."""
+        """Bytes per parameter: at rest, and the peak of each phase; also of plain torch."""
         found = {"rest": self.spans["rest"].rest / self.parameters}
         found |= {phase: span.peak / self.parameters for phase, span in self.spans.items() if phase != "rest"}
         found["torch_rest"] = self.plain.rest / self.parameters
@@ -186,7 +186,7 @@ class Kind:
 
 def measure_kind(kind: str) -> Kind:
     layers, stages = LAYERS[kind], 2 if kind == "stage" else 1
-    base = swarm_of(kind, NOTHING, stages, newcomer=False)["rest"]  # all its phases are alike
+    base = swarm_of(kind, NOTHING, stages, newcomer=False)["rest"]  # the same in all phases
     plain_base = torch_of(kind, NOTHING, stages, 0)[0]
     plain = [torch_of(kind, MODEL, layers, stage) for stage in range(stages)]
     found = swarm_of(kind, MODEL, layers, newcomer=True)

@@ -1,10 +1,10 @@
-"""A swarm on one machine beside plain torch on the same cores: what running as peers costs, and where it goes.
+"""Speed of a swarm on one machine, compared with plain torch on the same cores.
 
-Two models: the demo's, and one twenty times as large. `torch`: one process with all cores that makes the same steps,
-a microbatch at a time or the whole batch at once, whichever is faster. `pipeline`: a backbone, two stages of one peer
-and a trainer. `replicas`: a backbone and two trainers, each with the whole model. Every peer is a `peerd` process with
-one thread. Speed is that of the median step, when all has warmed up; `cores` says how much of the machine the swarm's
-processes kept busy. A machine's speed changes within minutes, so torch is measured before and after each swarm.
+Two models: the demo's, and one twenty times as large. `torch`: one process that makes the same steps on all cores, one
+microbatch at a time or the whole batch at once, whichever is faster. `pipeline`: a backbone, two stages of one peer and
+a trainer. `replicas`: a backbone and two trainers, each with the whole model. Each peer is a `peerd` process with one
+thread. Speed is that of the median step after warm-up; `cores` is the number of cores that the swarm's processes kept
+busy. Since a machine's speed changes within minutes, torch is measured before and after each swarm.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODELS: Final[dict[str, dict[str, int]]] = {
 }
 MICROBATCH, MICROBATCHES = 4, 8
 WARM_STEPS: Final = 3
-LEAST: Final = 0.8  # of torch's speed, with the larger model
+LEAST: Final = 0.8  # target for the larger model, relative to torch's speed
 PATIENCE_S: Final = 120.0
 
 
@@ -61,7 +61,7 @@ def step_tokens(model: str) -> int:
 
 
 def torch_tokens_s(model: str, steps: int) -> float:
-    """Tokens a second of one process with all cores: the median step, of the faster way to compute a batch."""
+    """Tokens per second of one process on all cores, by its median step, with the faster way to compute a batch."""
     run = convert(run_file(model, 1), RunFile)
     stream = samples_of(run, "plain")
     batches = [stream.take(MICROBATCH * MICROBATCHES) for _ in range(WARM_STEPS)]
@@ -93,7 +93,7 @@ def _median_step_s(run: RunFile, batches: list[torch.Tensor], parts: int, steps:
 
 
 class Here:
-    """This machine, as a place to start processes."""
+    """This machine, with the same interface as a host of a lab."""
 
     def popen(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(argv, **options)
@@ -104,7 +104,7 @@ class Local(Peers):
     """A swarm's processes on this machine."""
 
     def run_measured(self, model: str, kind: str, steps: int) -> Measured:
-        """Start `kind` of swarm and watch so many steps, once it has warmed up."""
+        """Start a swarm of this kind, and measure `steps` steps after warm-up."""
         backbone = self._start("backbone", "backbone", "--listen", "/ip4/127.0.0.1/tcp/0")
         self.until(lambda: bool(backbone.addr()), "the backbone does not listen")
         run = run_file(model, 2 if kind == "pipeline" else 1)
@@ -145,7 +145,7 @@ class Local(Peers):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One swarm."""
+    """Results of one swarm."""
 
     tokens_per_s: float
     cores: float

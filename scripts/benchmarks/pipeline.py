@@ -1,12 +1,12 @@
-"""Pipelines in virtual time: how busy devices are at growing delays, beside SWARM's Table 1 and its closed form.
+"""Pipelines in virtual time: utilization of devices at growing delays, compared with SWARM's Table 1 and closed form.
 
-Real roles, calls and steps under the virtual clock: one trainer, three stages of one peer, every peer on a line of its
-own; device time is virtual, all else is real. A model's layers take t ms of device time for a microbatch, its forward
-1/3.5 of that (a backward costs 2.5 times as much), and its activation and gradient together c ms of a line, as in the
-paper at 500 Mb/s; tensors are smaller, and rates by the same factor. `utilization` is the share of device time between
-the third and the ninth tenth of a step's microbatches, the mean of all stages; the fill and drain of a synchronous step
-comes beside it, as the bubble. `trainer` carries every tensor through the trainer, whose own line has no limit, so that
-it is not what is measured; `direct` hands over from stage to stage.
+Real roles, calls and steps in virtual time, with simulated devices: one trainer and three stages of one peer, each peer
+with its own line. A model's layers take t ms of device time per microbatch, 1/3.5 of it for the forward pass (the
+backward pass takes 2.5 times as long), and its activation and gradient together take c ms of a line, as in the paper at
+500 Mb/s; tensors and rates are reduced by the same factor. `utilization` is the mean share of busy device time over all
+stages, between 30 % and 90 % of a step's microbatches. The fill and drain of a synchronous step is reported separately,
+as the bubble. In mode `trainer`, all tensors go through the trainer, whose line is unlimited so that it does not limit
+the speed; in mode `direct`, they go from stage to stage.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STAGES: Final = 3
 CONTEXT: Final = 96
 WIDTH: Final = 128
 ACTIVATION_BYTES: Final = 4 * CONTEXT * WIDTH
-FORWARD: Final = 1 / 3.5  # of a microbatch's device time; the rest is its backward, which computes forward again
+FORWARD: Final = 1 / 3.5  # share of a microbatch's device time; the rest is the backward pass with recomputation
 RTT_MS: Final = (0, 10, 50, 100, 200)
 LAYERS: Final = {"base": (6.7, 30.5), "xxlarge": (57.0, 120.6), "gpt3": (470.0, 102.5), "ours": (700.0, 82.0)}  # t, c
 PAPER: Final = {  # Table 1, in percent
@@ -59,14 +59,14 @@ PAPER: Final = {  # Table 1, in percent
     "gpt3": (82.1, 79.3, 70.3, 60.2, 48.5),
     "ours": (89.5, 87.2, 79.5, 71.5, 59.2),
 }
-LEAST: Final = {100: 0.97, 200: 0.95}  # of a model's own figure without delay
+LEAST: Final = {100: 0.97, 200: 0.95}  # targets by round trip, relative to the model's utilization without delay
 LEAST_WINDOW_BYTES: Final = 64 << 10  # of a connection
 PATIENCE_S: Final = 3_000.0
-FROM, TO = 0.3, 0.9  # of a step's microbatches: between these the pipeline is full
+FROM, TO = 0.3, 0.9  # shares of a step's microbatches between which the pipeline is full
 
 
 class LayerDevice(InlineWorker):
-    """A device on which a microbatch takes `microbatch_s`; in the last stage all of it is the backward."""
+    """Simulated device with `microbatch_s` per microbatch, which the last stage spends in the backward call only."""
 
     def __init__(self, microbatch_s: float) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class LayerDevice(InlineWorker):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One model at one delay, handed over in one way."""
+    """One model at one round-trip time, with one mode of handover."""
 
     layers: str
     rtt_ms: int
@@ -87,7 +87,7 @@ class Cell:
 
     @property
     def microbatches(self) -> int:
-        """Of a step: several times what is under way at once."""
+        """Microbatches of a step: several times the number in flight."""
         t, c = LAYERS[self.layers]
         fills = (STAGES * (t + 2 * self.rtt_ms) + c) / max(t, c)
         return min(768, 64 + 16 * round(fills))
@@ -95,15 +95,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one cell gave."""
+    """Results of one cell."""
 
     utilization: float
-    bubble: float  # of the device time of a whole step, what is idle beyond the full pipeline's
+    bubble: float  # share of a whole step's device time that is lost by filling and draining the pipeline
     wire_over_payload: float
 
 
 def run_of(cell: Cell, folder: Path) -> RunFile:
-    """One giant step of a small model, on text made in `folder`."""
+    """A run of a small model with very large steps, on text written to `folder`."""
     for number in range(4):
         text = bytes((7 * number + 13 * at * at + at // 3) % 251 or 251 for at in range(40_000))
         (folder / f"text{number}.txt").write_bytes(text)
@@ -121,14 +121,16 @@ def run_of(cell: Cell, folder: Path) -> RunFile:
 
 
 async def _cell(cell: Cell, folder: Path) -> Measured:
-    """The second of two steps: by then the trainer knows how many microbatches fill the stages."""
+    """Measure the second of two steps, when the trainer knows how many microbatches fill the stages."""
     t, c = LAYERS[cell.layers]
     run = run_of(cell, folder)
     mbit_s = 2 * ACTIVATION_BYTES * 8 / (c / 1e3) / 1e6
     line = SimLine(latency_s=cell.rtt_ms / 4e3, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
     free = SimLine(latency_s=cell.rtt_ms / 4e3)
     devices: dict[int, LayerDevice] = {}
-    window = LEAST_WINDOW_BYTES + round(mbit_s * 1e6 / 8 * cell.rtt_ms / 1e3)  # one connection fills the line
+    window = LEAST_WINDOW_BYTES + round(
+        mbit_s * 1e6 / 8 * cell.rtt_ms / 1e3
+    )  # large enough for one connection to fill the line
     async with World(1, swarm(), WorldConfig(net=NetConfig(window_bytes=window))).running() as world:
         boot = await world.start("boot", line=free)
         world.bootstrap.append(boot.full_addr)
@@ -172,7 +174,7 @@ async def start_stage(
 
 
 def _worker_source(device: LayerDevice) -> Callable[[], Any]:
-    """The first worker that a role's process opens is its device."""
+    """Source of workers for a role: the first one that it opens is `device`."""
     opened = iter([device])
     return lambda: next(opened, None) or InlineWorker()
 
@@ -210,7 +212,7 @@ def _table(found: dict[str, list[Measured]], figure: Callable[[Measured], float]
 
 
 def blocking(name: str, rtt_ms: float) -> float:
-    """The closed form that the paper's column follows."""
+    """Utilization with blocking calls, by the closed form that the paper's table follows."""
     t, c = LAYERS[name]
     return t / (t + c + 2 * rtt_ms)
 

@@ -1,8 +1,8 @@
-"""Placement: the planner in the five networks of the DT-FM paper, beside random, Kernighan-Lin and its genetic search.
+"""The planner on the five networks of the DT-FM paper, compared with random, Kernighan-Lin and its genetic search.
 
-Cost is the paper's, in seconds: averaging and twice the pipeline. The planner and the genetic search have a limit of
-processor time each; with `--full` the genetic search makes all of its 4,900 trials. `--large` plans networks of 256 and
-1,024 devices in which no two links are alike, and tells how the cost fell.
+The cost is the paper's, in seconds: averaging plus twice the pipeline. The planner and the genetic search each have a
+limit of processor time; with `--full`, the genetic search makes all of its 4,900 trials. `--large` plans networks of
+256 and 1,024 devices whose links all differ, and reports the cost over time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peerd.machine.placement.starts import random_placement
 
 SEED = 1
 TARGETS_S = (3.4399, 49.5040, 16.0869, 34.8021, 49.2184)
-CPU_S = 10.0  # target, and what the genetic search is given
+CPU_S = 10.0  # target of the planner, and limit of the genetic search
 PLANNED_S = 5.0
 DRAWN = 100
 KL_STARTS = 10
@@ -75,7 +75,7 @@ def _case(name: str, problem: PlacementProblem, target_s: float, full: bool) -> 
 
 
 def measure(full: bool) -> Report:
-    """Takes about 90 seconds; with `full` as long as the genetic search needs."""
+    """Run the benchmark, which takes about 90 seconds; with `full`, as long as the genetic search needs."""
     found = [
         _case(case.name, case.problem(), target_s, full) for case, target_s in zip(cases(), TARGETS_S, strict=True)
     ]
@@ -88,7 +88,7 @@ def _at(trace: tuple[tuple[float, float], ...], second: float) -> float:
 
 
 def measure_large() -> Report:
-    """Takes twelve minutes of processor time."""
+    """Run the large instances, which takes twelve minutes of processor time."""
     sections, curves = [], []
     for devices, stages, limit_s in LARGE:
         problem = large(devices, stages, SEED)

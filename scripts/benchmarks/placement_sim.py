@@ -1,12 +1,12 @@
-"""Placed pipelines in virtual time: tokens a second of a planned placement and of random ones, beside their costs.
+"""Pipelines in virtual time: tokens per second of a planned placement and of random ones, and their predicted costs.
 
-Real roles, calls and averaging under the virtual clock on a network with a link for each pair: 16 devices, as many of
-each region of the paper's regional and world-wide cases, as 8 stages of 2. Sizes and rates are divided by one factor,
-so that the bytes of a step are to the rates as in the paper; then times are divided by another, rates multiplied and
-delays divided by it. Computing takes no time. Trainers hold to the matching; random placements have random routes. Each
-pipeline has an equal share of a step's microbatches, all of them in flight: the planner's steady cost is for that, and
-the planned placement is the best by it. Activations pass through the trainer, beside the first stage's device: `via
-trainer` is what peerd does with `handover: trainer`. `along the chain` stands for stages that hand over to one another.
+Real roles, calls and averaging in virtual time, on a network with its own link for each pair: 16 devices, equally many
+from each region of the paper's regional and world-wide cases, as 8 stages of 2 peers. Sizes and rates are divided by
+the same factor, so that the ratio of a step's bytes to the rates is the paper's. A second factor shortens all times: it
+multiplies rates and divides delays. Computing takes no time. Trainers follow the placement's routes; random placements
+have random routes. Each pipeline has an equal share of a step's microbatches, all of them in flight. The planner
+minimizes its steady cost, which assumes this. `via trainer`: activations pass through the trainer, which is next to the
+first stage's device, as with `handover: trainer`. `along the chain`: stages send activations to each other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MICROBATCHES: Final = 5  # of each pipeline in a step
 SAMPLES: Final = 2  # of a microbatch
 CONTEXT: Final = 64
 WIDTH: Final = 64
-FASTER: Final = 40.0  # the factor of all times
+FASTER: Final = 40.0  # factor by which all times are shortened
 RANDOM: Final = 5
 WARM: Final = 1  # steps before those that are measured
 EVALUATIONS: Final = 3_000  # of the planner's search
@@ -64,7 +64,7 @@ TOKENS: Final = PIPELINES * MICROBATCHES * SAMPLES * CONTEXT  # of a step
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One placement: seconds of a step, in the simulation and by two costs."""
+    """Results of one placement: seconds of a step in the simulation, and by two cost models."""
 
     step_s: float
     paths_s: float
@@ -76,7 +76,7 @@ class Measured:
 
 
 def run_file(folder: Path) -> RunFile:
-    """A small model in as many stages, on text made in `folder`."""
+    """A run of a small model in STAGES stages, on text written to `folder`."""
     for number in range(4):
         text = bytes((7 * number + 13 * at * at + at // 3) % 251 or 251 for at in range(20_000))
         (folder / f"text{number}.txt").write_bytes(text)
@@ -95,14 +95,14 @@ def run_file(folder: Path) -> RunFile:
 
 
 def work_of(run: RunFile) -> WorkBytes:
-    """Bytes of a step in float32."""
+    """Bytes of a step, in float32."""
     stages = [build(run, [stage]) for stage in range(STAGES)]
     gradients = [4.0 * sum(parameter.numel() for parameter in stage.parameters()) for stage in stages]
     return WorkBytes(4.0 * SAMPLES * CONTEXT * WIDTH, MICROBATCHES, gradients)
 
 
 def problem_of(case: Case, work: WorkBytes) -> PlacementProblem:
-    """The case with fewer devices of each region, slower by as much as the work is smaller."""
+    """The case with fewer devices per region, and rates reduced by the same factor as the gradients."""
     regions = len(case.counts)
     smaller = replace(case, counts=(DEVICES // regions,) * regions)
     delay_ms, gbit_s = smaller.matrices()
@@ -117,7 +117,7 @@ def problem_of(case: Case, work: WorkBytes) -> PlacementProblem:
 
 
 def random_routes(problem: PlacementProblem, rng: Random) -> StagePlacement:
-    """A random placement, and who follows whom by chance."""
+    """A random placement with random routes."""
     placement = random_placement(problem, rng)
     members = [list(placement.members(stage)) for stage in range(STAGES)]
     for devices in members:
@@ -156,7 +156,7 @@ def measure(full: bool) -> Report:
 
 
 def of_case(case: Case, work: WorkBytes, steps: int) -> list[list[Figure]]:
-    """Figures of one network, for each way of handing over."""
+    """Figures of one network, for each mode of handover."""
     problem = problem_of(case, work)
     options = SearchOptions(kind=CostKind.STEADY, evaluations=EVALUATIONS)
     planned = plan(problem, options, Random(1), time.perf_counter).placement
@@ -172,7 +172,7 @@ def of_case(case: Case, work: WorkBytes, steps: int) -> list[list[Figure]]:
 
 
 def figures_of(case: str, handover: Handover, found: Sequence[Measured]) -> list[Figure]:
-    """`found`: of the planned placement, then of random ones."""
+    """Figures of one mode of handover. `found` has the planned placement first, then the random ones."""
     planned, *others = found
     key, rates = f"{case}_{handover.name}".lower(), [each.tokens_per_s for each in others]
     return [
@@ -189,7 +189,7 @@ def figures_of(case: str, handover: Handover, found: Sequence[Measured]) -> list
 
 
 def _gain(steps_s: Sequence[float]) -> float:
-    """Tokens a second of the first over the mean of the others'."""
+    """Rate of the first placement, relative to the mean rate of the others."""
     return 1 / steps_s[0] / statistics.mean(1 / each for each in steps_s[1:])
 
 

@@ -1,9 +1,9 @@
-"""Blockwise quantization on a CPU and a GPU: rates beside copies of the same input, other libraries, cost of a call.
+"""Blockwise quantization on a CPU and a GPU: rates relative to copies, other libraries, and the overhead of a call.
 
-Rates are GB/s of the input (float32 unless said otherwise), into buffers that were used before. On the CPU everything
-runs on one thread: once with an input that is larger than the caches, which the targets are for, and once with a
-smaller one. `copy` is torch's own of the same input. Other libraries and plain torch get the smaller input.
-What codes get wrong is measured too, and what lossless packing gains: `peerd/compute/codec/policy.py` decides by these.
+Rates are GB/s of the input (float32 if not stated otherwise), into buffers that were used before. On the CPU, all runs
+on one thread: with an input larger than the caches, for which the targets hold, and with a smaller one. `copy` is
+torch's copy of the same input. Other libraries and plain torch get the smaller input. The errors of codes and the gains
+of lossless packing are measured too; `peerd/compute/codec/policy.py` uses these numbers.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Sizes:
     rounds: int
     large: int
     small: int
-    small_repeats: int  # calls a round
+    small_repeats: int  # calls per round
     slow_rounds: int  # for plain torch and other libraries, with the small input
     call_batches: int
-    coded: int  # to see what codes get wrong and what packing gains
+    coded: int  # for the errors of codes and the gains of packing
     gpu: int
     gpu_rounds: int
     gpu_repeats: int
@@ -58,12 +58,18 @@ FULL = Sizes(80, 16 << 20, 1 << 20, 16, 15, 200, 16 << 20, 256 << 20, 30, 20)
 
 
 def other_libraries(sizes: Sizes) -> dict[str, Any]:
-    """Name -> figures; null, and a word on how to get it, for those that are not installed."""
+    """Figures by library. A missing library has None, and under `NAME_missing` how to install it."""
     found: dict[str, Any] = {}
     for name, rates in OTHERS.items():
         try:
             found[name] = rates(sizes.small, sizes.slow_rounds)
-        except (ImportError, AttributeError, TypeError, RuntimeError, OSError) as error:  # or another version of it
+        except (
+            ImportError,
+            AttributeError,
+            TypeError,
+            RuntimeError,
+            OSError,
+        ) as error:  # missing, or an incompatible version
             found[name] = None
             why = str(error).partition("\n")[0]
             found[f"{name}_missing"] = f"{why}; to compare: pip install --no-deps {name}"
@@ -73,7 +79,7 @@ def other_libraries(sizes: Sizes) -> dict[str, Any]:
 def code_figures(
     prefix: str, text: str, found: dict[str, Any], target: Callable[[str, str], float | None]
 ) -> list[Figure]:
-    """Two rows for each code and direction: the rate, and its share of what bounds it."""
+    """Two rows for each code and direction: the rate, and its share of the bound or of the copy's rate."""
     share = "bound" if "quantize_over_bound" in found["int8"] else "memcpy"
     words = {"bound": "what the copy's bandwidth allows", "memcpy": "copy"}[share]
     figures = []
@@ -120,7 +126,7 @@ def cpu_sections(sizes: Sizes) -> tuple[list[list[Figure]], dict[str, Any]]:
 
 
 def older_processors(sizes: Sizes) -> tuple[list[Figure], dict[str, Any]]:
-    """The large input with the other instruction sets that this processor has."""
+    """Rates of the large input with the other instruction sets of this processor."""
     if not native.available():
         return [], {}
     best, found, figures = native.isa(), {}, []

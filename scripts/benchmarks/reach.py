@@ -1,9 +1,9 @@
-"""Reachability through kinds of routers; and one stream's rate, calls and first calls across an ocean.
+"""Reachability through kinds of NAT; and a stream's rate, calls and first calls over long round trips.
 
-In a network lab (root, Linux). Two light peers of each kind, each pair of kinds meets once, with routers that drop an
-unexpected SYN and with routers that refuse it. Before that two hosts on lines of 500 Mb/s, with round trips of 100 and
-300 ms: the rate counts Ethernet frames, so that TCP's headers alone take 4.4 % of it. All of this on one machine's
-cores: two processes of peerd, the kernel's network for both, and the lab's WAN.
+Runs in a network lab (root, Linux). Two light peers of each kind of NAT: each pair of kinds meets once, with routers
+that drop an unexpected SYN, and with routers that reject it. Before that, two hosts on lines of 500 Mb/s with round
+trips of 100 and 300 ms; the line's rate counts Ethernet frames, of which TCP's headers take 4.4 %. All of it shares one
+machine's cores: two peerd processes, the kernel's network for both, and the lab's WAN.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def ocean_figures(oceans: Sequence[Ocean]) -> list[Figure]:
 
 
 def matrix_figures(key: str, found: Matrix) -> list[Figure]:
-    """For people: how many ended on the best way there is, and how long that took."""
+    """Figures of a matrix: the share of pairs on the best possible path, and the time until hole punching succeeded."""
     good = [each.way == best(*pair.split("/")) for pair, each in found.items()]
     times = [each.best_s for each in found.values() if each.way == "punched" and each.best_s is not None]
     figures = [Figure(f"{key}_best_share", f"{key}: pairs on the best way", sum(good) / len(good), at_least=1.0)]
@@ -67,7 +67,7 @@ def matrix_figures(key: str, found: Matrix) -> list[Figure]:
 
 
 def extra(oceans: Sequence[Ocean], found: Mapping[str, Matrix], settled: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of the JSON object beside the figures."""
+    """More keys for the JSON object."""
     first: dict[str, float] = {f"first_call_rtts_{each.rtt_ms:g}ms": round(each.first_call_rtts, 3) for each in oceans}
     late = {f"rate_share_{each.rtt_ms:g}ms_from_6s": round(each.late_share, 3) for each in oceans}
     worst = {f"worst_second_share_{each.rtt_ms:g}ms": round(each.worst_second, 3) for each in oceans}

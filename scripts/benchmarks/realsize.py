@@ -1,10 +1,10 @@
-"""Real size: replicas of 126 million parameters and a pipeline of 352 million on home lines, with deaths and newcomers.
+"""Real size: replicas of 126 million parameters and a pipeline of 352 million on home lines, with kills and newcomers.
 
-Real `peerd` processes, each on a host of its own of the network lab (needs root). Not in CI: an hour of two idle cores,
-16 GB of memory. Four replicas average in int8 with 20 Mb/s up and 100 down; then one is killed in mid-round, one joins,
-and one leaves. One with 1 Mb/s joins three of them. Four stages, two peers for the first, have 50 Mb/s and 60 ms. The
-bound of a step is what its bytes take on the lines, plus what plain torch takes for the batch on all of this machine's
-cores, measured in the same run: all peers share those cores here.
+Real `peerd` processes, each on its own host in a network lab (needs root). Not for CI: it takes an hour on two idle
+cores, and 16 GB of memory. Four replicas average in int8 with 20 Mb/s up and 100 down; then one is killed during a
+round, one joins, and one leaves. Then a replica with 1 Mb/s joins three others. Four stages, the first with two peers,
+have lines of 50 Mb/s and round trips of 60 ms. The bound of a step is the time of its bytes on the lines, plus the time
+of plain torch for the batch on all cores of this machine, measured in the same run, since all peers share these cores.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from benchmarks._report import Figure, Report
 from benchmarks._swarm import BASE
 
 BYTES_PER_MBIT: Final = 125_000.0
-PAYLOAD: Final = 0.95  # of a line's frames: headers of Ethernet, IP, TCP and Noise
-INT8_BYTES: Final = 1 + 4 / 64  # a value, with its part of a block's scale
+PAYLOAD: Final = 0.95  # share of a line's rate without the headers of Ethernet, IP, TCP and Noise
+INT8_BYTES: Final = 1 + 4 / 64  # per value, with its share of the block's scale
 PATIENCE_S: Final = 1800.0
 MOST_OVER_BOUND: Final = 1.3
 MOST_COST: Final = 1.1
@@ -44,10 +44,10 @@ class Sizes:
 
     width: int
     heads: int
-    layers: int  # of the replicas,
-    deep_layers: int  # and of the pipeline
-    samples: int  # of a step of the replicas: as many as make all four contribute; else the conductor lets some rest
-    deep_samples: int  # and of the pipeline
+    layers: int  # of the replicas
+    deep_layers: int  # of the pipeline
+    samples: int  # of a step of the replicas; enough that the conductor lets none of the four rest
+    deep_samples: int  # of a step of the pipeline
     up_mbit: float
     down_mbit: float
     pipe_mbit: float
@@ -55,7 +55,7 @@ class Sizes:
 
 
 REAL: Final = Sizes(1024, 16, 10, 28, 96, 16, 20.0, 100.0, 50.0, 1.0)
-TINY: Final = Sizes(64, 2, 2, 4, 96, 8, 20.0, 100.0, 15.0, 0.1)  # to see that everything happens
+TINY: Final = Sizes(64, 2, 2, 4, 96, 8, 20.0, 100.0, 15.0, 0.1)  # to test the benchmark itself
 
 
 def run_file(kind: str, sizes: Sizes, stages: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def run_file(kind: str, sizes: Sizes, stages: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Plain torch on all cores: seconds of a step, its memory and the number of parameters."""
+    """Plain torch on all cores: seconds of a step, peak memory in bytes, and number of parameters."""
 
     step_s: float
     peak: int
@@ -81,7 +81,7 @@ class Plain:
 
 
 def plain_torch(run: dict[str, Any]) -> Plain:
-    """The same model, batch and optimizer in one process, in one piece."""
+    """Measure the same model, batch and optimizer in one process, without stages."""
     with tempfile.TemporaryDirectory(prefix="peerd-real-") as folder:
         file = Path(folder) / "run.yaml"
         file.write_text(yaml.safe_dump(run | {"pipeline": run["pipeline"] | {"stages": 1}}))
@@ -96,7 +96,7 @@ def plain_torch(run: dict[str, Any]) -> Plain:
 
 
 def line_s(parameters: int, peers: int, mbit: float) -> float:
-    """Seconds that a round's bytes take where all have the same line."""
+    """Seconds that the bytes of an averaging round take if all peers have the same line."""
     return 2 * (peers - 1) / peers * parameters * INT8_BYTES / (mbit * BYTES_PER_MBIT * PAYLOAD)
 
 
@@ -108,24 +108,24 @@ def mean_step_s(swarm: RealSwarm, names: Sequence[str], first: int, steps: int) 
 
 @dataclass(slots=True)
 class Found:
-    """What was measured; seconds of steps, unless said otherwise."""
+    """All results. Times are seconds of a step, if not stated otherwise."""
 
     replicas_s: float = 0.0
     replicas_bound_s: float = 0.0
-    killed_s: float = 0.0  # the step in which one died
+    killed_s: float = 0.0  # the step in which a peer was killed
     joined_s: float = 0.0  # from the start of a newcomer to its first step
-    left_s: float = 0.0  # from Ctrl+C to the process's end
+    left_s: float = 0.0  # from SIGINT to the end of the process
     before_slow_s: float = 0.0
     with_slow_s: float = 0.0
     pipeline_s: float = 0.0
     pipeline_bound_s: float = 0.0
     over_torch: float = 0.0  # the largest replica's peak memory over plain torch's
     peak_per_parameter: float = 0.0
-    unequal: int = 0  # steps that two peers made with different sums
+    unequal: int = 0  # steps in which peers had different sums
 
 
 def measure_replicas(sizes: Sizes, found: Found) -> None:
-    """Parts (a) and (c). All contribute: here their processes share cores, so that fewer would be nearly as fast."""
+    """Parts (a) and (c). `contributors` is set to all: the peers share cores, so fewer would be nearly as fast."""
     run = run_file("replicas", sizes, 1)
     run["averaging"]["contributors"] = "all"
     plain = plain_torch(run)
@@ -145,7 +145,7 @@ def measure_replicas(sizes: Sizes, found: Found) -> None:
 
 
 def change_members(swarm: RealSwarm, sizes: Sizes, plain: Plain, found: Found) -> None:
-    """A death in mid-round, a newcomer, and one that leaves."""
+    """Part (c): kill a peer during a round, start a new one, and let one leave."""
     step, began = swarm.newest(), swarm.made(["replica-0"])[swarm.newest()]
     time.sleep(max(0.0, began + plain.step_s + (found.replicas_bound_s - plain.step_s) / 2 - time.time()))
     swarm.kill("replica-3")
@@ -165,7 +165,7 @@ def change_members(swarm: RealSwarm, sizes: Sizes, plain: Plain, found: Found) -
 
 
 def measure_slow(sizes: Sizes, found: Found) -> None:
-    """Part (d). The conductor chooses who contributes."""
+    """Part (d), where the conductor chooses the contributors."""
     run = run_file("slow", sizes, 1)
     with tempfile.TemporaryDirectory(prefix="peerd-real-") as folder, WideLab(delay_ms=10) as lab:
         swarm = RealSwarm(Path(folder), lab, run, None)
@@ -182,7 +182,7 @@ def measure_slow(sizes: Sizes, found: Found) -> None:
 
 
 def measure_pipeline(sizes: Sizes, found: Found) -> None:
-    """Part (b)."""
+    """Part (b), the pipeline."""
     run = run_file("pipeline", sizes, 4)
     plain = plain_torch(run)
     found.pipeline_bound_s = plain.step_s + line_s(plain.parameters // 4, 2, sizes.pipe_mbit)
@@ -207,7 +207,7 @@ def measure(full: bool) -> Report:
 
 
 def measured(sizes: Sizes) -> Report:
-    """Measure at these sizes."""
+    """Run all parts with these sizes."""
     found = Found()
     measure_replicas(sizes, found)
     measure_slow(sizes, found)

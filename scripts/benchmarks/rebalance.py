@@ -1,13 +1,13 @@
-"""Rebalancing under preemption: what part of the best possible throughput the rules for moves keep.
+"""Rebalancing under preemption: the share of the best possible throughput that rules for moves keep.
 
-Thirty-two hours of a pipeline whose peers come and go at random, in seeded traces: as in the paper the rate is the
-same for all sizes, 7.5 departures and as many arrivals an hour, one by one, or in bursts of four or ten. Every trace
-is run with peers that join a random stage and stay, with SWARM's Algorithm 2 every 300 and every 60 s, and with our
-rule as the conductor has it, which looks at the end of each step, here every STEP_S. Throughput is that of the weakest
-stage; the best possible has the same peers divided as evenly as can be at every moment. Whoever joins or moves serves
-nothing for a minute, in which it fetches its stage's state. For Algorithm 2 queues are those of a pipeline with four
-microbatches under way for each peer: stages below their capacity have the mean queue of their use, the weakest have the
-rest, each peer's with the spread of a Poisson process.
+Simulates 32 hours of a pipeline whose peers come and go at random, in seeded traces. As in the paper, the rate is the
+same for all sizes: 7.5 departures and as many arrivals per hour, one by one, or in bursts of four or ten. Each trace is
+run with peers that join a random stage and stay, with SWARM's Algorithm 2 every 300 s and every 60 s, and with peerd's
+rule as the conductor applies it at the end of each step, here every STEP_S. Throughput is that of the weakest stage;
+the best possible has the same peers divided as evenly as possible at all times. A peer that joins or moves does not
+serve for a minute, in which it fetches its stage's state. The queues for Algorithm 2 are those of a pipeline with four
+microbatches in flight per peer: stages below capacity have the mean queue of their load, the weakest stages have the
+rest, and each peer's queue varies like a Poisson process.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ HOURS: Final = 32
 PER_HOUR: Final = 7.5  # departures, and arrivals, of swarms of any size: 60 peers stay eight hours, the mean
 MOVE_S: Final = 60.0
 STEP_S: Final = 30.0
-UNDER_WAY: Final = 4  # microbatches, for each peer
+UNDER_WAY: Final = 4  # microbatches in flight per peer
 RULES: Final = ("none", "algorithm2_300", "algorithm2_60", "ours")
-PRICES_S: Final = (60, 200, 1000, 1_000_000)  # of a move, for ours: what fewer moves cost where peers are unequal
+PRICES_S: Final = (60, 200, 1000, 1_000_000)  # prices of a move in peerd's rule, to show what fewer moves cost
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A kind of trace."""
+    """Parameters of a trace."""
 
     peers: int
     stages: int
@@ -60,7 +60,7 @@ SHAPES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A departure (`speed` 0) of the peer at this part of the list, or an arrival."""
+    """An arrival, or a departure if `speed` is 0. `which`, 0 to 1, selects the departing peer from the list."""
 
     at: float
     which: float
@@ -68,7 +68,7 @@ class Change:
 
 
 def trace(shape: Shape, seed: int) -> tuple[list[float], list[Change]]:
-    """Speeds of the first peers, and what happens. The number of peers wanders around that at the beginning."""
+    """Speeds of the first peers, and the changes. The number of peers varies around its initial value."""
     rng = random.Random(f"{shape.name} {seed}")
     first = [_speed(rng, shape) for _ in range(shape.peers)]
     changes, now, present = list[Change](), 0.0, shape.peers
@@ -90,23 +90,23 @@ def _speed(rng: random.Random, shape: Shape) -> float:
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 class Rule(Protocol):
-    """What decides on moves, and where newcomers go."""
+    """Interface of a rule that decides on moves, and on the stage of newcomers."""
 
     def due(self, now: float) -> float:
-        """When it wants to look next."""
+        """Time of the next call of `look`."""
         ...
 
     def look(self, now: float, loads: Sequence[PeerLoad]) -> list[Transfer]:
-        """The moves to begin now."""
+        """Moves to start now."""
         ...
 
     def join(self, loads: Sequence[PeerLoad]) -> int:
-        """The stage for a newcomer."""
+        """Stage for a newcomer."""
         ...
 
 
 class Stays:
-    """Newcomers choose at random, and nobody moves."""
+    """Rule without moves. Newcomers choose a stage at random."""
 
     def __init__(self, stages: int, rng: random.Random) -> None:
         self._stages, self._rng = stages, rng
@@ -122,21 +122,21 @@ class Stays:
 
 
 class Ordered:
-    """Our rule with all that the conductor puts around it."""
+    """peerd's rule, as the conductor applies it."""
 
     def __init__(self, config: RebalanceConfig) -> None:
         self._moves, self._joins = OrderedMoves(config), Rebalancer(config)
-        self._next = 0.0  # the first step's end that has anything new
+        self._next = 0.0  # end of the first step after a change
 
     def due(self, now: float) -> float:
-        """The end of a step at which there is anything new."""
+        """End of the next step at which something may have changed."""
         return self._next
 
     def look(self, now: float, loads: Sequence[PeerLoad]) -> list[Transfer]:
-        if now % STEP_S:  # something happens in the midst of a step
+        if now % STEP_S:  # a change during a step
             self._next = min(self._next, (now // STEP_S + 1) * STEP_S)
             return []
-        self._next = now + 10 * STEP_S  # rests may have ended
+        self._next = now + 10 * STEP_S  # pauses between moves may have ended
         posts = [PostView(one.peer, one.stage, not one.stays, one.rate) for one in loads]
         moves = self._moves.look(now, posts, STEP_S)
         if (due := self._moves.due(now)) < self._next:
@@ -160,17 +160,17 @@ def rule_of(name: str, stages: int, rng: random.Random) -> Rule:
 # --- the simulation ---------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class Seat:
-    """A peer's place."""
+    """A peer's stage and speed, and from when on it serves."""
 
     stage: int
     speed: float
     serves_at: float = 0.0
-    came_at: float = 0.0  # from when on the best possible division counts it
+    came_at: float = 0.0  # time from which the best possible division includes it
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Work done, and what could have been, by hour; `moves` of peers that had served."""
+    """Work done and best possible work, by hour, and the number of moves."""
 
     done: list[float] = field(default_factory=lambda: [0.0] * HOURS)
     best: list[float] = field(default_factory=lambda: [0.0] * HOURS)
@@ -181,7 +181,7 @@ class Outcome:
 
 
 class Simulation:
-    """One trace under one rule."""
+    """Simulation of one trace with one rule."""
 
     def __init__(self, shape: Shape, seed: int, rule: str) -> None:
         self._stages, self._wants_queues = shape.stages, rule.startswith("algorithm2")
@@ -208,7 +208,7 @@ class Simulation:
         return self.outcome
 
     def _moments(self) -> Iterator[float]:
-        """Times at which anything may change."""
+        """Times at which something may change."""
         now, end = 0.0, HOURS * HOUR_S
         while now < end:
             due = [self._rule.due(now), *(seat.serves_at for seat in self._seats.values() if seat.serves_at > now)]
@@ -225,7 +225,7 @@ class Simulation:
             del self._seats[names[int(change.which * len(names))]]
 
     def _pass(self, now: float, until: float) -> None:
-        """Count the work from `now` until then, in which nothing changes."""
+        """Add the work from `now` to `until`, between which nothing changes."""
         capacity = [0.0] * self._stages
         for seat in self._seats.values():
             capacity[seat.stage] += seat.speed * (seat.serves_at <= now)
@@ -238,7 +238,7 @@ class Simulation:
             now += part_s
 
     def _loads(self, now: float) -> list[PeerLoad]:
-        """What the rule is told: of peers on their way only ours, which orders them, knows where they go."""
+        """The loads for the rule. Only peerd's rule sees peers that are moving, since it has ordered their moves."""
         if not self._wants_queues:
             return [PeerLoad(n, s.stage, s.speed, 0.0, s.serves_at > now) for n, s in self._seats.items()]
         serving = {name: seat for name, seat in self._seats.items() if seat.serves_at <= now}
@@ -253,7 +253,7 @@ class Simulation:
 
 
 def queues_of(capacity: Sequence[float], under_way: float) -> list[float]:
-    """Mean number of microbatches that wait in each stage, when all under way are as many."""
+    """Mean number of microbatches that wait in each stage, if `under_way` are in flight in total."""
     through = min(capacity)
     used = [through / each for each in capacity]
     queues = [0.0 if use > 0.999 else min(under_way, use / (1.0 - use)) for use in used]
@@ -268,7 +268,7 @@ def _poisson(rng: random.Random, mean: float) -> float:
 
 
 def divided(devices: Sequence[tuple[str, float]], stages: int) -> dict[str, int]:
-    """An even division: the fastest first, each to the stage that has least."""
+    """Divide devices evenly: each, the fastest first, goes to the stage with the least total speed."""
     heap = [(0.0, stage) for stage in range(stages)]
     found = {}
     for name, speed in sorted(devices, key=lambda one: (-one[1], one[0])):
@@ -279,7 +279,7 @@ def divided(devices: Sequence[tuple[str, float]], stages: int) -> dict[str, int]
 
 
 def best_throughput(speeds: Sequence[float], stages: int) -> float:
-    """Of the weakest stage, when these are divided evenly; speeds of 1, 2 and 4 divide as well as they can that way."""
+    """Throughput of the weakest stage with these peers divided evenly, which is optimal for speeds of 1, 2 and 4."""
     heap = [0.0] * stages
     for speed in sorted(speeds, reverse=True):
         heapq.heapreplace(heap, heap[0] + speed)
@@ -288,7 +288,7 @@ def best_throughput(speeds: Sequence[float], stages: int) -> float:
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 def measured(shape: Shape, seeds: int, rules: Sequence[str] = RULES) -> dict[str, dict[str, float]]:
-    """By rule: percent of the best overall, in the first and in the last hour, and moves, the means of all seeds."""
+    """Means over all seeds, by rule: percent of the best throughput overall, in the first and last hour; and moves."""
     found = {}
     for rule in rules:
         runs = [Simulation(shape, seed, rule).run() for seed in range(seeds)]
@@ -312,12 +312,12 @@ def measure(full: bool) -> Report:
 
 
 def _lost(ours: dict[str, float], theirs: dict[str, float]) -> float:
-    """Ratio of two rules' losses, each against the best possible."""
+    """Ratio of two rules' losses, each relative to the best possible throughput."""
     return (100 - ours["percent"]) / (100 - theirs["percent"])
 
 
 def _by_price(ours: dict[str, dict[str, float]], found: dict[str, dict[str, float]]) -> Iterator[Figure]:
-    """Ours with a higher price of moves: what it loses then, and how many are left."""
+    """Figures of peerd's rule with higher prices of moves: its loss, and the number of moves."""
     theirs = found["algorithm2_300"]
     for rule, one in ours.items():
         text = f"{UNEQUAL.name}: ours, {rule.removeprefix('price_')} s a move, {one['moves']:.0f} moves: lost, over"

@@ -1,14 +1,14 @@
-"""Rebalancing in a live swarm under the virtual clock: real stage peers that die and come, and a conductor that orders.
+"""Rebalancing in a live swarm in virtual time, with real stage peers that are killed and join, and a real conductor.
 
-Stage roles and a trainer train a small model in four stages. Peers are killed, and others come, each at random; some
-deaths come four at a time. Devices are equal, and the model is of a width with which its stages are. A peer's second
-costs some milliseconds of a processor, however little it computes: with --full sixty live for eight hours, 7.5 changes
-an hour as in `rebalance`; else fewer live for a shorter time, with quicker steps and more changes. Every few seconds
-the capacity of the weakest stage is compared with the best that the same peers could give; `kept` is the share over all
-the time, `used` the share that steps made use of (the rest: the stages wait for each other at each step's begin and
-end), `none` the same swarm with `pipeline.placement: fixed`, whose newcomers still go where the least can be done. At
-the end the parameters are compared with those of one plain torch process that made the same steps. What costs time and
-is not measured is rare: idle connections are tried every five minutes, and the directory is kept by few.
+Stage roles and a trainer train a small model in four equal stages on equal devices. Peers are killed and others join at
+random times; sometimes four are killed at once. Since each second of a peer costs some milliseconds of processor time,
+only --full runs sixty peers for eight hours with 7.5 changes per hour, as in `rebalance`; otherwise fewer peers run for
+a shorter time, with faster steps and more changes. Every few seconds, the capacity of the weakest stage is compared
+with the best possible for the same peers. `kept` is the share over the whole time. `used` is the share that steps used;
+in the rest, stages wait for each other at the beginning and end of steps. `none` is the same swarm with
+`pipeline.placement: fixed`, where newcomers still choose the weakest stage. At the end, the parameters are compared
+with those of a plain torch process that made the same steps. Costs that are not measured are reduced: idle connections
+are checked every five minutes, and few peers store the directory's records.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from tests.worlds.network.world import home_line
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
 STAGES: Final = 4
-A_PEER: Final = 4  # microbatches of a step, for each peer of a stage
+A_PEER: Final = 4  # microbatches of a step per peer of a stage
 HOUR_S: Final = 3600.0
-BURST: Final = 4  # deaths at once, each fourth time
-IDLE_S: Final = 300.0  # between tries of a connection
+BURST: Final = 4  # kills at once, in one of four cases
+IDLE_S: Final = 300.0  # between checks of an idle connection
 QUIET: Final = swarm(
     HostConfig(link=LinkConfig(yamux=YamuxConfig(keepalive_s=IDLE_S, dead_after_s=3 * IDLE_S))),
     DhtConfig(node=KademliaConfig(k=8, wide=(), copies=2, enough=1, spare=0)),
@@ -56,11 +56,11 @@ QUIET: Final = swarm(
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """One simulation."""
+    """Settings of one simulation."""
 
     peers: int = 60
     hours: float = 8.0
-    changes_per_hour: float = 7.5  # deaths, and arrivals
+    changes_per_hour: float = 7.5  # kills, and as many arrivals
     microbatch_s: float = 20.0
     placement: str = "load"
     seed: int = 1
@@ -77,11 +77,11 @@ class Live:
 
 @dataclass(slots=True)
 class Seen:
-    """Figures of one simulation."""
+    """Results of one simulation."""
 
-    done_s: float = 0.0  # peers of the weakest stage, over time
-    best_s: float = 0.0
-    used_s: float = 0.0  # that steps made use of: of each stage
+    done_s: float = 0.0  # peer seconds of the weakest stage
+    best_s: float = 0.0  # the same for the best possible division
+    used_s: float = 0.0  # peer seconds of each stage that steps used
     steps: int = 0
     moves: int = 0
     failed: int = 0
@@ -99,7 +99,7 @@ class Seen:
 
 
 class Simulation:
-    """A swarm that lives for some hours."""
+    """A swarm that runs for some virtual hours."""
 
     def __init__(self, live: Live, folder: Path) -> None:
         self._live, self._rng = live, random.Random(f"live {live.seed}")
@@ -108,7 +108,7 @@ class Simulation:
         self.seen = Seen()
 
     async def run(self, batches: Batches) -> None:
-        """The whole of it; `batches` sees every step."""
+        """Run the simulation. `batches` records the batches of all steps."""
         async with World(self._live.seed, swarm(), WorldConfig(line=home_line)).running() as world:
             boot = await world.start("boot")
             world.bootstrap.append(boot.full_addr)
@@ -144,7 +144,7 @@ class Simulation:
             await self._join(world)
 
     async def _watch(self) -> None:
-        """Look at the stages every few seconds."""
+        """Record the stages' capacity and steps every few seconds."""
         every_s, at, stepped_at = 5.0, 0, trio.current_time()
         while True:
             await trio.sleep(every_s)
@@ -178,7 +178,7 @@ class Simulation:
 
 
 def simulate(live: Live) -> Seen:
-    """One simulation; the same for the same seed."""
+    """Run one simulation. The same seed gives the same result."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         simulation, batches = Simulation(live, Path(folder)), Batches()
         batches.watch(patch)
@@ -188,7 +188,7 @@ def simulate(live: Live) -> Seen:
 
 def measure(full: bool) -> Report:
     live = Live() if full else Live(peers=16, hours=0.5, changes_per_hour=40.0, microbatch_s=5.0)
-    # For so small a model two threads cost time: each simulation has a process of its own instead.
+    # Each simulation has its own process with one thread, since more threads slow down such a small model.
     with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         runs = dict(zip(("ours", "none"), pool.map(simulate, [live, replace(live, placement="fixed")]), strict=True))
     sections = []

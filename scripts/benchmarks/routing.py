@@ -1,15 +1,15 @@
-"""Routes of microbatches in virtual time: seconds a step and device time wasted, by SWARM's wiring, GWTF's flow, ours.
+"""Routes of microbatches in virtual time: step time and wasted device time of SWARM's wiring, GWTF's flow, and peerd's.
 
-Real roles under the virtual clock: 60 stage peers of speeds 1, 2 and 4 in five stages, placed at random in ten places,
-and one trainer. Delays and rates between places are those of DT-FM's world-wide case, a link for each pair of peers;
-two of its eight cities have a second place, as far from the first as two cities of one coast. Ten percent of the peers
-leave in an hour, half of them killed and half with a goodbye, and as many join: in a run that is shorter, one leaves
-while each policy's steps count. Sizes and rates are divided by one factor: an activation of a microbatch has 134 MB (8
-x 2,048 tokens of 4,096 numbers of 16 bits), and the slowest device takes 4 s for its part of one. Times are as they
-are, so that the roles' own pauses and time-outs weigh as much as they do. All policies go through the same roles, one
-after the other in one swarm, and each is first with one seed of three. They know nothing of each other's answers, but
-the wiring's measured speeds stay. GWTF's routes are computed from exact costs that the simulation tells, ours from what
-answers tell. Wasted: computed, but for no microbatch that counted.
+Real roles in virtual time: one trainer, and 60 stage peers of speeds 1, 2 and 4 in five stages, at random in ten
+places. Delays and rates between places are those of DT-FM's world-wide case, with a link for each pair of peers; two of
+its eight cities have a second place, as distant as two cities on the same coast. Ten percent of the peers leave per
+hour, half of them killed and half with a goodbye, and as many join; in shorter runs, one leaves while each policy is
+measured. Sizes and rates are divided by the same factor: the activation of a microbatch has 134 MB (8 x 2,048 tokens
+with 4,096 numbers of 16 bits), and the slowest device takes 4 s for its part of a microbatch. Times are not scaled, so
+that the roles' pauses and timeouts have their real weight. All policies run one after another with the same roles in
+one swarm, and each is the first for one seed of three. They do not see each other's answers, but the wiring keeps its
+measured speeds. GWTF's routes use exact costs from the simulation, peerd's use the answers of calls. Wasted time is
+spent on microbatches that did not count.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from tests.worlds.roles.virtualroles import Roles
 
 POLICIES: Final = ("swarm", "flow", "ours")
 SECOND: Final = ("Ohio", "Frankfurt")  # cities with a second place
-SECOND_MS, SECOND_GBIT_S = 11.0, 1.12  # from the first: as Virginia and Ohio
+SECOND_MS, SECOND_GBIT_S = 11.0, 1.12  # between both places of a city, as between Virginia and Ohio
 SPEEDS: Final = (1.0, 2.0, 4.0)
 SLOWEST_S: Final = 4.0  # of a microbatch on a device of speed 1
 SAMPLES: Final = 2  # of a microbatch
@@ -67,21 +67,23 @@ ACTIVATION_BYTES: Final = 4 * SAMPLES * CONTEXT * WIDTH
 REAL_BYTES: Final = 8 * 2048 * 4096 * 2
 WINDOW_BYTES: Final = 256 << 10
 LEAVE_EVERY_S: Final = 3600.0 / 6  # a tenth of 60 in an hour
-FIRST_LEAVES_S: Final = 60.0  # after the steps that count have begun
+FIRST_LEAVES_S: Final = 60.0  # after the beginning of the measured steps
 PATIENCE_S: Final = 20_000.0
 LOOK_S: Final = 0.1
-QUIET: Final = DhtConfig(node=KademliaConfig(k=8, wide=(), copies=2, enough=1, spare=0))  # it is not what is measured
+QUIET: Final = DhtConfig(
+    node=KademliaConfig(k=8, wide=(), copies=2, enough=1, spare=0)
+)  # a small DHT, which is not measured
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A run's size; the seed places peers and draws who leaves."""
+    """Size of a run. The seed determines the peers' places and which peers leave."""
 
     seed: int
     stages: int = 5
     peers: int = 60
     microbatches: int = 48  # of a step
-    warm: int = 3  # steps of each policy before those that count
+    warm: int = 3  # warm-up steps of each policy
     steps: int = 4
 
 
@@ -96,7 +98,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of each step that counted, and the share of the devices' work that was for nothing."""
+    """Results of a policy: seconds of each measured step, share of wasted device time, and peers that left."""
 
     steps_s: list[float]
     wasted: float
@@ -104,7 +106,7 @@ class Measured:
 
 
 def network() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Delays in seconds and rates in bytes a second between places, scaled as tensors are."""
+    """Delays in seconds and rates in bytes per second between places. Rates are scaled like the tensors."""
     case = next(case for case in cases() if case.name == "5-world-wide")
     at = [*range(len(CITIES)), *(CITIES.index(city) for city in SECOND)]
     delay_ms, gbit_s = (table[np.ix_(at, at)].copy() for table in (case.delay_ms, case.gbit_s))
@@ -115,7 +117,7 @@ def network() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def seats_of(scene: Scene, rng: random.Random) -> list[Seat]:
-    """As many peers of each speed in a stage as can be, anywhere; then those that take the places of some who leave."""
+    """The peers' seats in random order: equally many of each speed per stage as far as possible, at random places."""
     places, each = len(network()[0]), scene.peers // scene.stages
     seats = [
         Seat(stage, rng.randrange(places), SPEEDS[(number + stage) % len(SPEEDS)])
@@ -127,7 +129,7 @@ def seats_of(scene: Scene, rng: random.Random) -> list[Seat]:
 
 
 class Block:
-    """The policy whose turn it is; each is told only of what it chose itself."""
+    """Route policy that delegates to the current one of several policies. Each receives only its own answers."""
 
     def __init__(self, policies: Mapping[str, RoutePolicy]) -> None:
         self._policies, self.current = policies, POLICIES[0]
@@ -155,7 +157,7 @@ class Block:
 
 
 class Swarm:
-    """The peers of one run, where they are, and what their devices did."""
+    """The peers of one run, with their places and devices."""
 
     def __init__(self, scene: Scene, folder: Path) -> None:
         self.scene, self._folder = scene, folder
@@ -176,7 +178,7 @@ class Swarm:
         return InTurn() if policy == "swarm" else RouteFlow(random.Random(self.scene.seed))
 
     def _cost(self, one: str, other: str) -> float:
-        """GWTF's d_ij; links are alike in both directions."""
+        """GWTF's d_ij in seconds. Links have the same delay and rate in both directions."""
         a, b = self._peers[one], self._peers[other]
         computing_s = SLOWEST_S * (1 / a.speed + 1 / b.speed) / 2
         return computing_s + float(self._delay_s[a.place, b.place] + ACTIVATION_BYTES / self._rate[a.place, b.place])
@@ -210,9 +212,9 @@ class Swarm:
         self._roles.append((name, roles))
 
     async def churn(self, world: World) -> None:
-        """Have one peer after the other leave; another one joins in its stage, place and with its speed.
+        """Let one peer after another leave; each is replaced by a new one with the same stage, place and speed.
 
-        Every other one says goodbye.
+        They are killed and stopped with a goodbye in turn.
         """
         rng = random.Random(f"churn {self.scene.seed}")
         await trio.sleep(FIRST_LEAVES_S)
@@ -224,17 +226,17 @@ class Swarm:
             await trio.sleep(LEAVE_EVERY_S)
 
     def step(self) -> int:
-        """The newest position of any."""
+        """The newest step of any stage peer."""
         live = [roles.live[name] for name, roles in self._roles if name in roles.live]
         return max((role.position.step for role in live), default=0)
 
     def work(self) -> float:
-        """Microbatches of one stage that the devices have computed so far."""
+        """Work of all devices so far, in microbatches of one stage."""
         return sum(device.busy_s * speed / SLOWEST_S for device, speed in self._devices)
 
 
 def run_of(scene: Scene, folder: Path) -> RunFile:
-    """A small model in as many stages, on text made in `folder`."""
+    """A run of a small model with the scene's stages, on text written to `folder`."""
     for number in range(4):
         text = bytes((7 * number + 13 * at * at + at // 3) % 251 or 251 for at in range(40_000))
         (folder / f"text{number}.txt").write_bytes(text)
@@ -252,7 +254,7 @@ def run_of(scene: Scene, folder: Path) -> RunFile:
 
 
 async def _measured(scene: Scene, folder: Path) -> dict[str, Measured]:
-    """All policies, one after the other among the same peers: what one learned, the next does not know."""
+    """Measure all policies, one after another with the same peers. Policies do not share what they learn."""
     one, found, first = Swarm(scene, folder), dict[str, Measured](), 0
     config = WorldConfig(net=NetConfig(window_bytes=WINDOW_BYTES))
     async with World(scene.seed, swarm(dht_config=QUIET), config).running() as world:
@@ -266,7 +268,7 @@ async def _measured(scene: Scene, folder: Path) -> dict[str, Measured]:
 
 
 async def _block(world: World, one: Swarm, first: int) -> Measured:
-    """The steps of one policy, that count from `first` on; peers leave meanwhile."""
+    """Measure one policy from step `first` on, while peers leave."""
     times, done, left = list[float](), list[float](), one.left
     async with trio.open_nursery() as nursery:
         for step in range(first, first + one.scene.steps + 1):
@@ -287,7 +289,7 @@ def measured(scene: Scene) -> dict[str, Measured]:
 
 
 def least_s(scene: Scene) -> float:
-    """Seconds of a step in which all devices compute all the time: what no route can fall below."""
+    """Seconds of a step in which all devices compute all the time, which is the lower bound for any routes."""
     each = scene.peers // scene.stages
     speeds = [sum(SPEEDS[(n + stage) % len(SPEEDS)] for n in range(each)) for stage in range(scene.stages)]
     return scene.microbatches * SLOWEST_S / min(speeds)

@@ -1,8 +1,8 @@
-"""One stream's rate, its CPU time, and small calls, beside plain trio TCP and Noise frames without a muxer.
+"""A stream's rate and CPU time, and small calls, compared with plain trio TCP and with Noise frames without a muxer.
 
-Two processes on loopback, 1 MiB writes, the same read size everywhere. The ways take turns in many short rounds and the
-median round counts, so that all of them meet the same weather on a busy machine: trust the ratios. CPU seconds are
-those of both processes. Calls are 100 bytes there and back.
+Two processes on loopback, with 1 MiB writes and the same read size for all. The candidates take turns in many short
+rounds, and the median round counts, so that other load on the machine affects all of them equally; the ratios are
+reliable. CPU seconds are those of both processes. Calls have 100 bytes there and back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from peerd.net.host.host import Host
 from peerd.service.rpc.rpc import Rpc
 
 WRITE_BYTES = 1 << 20
-BATCH_FRAMES = 17  # frames per send of the baseline: a whole write, which measured best
+BATCH_FRAMES = 17  # frames per send of the baseline: a whole write, which was the fastest
 IN_FLIGHT = 64
 LENGTH = struct.Struct(">H")
 
@@ -64,7 +64,7 @@ FULL = Sizes(rounds=60, bulk_bytes=128 << 20, calls=500, flood_s=1.0)
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """One transfer."""
+    """Result of one transfer."""
 
     mb_s: float
     cpu_s_per_gb: float  # both processes
@@ -72,7 +72,7 @@ class Bulk:
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """This process's ways to the other one."""
+    """This process' connections to the other one."""
 
     ports: dict[str, int]
     host: Host
@@ -80,7 +80,7 @@ class Near:
     peer: PeerId
 
 
-Transfer = Callable[[memoryview, int], Awaitable[float]]  # (data of one write, writes) -> CPU seconds over there
+Transfer = Callable[[memoryview, int], Awaitable[float]]  # (data of one write, writes) -> CPU seconds of the receiver
 
 
 async def timed(transfer: Transfer, data: memoryview, sizes: Sizes) -> Bulk:
@@ -101,7 +101,7 @@ async def raw_transfer(port: int, data: memoryview, writes: int) -> float:
 
 
 async def frame_transfer(port: int, data: memoryview, writes: int) -> float:
-    """Noise frames without muxer: encrypted into one buffer, which is sent whole."""
+    """Send Noise frames without a muxer, encrypted into one buffer per write."""
     cipher, count = CIPHER(KEY), 0
     out = memoryview(bytearray(BATCH_FRAMES * (2 + FRAME_BYTES)))
     most = FRAME_BYTES - TAG_BYTES
@@ -132,7 +132,7 @@ async def peerd_transfer(near: Near, data: memoryview, writes: int) -> float:
 
 # --- calls -----------------------------------------------------------------------------------------------------------
 async def median_ms(once: Callable[[], Awaitable[object]], count: int) -> float:
-    """Median of `count` calls, after a third as many that only warm up what the bulk transfer pushed out of caches."""
+    """Median of `count` calls. A third as many before are a warm-up, since the bulk transfer has emptied the caches."""
     for _ in range(count // 3):
         await once()
     took: list[float] = []
@@ -161,7 +161,7 @@ async def one_call(near: Near) -> None:
 
 
 async def one_stream(near: Near) -> None:
-    """Open a stream, 100 bytes, the same back, close: what a call costs without our call layer."""
+    """Open a stream, echo 100 bytes, and close it: a call without the RPC layer."""
     stream = await near.host.open_stream(near.peer, ECHO)
     await stream.send(bytes(CALL_BYTES))
     await stream.receive_exactly(CALL_BYTES)
@@ -169,7 +169,7 @@ async def one_stream(near: Near) -> None:
 
 
 async def flood_per_s(once: Callable[[], Awaitable[object]], seconds: float) -> float:
-    """Calls a second with IN_FLIGHT at once."""
+    """Calls per second with IN_FLIGHT concurrent calls."""
     done = 0
 
     async def again_and_again() -> None:
@@ -189,7 +189,7 @@ async def flood_per_s(once: Callable[[], Awaitable[object]], seconds: float) -> 
 # --- the run ---------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class Rounds:
-    """Results of the rounds."""
+    """Results of all rounds."""
 
     raw: list[Bulk]
     frames: list[Bulk]

@@ -1,9 +1,9 @@
-"""Peers of unequal speed in a pipeline: what they do together, over the sum of what each could do.
+"""Peers of unequal speed in a pipeline: their common rate, relative to the sum of their possible rates.
 
-Three stages of two peers each, one trainer, in virtual time; the middle stage limits all. `device`: one of its peers is
-four times slower; `line`: the line of one is, and what it carries takes longer than computing; `both`: one of each.
-Beside the full pipeline's rate the whole step's, from its first microbatch to its last: the stage's peers should end
-together.
+Three stages of two peers each and one trainer, in virtual time; the middle stage limits the rate. `device`: one of its
+peers has a four times slower device; `line`: one has a four times slower line, whose transfers take longer than
+computing; `both`: one of each. Also reports the rate of a whole step, from its first to its last microbatch, which is
+lower if the stage's peers do not finish together.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS: Final[dict[str, tuple[tuple[float, float], tuple[float, float]]]] = {  # 
 
 @dataclass(frozen=True, slots=True)
 class Unequal:
-    """One kind of inequality, and its rates in microbatches a second. `whole`: of a step with its begin and end."""
+    """Rates in microbatches per second: of the full pipeline, of a whole step, and the possible one."""
 
     rate: float
     whole: float
@@ -50,7 +50,7 @@ class Unequal:
 
 
 def possible(kind: str) -> float:
-    """The sum of what the middle stage's peers can do: each as its device or its line allows."""
+    """Sum of the possible rates of the middle stage's peers, each limited by its device or line."""
     return sum(1.0 / max(device * DEVICE_S, line * LINE_S) for device, line in KINDS[kind])
 
 
@@ -84,7 +84,7 @@ async def _measured(kind: str, folder: Path) -> Unequal:
 
 
 def _rate(earlier: tuple[float, int], later: tuple[float, int]) -> float:
-    """Microbatches a second between two moments; each with how many were done by then."""
+    """Microbatches per second between two marks of time and microbatches done."""
     return (later[1] - earlier[1]) / (later[0] - earlier[0])
 
 

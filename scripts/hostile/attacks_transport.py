@@ -12,12 +12,12 @@ from peerd.core.errors import PeerdError
 from peerd.core.ids import Key
 from peerd.core.limits import HELD_PIECES
 from peerd.core.messages.encoding import encode
-from peerd.core.messages.network import NetworkMapAsk
-from peerd.core.messages.run_link import RunFileAsked
+from peerd.core.messages.network import NetworkMapRequest
+from peerd.core.messages.run_link import RunFileRequest
 from peerd.core.messages.state import StateRequest
 from peerd.core.messages.swarm import StageBackward
 from peerd.machine.mux.striping import PLACED, PLACED_HEADER
-from peerd.machine.rpc.codec import REQUEST, encode_call
+from peerd.machine.rpc.message_codec import REQUEST, encode_call
 from peerd.service.dht.codec import FindMessage, PingMessage
 from scripts.hostile.field import Field
 from scripts.hostile.session import DATA, FIN, RST, SYN, WINDOW, Session, frame, opening, session
@@ -147,8 +147,8 @@ async def h5_method_places(there: Field) -> None:
     asks = [
         ("/peerd/state/1", b"manifest", encode(StateRequest(there.fingerprint, stage))),
         ("/peerd/kept/1", b"manifest", encode(StateRequest(there.fingerprint, stage))),
-        ("/peerd/network/1", b"map", encode(NetworkMapAsk(there.fingerprint))),
-        ("/peerd/run/1", b"file", encode(RunFileAsked(there.run.run))),
+        ("/peerd/network/1", b"map", encode(NetworkMapRequest(there.fingerprint))),
+        ("/peerd/run/1", b"file", encode(RunFileRequest(there.run.run))),
     ]
 
     async def hold() -> None:

@@ -13,7 +13,7 @@ from peerd.machine.mux.frames import ACK, DATA, FIN, HEADER, PING, RST, SYN, WIN
 from peerd.machine.secure.multistream import HEADER as MULTISTREAM
 from peerd.machine.secure.multistream import encode_line
 from peerd.machine.secure.noise import PLAIN_BYTES, SEALED_BYTES, Secrets
-from peerd.net.link.upgrade import Secured, upgrade
+from peerd.net.link.upgrade import UpgradedLink, upgrade
 from scripts.hostile.field import Field, OwnAddress
 
 
@@ -30,7 +30,7 @@ def opening(stream: int, protocol: str, data: bytes = b"") -> bytes:
 class Session:
     """One encrypted connection. Frames go out as they are given; pings of the other side are answered."""
 
-    def __init__(self, secured: Secured) -> None:
+    def __init__(self, secured: UpgradedLink) -> None:
         self._secured = secured
         self._buffer = memoryview(bytearray(SEALED_BYTES))
         self._sending = trio.Lock()

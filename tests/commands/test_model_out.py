@@ -14,7 +14,7 @@ import yaml
 
 from peerd.cli import invoke
 from peerd.commands import generate as generate_module
-from peerd.compute.export.export import ExportWish, export
+from peerd.compute.export.export import ExportRequest, export
 from tests.kit.exporting import make_run, save, save_all, stages_of
 
 Out = pytest.CaptureFixture[str]
@@ -28,7 +28,7 @@ def peers(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(peers: Path) -> Path:
-    export(ExportWish(root=peers, out=peers.parent / "out"))
+    export(ExportRequest(root=peers, out=peers.parent / "out"))
     return peers.parent / "out"
 
 
@@ -93,7 +93,7 @@ def test_generate_prints_prompt_and_text_and_the_same_for_the_same_seed(folder: 
     assert invoke([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["prompt"], found["tokens"], found["seed"]) == ("ab", 40, 3)
-    assert found["note"] == "the text outgrows the context: from there on the model sees the last 6 to 12 tokens"
+    assert found["note"] == "the text exceeds the context: from there on the model sees the last 6 to 12 tokens"
     assert invoke(command) == 0
     shown = capsys.readouterr()
     assert shown.err == f"peerd: {found['note']}\n"
@@ -138,7 +138,7 @@ def test_evaluate_prints_loss_and_perplexity(folder: Path, tmp_path: Path, capsy
     ("words", "told"),
     [
         ("generate --from nowhere x", "nowhere: there is no such folder"),
-        ("generate --from . x", ". is no exported model: it has no config.json"),
+        ("generate --from . x", ". is not an exported model: it has no config.json"),
         ("generate --from out x --temperature 0.0001", "--temperature 0.0001; allowed: 0, or 0.001 to 100"),
         ("generate --from out x --device gpu", "--device 'gpu' is unknown; allowed: cpu, cuda, cuda:N, mps"),
         ("generate --from out x --device mps", "device mps is not available"),
@@ -147,14 +147,14 @@ def test_evaluate_prints_loss_and_perplexity(folder: Path, tmp_path: Path, capsy
         ("evaluate --from out nowhere.txt", "nowhere.txt: there is no such file"),
         ("evaluate --from out peers", "peers: is a folder; give one file"),
         ("evaluate --from out empty.txt", "empty.txt has 0 bytes of text: too little"),
-        ("evaluate --from peers empty.txt", "peers is no exported model"),
+        ("evaluate --from peers empty.txt", "peers is not an exported model"),
         ("export nowhere --out new", "nowhere: there is no such folder"),
-        ("export out --out new", "out holds no checkpoint"),
-        ("export peers --out peers", "--out peers holds something else (peer-0)"),
+        ("export out --out new", "out contains no checkpoint"),
+        ("export peers --out peers", "--out peers contains something else (peer-0)"),
         ("export peers --out empty.txt", "--out empty.txt: Not a directory"),
         ("export peers --out .", "is the folder that you are in"),
         ("export peers --out new --step 4", "steps that all have: 3, 5"),
-        ("export peers --out new --run other", "holds no checkpoint of run 'other', but out"),
+        ("export peers --out new --run other", "contains no checkpoint of run 'other', but of out"),
     ],
 )
 def test_each_mistake_is_one_sentence(

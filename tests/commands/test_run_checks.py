@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peerd.commands.doctor.finding import CheckResult, CheckVerdict
+from peerd.commands.doctor.check_result import CheckResult, CheckVerdict
 from peerd.commands.doctor.run_checks import RunNeeds, precision_checks, run_checks
 from peerd.compute.file_index import INDEX_NAME, make_index
 from peerd.compute.model.footprint import footprint, measured_footprint, refuse_if_too_large
@@ -95,12 +95,12 @@ def test_microbatches_under_way_and_the_trunks_copies_for_them_are_a_part_of_the
     many: dict[str, Any] = {"experts": {"grid": [2, 2]}, "optimizer": {"trunk": "asynchronous"}}
     told = found(run(many), tmp_path, "trainer")["memory"]
     assert told.verdict == "ok"
-    assert " and 64 microbatches under way and 33 copies of earlier parameters (" in told.found
+    assert " and 64 microbatches in flight and 33 copies of earlier parameters (" in told.found
     more = found(run(many | {"limits": {"microbatches_in_flight": 4096, "memory_gb": 3}}), tmp_path, "trainer")[
         "memory"
     ]
     assert more.verdict == "warn"
-    assert more.found.startswith("with 4096 microbatches under way and 33 copies of earlier parameters, stage 0 (")
+    assert more.found.startswith("with 4096 microbatches in flight and 33 copies of earlier parameters, stage 0 (")
     assert "limits.memory_gb allows 3.0 GB" in more.found
     assert more.advice.endswith("limits.microbatches_in_flight less than 4096")
     few = found(run(many | {"limits": {"microbatches_in_flight": 4, "memory_gb": 3}}), tmp_path, "trainer")["memory"]
@@ -111,8 +111,8 @@ def test_a_limit_of_memory_takes_disk_for_one_more_copy_of_the_state(tmp_path: P
     each = footprint(run(), 0).checkpoint_bytes / 1e6
     plain = found(run(), tmp_path, "stage")["room for checkpoints"]
     limited = found(run({"limits": {"memory_gb": 100}}), tmp_path, "stage")["room for checkpoints"]
-    assert plain.found.startswith("3 checkpoints and one that is written take ")
-    assert limited.found.startswith("3 checkpoints, one that is written and a copy for it take ")
+    assert plain.found.startswith("3 checkpoints and one being written take ")
+    assert limited.found.startswith("3 checkpoints, one being written and a copy of its state take ")
     assert [sizes_in(one.found)[0] for one in (plain, limited)] == pytest.approx([4 * each, 5 * each], abs=0.1)
 
 
@@ -162,6 +162,6 @@ def test_held_out_text_at_the_ends_of_remote_files_is_not_fetched_for_a_check(
     (folder / INDEX_NAME).write_bytes(make_index(folder))
     with serving(folder) as web:
         told = found(run({"data": {"path": web.url()}}), tmp_path, "trainer")
-    assert told["text"].found.endswith("1 files, samples come out")
+    assert told["text"].found.endswith("1 files, samples can be read")
     assert told["text to validate"].verdict == CheckVerdict.OK
-    assert told["text to validate"].found.endswith("at the ends of 1 files, which are not fetched for this")
+    assert told["text to validate"].found.endswith("at the ends of 1 files, which this check does not fetch")

@@ -60,7 +60,7 @@ def test_a_bound_of_disk_holds_for_all_stages_and_spares_the_newest(tmp_path: Pa
     assert first.steps() == list(range(20 - most, 20))
     assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) <= 8 * one + 8192
     small = Checkpoints(tmp_path / "stage-1", 10, b"run", 1, most_bytes=one)
-    with pytest.raises(ConfigError, match=r"limits\.disk_gb \(--disk-gb\) allows .* remove folders of stages"):
+    with pytest.raises(ConfigError, match=r"limits\.disk_gb \(--disk-gb\) allows .* delete folders of stages"):
         small.save(1, state())
     with pytest.raises(ConfigError, match=r"limits\.disk_gb"):
         Checkpoints(tmp_path / "stage-0", 10, b"run", 0, most_bytes=one).save(20, state())

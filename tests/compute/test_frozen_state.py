@@ -14,7 +14,7 @@ from peerd.compute.changes import Changes
 from peerd.compute.checkpoint import Checkpoints
 from peerd.compute.frozen_state import PIECE_BYTES, FrozenState, write_state
 from peerd.compute.tensors import TORCH_DTYPES, state_digest
-from peerd.core.errors import GivenUp, NoMemory
+from peerd.core.errors import NoMemory, WorkCancelled
 
 
 def live() -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ def test_a_change_goes_on_without_memory_for_the_copy_and_the_reader_is_told(mon
 
 
 class CountingRoom:
-    """Room of so many bytes, which counts those that were read or written."""
+    """Room in memory for `size` bytes that counts the bytes read or written."""
 
     def __init__(self, size: int) -> None:
         self.row, self.used_bytes = memoryview(bytearray(size)), 0
@@ -145,7 +145,7 @@ def test_what_is_left_goes_into_the_room_that_is_made_for_it(
     assert found == expected
     (room,) = rooms
     assert len(room.row) <= sum(map(len, expected.values()))
-    assert room.used_bytes == len(room.row) + left  # all that was copied, and all that was read of it
+    assert room.used_bytes == len(room.row) + left  # bytes copied into it, and bytes read from it
 
 
 def test_a_change_goes_on_without_room_for_the_copy_and_the_reader_is_told_why() -> None:
@@ -199,10 +199,10 @@ def test_a_state_that_is_given_up_ends_its_reader_and_leaves_no_file(tmp_path: P
     pieces = frozen.pieces()
     next(pieces)
     frozen.give_up()
-    with pytest.raises(GivenUp, match="nobody waits"):
+    with pytest.raises(WorkCancelled, match="no longer needed"):
         next(pieces)
     with changes.one():  # has nothing to copy
         pass
-    with pytest.raises(GivenUp):
+    with pytest.raises(WorkCancelled):
         checkpoints.save(3, frozen)
     assert list(tmp_path.iterdir()) == []

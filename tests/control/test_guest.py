@@ -33,7 +33,7 @@ def test_a_flag_wins_over_the_run_file_and_the_rest_of_the_file_stays() -> None:
         ("--threads=-2", "--threads is -2; allowed: 0 (no limit) to 1024"),
         ("--nice=20", "--nice is 20; allowed: 0 (as other programs) to 19 (after all others)"),
         ("--memory-gb=-0.5", "--memory-gb is -0.5; allowed: 0 (no limit) to 1000000"),
-        ("--hours=22-08", "--hours has '22-08', which is no window of the day; allowed: HH:MM-HH:MM, such as 22:00-"),
+        ("--hours=22-08", "--hours has '22-08', which is not a window of the day; allowed: HH:MM-HH:MM, such as"),
     ],
 )
 def test_a_flag_that_makes_no_sense_is_one_message_and_exit_code_2(
@@ -53,7 +53,7 @@ def test_the_run_file_has_the_same_keys_and_the_same_ranges(tmp_path: Path) -> N
     file.write_text("run: r\nlimits: {threads: -1, nice: 20, memory_gb: -1, hours: never}\n")
     with pytest.raises(ConfigError, match="4 mistakes") as error:
         load_run(file)
-    assert "line 2: limits.hours has 'never', which is no window of the day" in str(error.value)
+    assert "line 2: limits.hours has 'never', which is not a window of the day" in str(error.value)
 
 
 def test_a_guest_is_nice_by_default_and_a_backbone_is_not() -> None:
@@ -63,7 +63,7 @@ def test_a_guest_is_nice_by_default_and_a_backbone_is_not() -> None:
 
 
 def test_a_backbone_has_no_hours() -> None:
-    with pytest.raises(ConfigError, match=r"hours 22:00-08:00 are given, but a backbone has to stay"):
+    with pytest.raises(ConfigError, match=r"hours 22:00-08:00 are set, but a backbone must always run"):
         settled(LimitsSection(hours="22:00-08:00"), ["backbone"])
 
 

@@ -32,9 +32,9 @@ def test_of_several_windows_any_is_open_and_the_next_to_open_is_told() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("22-08", "'22-08', which is no window of the day; allowed: HH:MM-HH:MM"),
+        ("22-08", "'22-08', which is not a window of the day; allowed: HH:MM-HH:MM"),
         ("22:00-8am", "no window"),
-        ("25:00-08:00", "'25:00-08:00', which no clock shows"),
+        ("25:00-08:00", "'25:00-08:00', which is not a time of day"),
         ("22:60-08:00", "no clock"),
         ("22:00-24:01", "no clock"),
         ("08:00-08:00", "begins where it ends"),

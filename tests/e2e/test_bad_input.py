@@ -75,7 +75,7 @@ CASES = [
     # The command line.
     Case("no such command", "jion", 2, ("No such command 'jion'",)),
     Case("no such flag", "join --role stage --rolle x", 2, ("No such option",)),
-    Case("no role", "join", 2, ("say what to join: a line such as peerd://HOST:PORT/PEER/RUN, or --role ROLE",)),
+    Case("no role", "join", 2, ("nothing to join; pass a line like peerd://HOST:PORT/PEER/RUN, or --role ROLE",)),
     Case("steps below one", "demo --steps 0", 2, ("--steps",)),
     Case("a word for a number", "join --role stage --seed many", 2, ("--seed",)),
     Case("unknown role", "join --role stagee", 2, ("role 'stagee' is unknown; did you mean stage?",)),
@@ -112,13 +112,15 @@ CASES = [
     # Access by tokens.
     yaml_case("tokens of nobody", "run: tiny\naccess: {allow: tokens}\n", "line 2: access.organizer is empty; with"),
     yaml_case("a token for everyone", "run: tiny\naccess: {token: x}\n", "access.token has no meaning without allow"),
-    token_case("no token", None, "run tiny takes members by token, and there is none in {tmp}/data/access.token; ask"),
-    token_case("not a token", "hello", "{tmp}/data/access.token holds no token: a text that does not begin with"),
-    token_case("half a token", TOKEN[:120], "{tmp}/data/access.token holds no token", "copy it again, in one piece"),
+    token_case("no token", None, "run tiny admits members by token, and there is none in {tmp}/data/access.token; ask"),
+    token_case("not a token", "hello", "{tmp}/data/access.token has no valid token: a text that does not begin with"),
+    token_case("half a token", TOKEN[:120], "{tmp}/data/access.token has no valid token", "copy the whole text again"),
     token_case("another's token", TOKEN, "the token shown is that of peer …4kx6nXTN; ask the organizer ("),
     Case("token for nobody", "token issue --run tiny --peer me", 2, ("--peer 'me' is not a peer id",)),
-    Case("token without roles", f"token issue --run tiny --peer {PEER} --roles ,", 2, ("--roles: '' is no role",)),
-    Case("token with a wrong role", f"token issue --run tiny --peer {PEER} --roles A", 2, ("--roles: 'A' is no role",)),
+    Case("token without roles", f"token issue --run tiny --peer {PEER} --roles ,", 2, ("--roles: '' is not a role",)),
+    Case(
+        "token with a wrong role", f"token issue --run tiny --peer {PEER} --roles A", 2, ("--roles: 'A' is not a role",)
+    ),
     Case("token for no time", f"token issue --run tiny --peer {PEER} --days 0", 2, ("--days",)),
     Case("token of no run", f"token issue --run {'x' * 65} --peer {PEER}", 2, ("--run: allowed are 1 to 64",)),
     Case("no such token", "token revoke 12ab", 2, ("'12ab': there is no such token in", "peerd token list")),
@@ -126,9 +128,9 @@ CASES = [
     yaml_case("no tokenizer", GOOD.replace("{", "{vocab: no.json, "), "model.vocab: there is no file no.json here"),
     text_case("no text", None, "data.path {tmp}/a.txt: no file matches (looked from "),
     text_case("text of 5 bytes", "12345", "data.path: {tmp}/a.txt has 5 bytes to train with in 1 files; one sample of"),
-    code_case("a wrong layer", "8, 16), nn.Linear(16, 256", "1 (Linear) got [2, 16, 8] float32 and gave [2, 16, 16"),
+    code_case("a wrong layer", "8, 16), nn.Linear(16, 256", "1 (Linear) got [2, 16, 8] float32 and returned [2, "),
     code_case("a layer that fails", "9, 8), nn.Linear(8, 256", "1 (Linear) got [2, 16, 8] float32 and failed: Run"),
-    code_case("scores of no vocabulary", "8, 8), nn.Linear(8, 9", "gave [2, 16, 9] float32; expected [2, 16, 256]"),
+    code_case("scores of no vocabulary", "8, 8), nn.Linear(8, 9", "returned [2, 16, 9] float32; expected [2, 16, 256]"),
     code_case("code that cannot be read", "8, 8)), nn.Linear(8, 256", "{tmp}/mine.py", "mine.py, line 5: closing"),
     # This machine.
     Case("port in use", "backbone --listen /ip4/127.0.0.1/tcp/{port}", 2, ("/tcp/{port}: address already in use",)),
@@ -141,7 +143,9 @@ CASES = [
     Case("data that is not there", "demo --data {tmp}/no", 2, ("--data {tmp}/no: there is no such file or folder",)),
     # Bootstraps, asked by doctor: what is wrong, and what to do.
     Case("doctor: refused", "doctor --listen {here} --bootstrap {no}", 1, ("refused", "is the backbone running")),
-    Case("doctor: not libp2p", "doctor --listen {here} --bootstrap /ip4/127.0.0.1/tcp/{mute}", 1, ("no libp2p peer",)),
+    Case(
+        "doctor: not libp2p", "doctor --listen {here} --bootstrap /ip4/127.0.0.1/tcp/{mute}", 1, ("not a peerd daemon",)
+    ),
     Case("doctor: port in use", "doctor --listen /ip4/127.0.0.1/tcp/{port}", 1, ("address already in use",)),
     Case("doctor: wrong address", "doctor --bootstrap nowhere", 2, ("'nowhere' is not an address",)),
 ]
@@ -251,7 +255,7 @@ def test_a_peer_that_reaches_nobody_waits_says_what_it_tried_and_begins_when_tol
         assert "reached none of the 3 bootstrap addresses: " in line
         assert f"{closed}: connection refused; " in line
         assert f"{page}: answers, but is no peerd peer; " in line
-        assert f"{wrong}: another peer answers there: …{right[-8:]}, not …{PEER[-8:]}; trying again;" in line
+        assert f"{wrong}: another peer answers there: …{right[-8:]}, not …{PEER[-8:]}; retrying;" in line
         assert line.endswith('give --alone to begin without"')
         assert lost.status()["roles"][0]["waits_for"].startswith("reached none of the 3 bootstrap addresses")
         assert "role.started" not in lost.said
@@ -279,7 +283,7 @@ def test_doctor_tells_a_healthy_bootstrap_from_one_with_another_identity(
         told = capsys.readouterr().out
         assert "another peer answers there: ask the organizer for the new join line" in told
         assert invoke(["doctor", *options, bare, "--json"]) == 0
-        assert "the address does not say which peer it is" in capsys.readouterr().out
+        assert "the address has no peer id" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -292,7 +296,7 @@ def test_a_peer_whose_run_file_differs_is_told_which_key(tmp_path: Path) -> None
         other = run_file(tmp_path, "optimizer: {lr: 0.5}\n", "other.yaml")
         second = started.join("second", "trainer", other, addr)
         assert second.popen.wait(200) == 2, second.said
-        assert "run 'e2e' is on its way with other settings: optimizer.lr is 0.5 here and 0.001 there" in second.said
+        assert "run 'e2e' is running with other settings: optimizer.lr is 0.5 here and 0.001 there" in second.said
         assert "Traceback" not in second.said
         assert first.popen.poll() is None
 

@@ -113,7 +113,7 @@ def test_ctrl_c_stops_every_process_of_the_demo(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0
-    assert f"stopped; what there is lies in {tmp_path / 'd'}" in err
+    assert f"stopped; the data so far is in {tmp_path / 'd'}" in err
     assert processes_of(tmp_path) == []
 
 

@@ -17,7 +17,7 @@ from tests.worlds.processes.processes import Process, processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 BYTES = 16 << 20
-SAID = "peerd: the disk is full: %s can't be written; make room in the data directory, or give another --data-dir\n"
+SAID = "peerd: the disk is full: %s can't be written; make room in the data directory, or choose another --data-dir\n"
 
 
 @contextlib.contextmanager

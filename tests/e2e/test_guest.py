@@ -106,7 +106,7 @@ def test_a_replica_whose_samples_need_more_memory_than_it_may_take_ends_with_one
         replica = started.start("replica", "join", "--role", "trainer", *options)
         assert replica.popen.wait(200) == 2
         assert "peerd: this process holds " in replica.said.splitlines()[-1]
-        assert "and limits.memory_gb (--memory-gb) allows 0.5; allow more, or give it less" in replica.said
+        assert "and limits.memory_gb (--memory-gb) allows 0.5; allow more, or reduce its work" in replica.said
 
 
 def test_a_guest_outside_its_hours_rests_and_ends_at_once(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_guest_outside_its_hours_rests_and_ends_at_once(tmp_path: Path) -> Non
         guest.wait_for(f"rests until {begin:02}:00 (limits.hours {hours}); Ctrl+C ends it")
         guest.wait_until(lambda: bool(guest.status()), "it answers no status")
         (role,) = guest.status()["roles"]
-        assert (role["state"], role["waits_for"]) == ("resting", f"{begin:02}:00: it rests until then (limits.hours)")
+        assert (role["state"], role["waits_for"]) == ("resting", f"{begin:02}:00, when its hours begin (limits.hours)")
         code, took_s = guest.end(signal.SIGINT)
         assert code == 0
         assert took_s < 3

@@ -13,7 +13,7 @@ import trio
 
 from peerd.core.addr import parse_addr, tcp_place
 from peerd.core.keys import Keypair
-from peerd.core.messages.run_link import JoinLink, RunFileTold
+from peerd.core.messages.run_link import JoinLink, RunFileAnswer
 from peerd.core.messages.token import Token, seal, to_text
 from peerd.net.clock import RealClock
 from peerd.net.tcp.tcp_transport import TcpTransport
@@ -36,7 +36,7 @@ def backbone(text: bytes) -> Iterator[str]:
         stack = peer_stack(STRANGER, RealClock(), [TcpTransport()])
         async with trio.open_nursery() as nursery:
             await nursery.start(functools.partial(stack.run, [parse_addr(LISTEN)]))
-            RunOffer(stack.rpc, "r", lambda: RunFileTold(text, b"")).open()
+            RunOffer(stack.rpc, "r", lambda: RunFileAnswer(text, b"")).open()
             place = next(place for addr in stack.host.addrs() if (place := tcp_place(addr)) is not None)
             lines.append(JoinLink(place.host, place.port, STRANGER.peer_id, "r").text)
             token.append(trio.lowlevel.current_trio_token())
@@ -102,5 +102,5 @@ def test_a_stripped_signature_is_refused_with_a_token(tmp_path: Path) -> None:
         guest = started.start("guest", "join", line, "--yes", "--token", shown, "--listen", LISTEN)
         guest.wait_until(lambda: guest.popen.poll() is not None, "it joined", 60)
         assert guest.popen.poll() == 2
-    assert "access.organizer is missing, and nobody signed the run file; allowed with a token" in guest.said
+    assert "access.organizer is missing, and the run file is not signed; allowed with a token" in guest.said
     assert not list(tmp_path.rglob("run.yaml"))

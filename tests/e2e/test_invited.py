@@ -51,11 +51,11 @@ def test_invited_peers_train_while_others_are_refused_and_a_revoked_one_is_dropp
         cleo = started.join("cleo", "trainer", file, addr)
         reaches(cleo, 2)
         assert invoke(["doctor", "--data-dir", str(tmp_path / "doctor"), "--bootstrap", addr]) == 0
-        assert "that peer is of a run with tokens" in capsys.readouterr().out
+        assert "the peer belongs to a run with tokens" in capsys.readouterr().out
 
         none = started.join("none", "stage", file, addr)
         assert none.popen.wait(200) == 2
-        assert "run e2e takes members by token, and there is none in" in none.said
+        assert "run e2e admits members by token, and there is none in" in none.said
         (home.make_private_dir(tmp_path / "thief") / "access.token").write_bytes(
             (tmp_path / "ann" / "access.token").read_bytes()
         )

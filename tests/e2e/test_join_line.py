@@ -40,7 +40,7 @@ def test_a_volunteer_pastes_the_line_and_trains(tmp_path: Path) -> None:
         assert "add --yes" in guest.said
         guest = started.start("guest", *line_of(backbone), "--yes", "--listen", LISTEN)
         guest.wait_until(lambda: int(guest.role().get("step") or 0) >= 2, "it never trained", 90)
-        assert "joins as trainer, which this run needs" in guest.said
+        assert "joining as trainer, which this run needs" in guest.said
         assert guest.status()["limits"]["upload_mbit"] is None
         assert guest.end()[0] == 0
         again = started.start("guest", *line_of(backbone), "--listen", LISTEN)  # agreed to already

@@ -47,7 +47,7 @@ with opt:
 
 
 class Loop:
-    """A process with a loop of its own, which ends by itself after `steps` only."""
+    """A process that runs an own loop. The loop ends by itself only after `steps`, if they are given."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         paths = {"PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
@@ -108,7 +108,7 @@ def test_a_helper_sums_for_own_loops_and_the_result_is_that_of_one_process(
         link = first.opt.join_line.split()[-1]
         helper = started.start("helper", "join", link, "--yes", "--listen", LISTEN, "--upload-mbit", "100")
         helper.wait_until(lambda: helper.role().get("state") == "running", "it never helped")
-        assert "joins as aux, which this run needs" in helper.said
+        assert "joining as aux, which this run needs" in helper.said
         second = User(2, make, books, bootstrap=first.address(), **slow)
         check(books, [first, second], make)
         rounds = helper.role()["averaging"]["rounds"]

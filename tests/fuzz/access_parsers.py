@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peerd.core.limits import REVOKED_TOKENS
 from peerd.core.messages.token import Revoked, Token, fault, from_text, seal, signed_by, to_text, unseal
-from peerd.machine.access.members import MemberRoll
+from peerd.machine.access.members import RunMembers
 from tests.fuzz.parsers import KEYS, OTHER, PARSERS, Corpus, parser
 
 __all__ = ["PARSERS"]
@@ -42,7 +42,7 @@ def _shown_tokens() -> Corpus:
 
 @parser("tokens shown to a roll", _shown_tokens, share=0.3)
 def _shown(data: bytes) -> None:
-    roll = MemberRoll("tiny", KEYS.peer_id, 2)
+    roll = RunMembers("tiny", KEYS.peer_id, 2)
     if data[:1] < b"\2":
         why = roll.admit(OTHER.peer_id, data[1:], 1.8e9)
         assert why is None or (why.isprintable() and len(why) <= 200)

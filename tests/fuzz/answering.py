@@ -15,8 +15,8 @@ import trio
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import decode_header
 from peerd.machine.mux.frames import DATA, HEADER, WINDOW
-from peerd.machine.mux.session import Yamux
-from peerd.machine.rpc import codec as wire
+from peerd.machine.mux.session import YamuxSession
+from peerd.machine.rpc import message_codec as wire
 from peerd.machine.secure.multistream import HEADER as HELLO
 from tests.fuzz.bodies import Bodies, Pool
 from tests.fuzz.calls import Good, data_frames
@@ -66,7 +66,7 @@ class Answering(Hostile):
         self.ended = not data
         return data
 
-    async def _take(self, data: bytes, mux: Yamux | None) -> None:
+    async def _take(self, data: bytes, mux: YamuxSession | None) -> None:
         """Answer what came, and tell `mux` of it where somebody waits for something there."""
         assert self.secured is not None
         for plain in self.secured.session.opener.each(data):

@@ -14,8 +14,8 @@ import msgspec
 
 from peerd.core.frame import TensorFrame
 from peerd.machine.mux.frames import DATA, FIN, RST, SYN, WINDOW
-from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.accounting import method_name
+from peerd.machine.rpc import message_codec as wire
+from peerd.machine.rpc.method_load import method_name
 from peerd.machine.secure.multistream import HEADER as HELLO
 from peerd.machine.secure.multistream import encode_line
 from tests.fuzz.bodies import Bodies, Pool

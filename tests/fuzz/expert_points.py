@@ -16,6 +16,7 @@ from peerd.core.messages.encoding import Empty, decode, encode
 from peerd.core.messages.experts import (
     Announced,
     Backward,
+    CheckpointRef,
     Forward,
     Gradient,
     HolderOffer,
@@ -24,9 +25,8 @@ from peerd.core.messages.experts import (
     KeptExperts,
     Name,
     PieceWanted,
-    Pointer,
-    TakenOver,
-    TakeOver,
+    TransferAnswer,
+    TransferRequest,
     state_root,
 )
 from peerd.service.dht import codec as dht
@@ -48,12 +48,12 @@ LASTS_S = 3000.0  # of records: no session lives longer in one scene
 STATES = [bytes([number]) * size for number, size in enumerate((300, 301, (1 << 20) + 7))]  # of no expert
 
 
-def _pointer(uid: Uid = A, generation: int = 0, version: int = 3, data: bytes = STATES[0]) -> Pointer:
+def _pointer(uid: Uid = A, generation: int = 0, version: int = 3, data: bytes = STATES[0]) -> CheckpointRef:
     owner, root = WHO.identity.peer_id.public_key, state_root(digests_of(data))
-    return Pointer(MARK, Name.of(uid), generation, version, root, len(data), owner).signed(WHO.identity)
+    return CheckpointRef(MARK, Name.of(uid), generation, version, root, len(data), owner).signed(WHO.identity)
 
 
-def _after(former: Pointer, version: int = 4, **facts: Any) -> Pointer:
+def _after(former: CheckpointRef, version: int = 4, **facts: Any) -> CheckpointRef:
     """A pointer of the next generation, which goes on from another one or says so."""
     facts = {"former": former.as_former(), "began": former.version, "version": version} | facts
     made = _pointer(former.expert.uid, former.generation + 1)
@@ -85,9 +85,9 @@ VAULT = [
     Good("vault/2/get", PieceWanted(_pointer().digest, -1)),
 ]
 SHARING = [
-    Good("sharing/2/take", TakeOver(_pointer(), 900, 0.001)),
-    Good("sharing/2/take", TakeOver(_pointer(A, 1 << 52, 1 << 52, STATES[1]), 2, 0.0, leaves=True)),
-    Good("sharing/2/take", TakeOver(_pointer(B, 6, 9, STATES[2]), 1 << 30, 1e6)),
+    Good("sharing/2/take", TransferRequest(_pointer(), 900, 0.001)),
+    Good("sharing/2/take", TransferRequest(_pointer(A, 1 << 52, 1 << 52, STATES[1]), 2, 0.0, leaves=True)),
+    Good("sharing/2/take", TransferRequest(_pointer(B, 6, 9, STATES[2]), 1 << 30, 1e6)),
 ]
 _ROOM = HolderOffer(
     1 << 40, adopts=True, addrs=[ADDR], taking=[Name.of(A), Name.of(B)], hosted=0, places=1 << 30, sample_s=1e-9
@@ -157,7 +157,7 @@ POOL = Pool(
 STRANGE = [
     *(Good("dht/4/store", dht.StoreMessage([record], None)) for record in _STRANGERS),
     *(Good("vault/2/keep", Keep(pointer)) for chain in _CHAINS for pointer in chain),
-    *(Good("sharing/2/take", TakeOver(chain[0], 900, 0.001)) for chain in _CHAINS),
+    *(Good("sharing/2/take", TransferRequest(chain[0], 900, 0.001)) for chain in _CHAINS),
 ]
 REPLIES = [Kept(held=True), Kept(held=False), Empty()]
 
@@ -176,7 +176,7 @@ def _piece(body: bytes) -> list[Good]:
 _ANSWERS: dict[str, Answers] = {
     "vault/2/keep": [Good("vault/2/keep", Kept(held=True)), Good("vault/2/keep", Kept(held=False))],
     "vault/2/get": _piece,
-    "sharing/2/take": [Good("sharing/2/take", TakenOver(generation)) for generation in (0, 1, 7, (1 << 53) - 1)],
+    "sharing/2/take": [Good("sharing/2/take", TransferAnswer(generation)) for generation in (0, 1, 7, (1 << 53) - 1)],
     "dht/4/get": [Good("dht/4/get", dht.RecordsMessage([[record]], [], None)) for record in _RECORDS],
     "dht/4/ping": [Good("dht/4/ping", goods.DHT_REPLIES[0])],
     "dht/4/find": [Good("dht/4/find", goods.DHT_REPLIES[1])],

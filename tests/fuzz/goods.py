@@ -13,7 +13,7 @@ from peerd.compute.model.served_stage import ServedStage
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key
 from peerd.core.messages.encoding import Empty, encode
-from peerd.core.messages.network import MappedPair, NetworkMapAsk, NetworkPart, NetworkReport, PairFigures
+from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
 from peerd.core.messages.progress import StageProgress, TrainerProgress, progress_key, stage_key
 from peerd.core.messages.proof import grant
 from peerd.core.messages.state import (
@@ -212,8 +212,8 @@ REPLIES = [
 ]
 NETWORK = [
     Good("network/1/report", NetworkReport(MARK, [PairFigures(HOST.text, 0.02, 1e6, 2e6, 5.0, 9.0, True, True)])),
-    Good("network/1/map", NetworkMapAsk(MARK)),
-    Good("network/1/map", NetworkMapAsk(MARK, HOST.text, MATE.text)),
+    Good("network/1/map", NetworkMapRequest(MARK)),
+    Good("network/1/map", NetworkMapRequest(MARK, HOST.text, MATE.text)),
 ]
 SWARM = [MEMBER, HELPER, OF_STAGE_1, TRAINER, DONE, LEAVE, LIST_MEMBERS, WHO_CONDUCTS, WHICH_POSTS, *NETWORK]
 # Calls with many rows, and with rows that are too long: good ones but for that.

@@ -11,7 +11,7 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import decode
-from peerd.core.messages.handover import Broken, CarryOn, Hop, Pass, Passed, Ticket
+from peerd.core.messages.handover import Broken, Hop, PassAnswer, PassRequest, RelayRequest, Ticket
 from peerd.core.messages.proof import grant, receipt, signed_ticket
 from peerd.core.messages.swarm import GrantStatement, Mb, MemberInfo, Seqs
 from peerd.sim.clock import EPOCH_S
@@ -46,7 +46,7 @@ def _pass(
         shown = signed_ticket(by.sign, MARK, by.peer_id.text, msgspec.structs.replace(shown, seq=seq))
         SIGNED.append(shown)
     granted = GrantStatement(MARK, 1, 0, by.peer_id.text, Seqs.of([SEQ, SEQ + 1]))
-    body = Pass(MARK, stage, by.peer_id.text, shown, grant(keypair("host").sign, granted))
+    body = PassRequest(MARK, stage, by.peer_id.text, shown, grant(keypair("host").sign, granted))
     frames = [TOKENS if stage == 0 else HIDDEN] if low <= stage <= high else []
     frames += [TARGETS] if high == 1 and stage <= high else []
     return Good("handover/2/pass", body, tuple(frames))
@@ -80,35 +80,40 @@ OVER_SELF = [
 ]
 _OF_HOST = _pass(1, keypair("host"), 0, 1, 0, SELF, MATE)
 CARRY = [
-    Good("handover/2/relay", CarryOn(to, _OF_HOST.body), _OF_HOST.frames)  # type: ignore[arg-type]
+    Good("handover/2/relay", RelayRequest(to, _OF_HOST.body), _OF_HOST.frames)  # type: ignore[arg-type]
     for to in (MATE.text, HOST.text, "x")
 ]
 TICKET_OF_HOST = SIGNED[-1]
 POOL = Pool(goods.POOL.texts, (*goods.POOL.data, *(one.signature for one in SIGNED), goods.GRANT.signature))
 
 
-def passed_for(body: Pass, by: Keypair = ME) -> Good:
+def passed_for(body: PassRequest, by: Keypair = ME) -> Good:
     """What an honest peer of stage 1 answers, or of stage 0 that only gives its input."""
     shown, mb = body.ticket, Mb(body.trainer, body.ticket.seq)
     is_done = shown.is_done_at(1)
     hop = Hop(by.peer_id.text, receipt(by.sign, MARK, 5, 1, shown.step, mb), 0.1, 0.0, 0.0)
     gradient = (HIDDEN,) if shown.is_done_at(0) else ()
-    return Good("handover/2/pass", Passed([hop] if is_done else [], 0.5, None, 1e6), gradient)
+    return Good("handover/2/pass", PassAnswer([hop] if is_done else [], 0.5, None, 1e6), gradient)
 
 
-def _answers(body: Pass) -> list[Good]:
+def _answers(body: PassRequest) -> list[Good]:
     good = passed_for(body)
     infinite = TensorFrame("float32", (2, 16, 16), b"\x7f" * len(HIDDEN.payload))
     huge = TensorFrame("float32", (2, 16, 16), np.full(512, 1e30, "float32").tobytes())
     bad = [Good(good.method, good.body, (frame,) * len(good.frames)) for frame in (infinite, huge, TOKENS)]
-    return [good, good, *bad, *(Good(good.method, Passed(broken=Broken(at, HOST.text, "gone"))) for at in (0, 1, 2))]
+    return [
+        good,
+        good,
+        *bad,
+        *(Good(good.method, PassAnswer(broken=Broken(at, HOST.text, "gone"))) for at in (0, 1, 2)),
+    ]
 
 
 def to_pass(data: bytes) -> list[Good]:
     """Answers of the next stage, to a call's body."""
-    return _answers(decode(Pass, data))
+    return _answers(decode(PassRequest, data))
 
 
 def to_carry_on(data: bytes) -> list[Good]:
     """Answers of a trainer that is to carry a call."""
-    return _answers(decode(CarryOn, data).passed)
+    return _answers(decode(RelayRequest, data).passed)

@@ -7,18 +7,18 @@ import msgspec
 from peerd.core.errors import PeerdError
 from peerd.core.limits import STAGES
 from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.handover import CarryOn, Pass, Passed, Ticket
+from peerd.core.messages.handover import PassAnswer, PassRequest, RelayRequest, Ticket
 from peerd.machine.pipeline.tickets import Tickets
 from tests.fuzz import handover_goods as goods
 from tests.fuzz.parsers import PARSERS, Corpus, parser
 
 __all__ = ["PARSERS"]
-_KINDS = (Pass, CarryOn, Passed)
+_KINDS = (PassRequest, RelayRequest, PassAnswer)
 
 
 def _said() -> Corpus:
     found = [good.body for good in (*goods.AT_FIRST, *goods.AT_LAST, *goods.CARRY)]
-    found += [goods.passed_for(good.body).body for good in goods.AT_LAST if isinstance(good.body, Pass)]
+    found += [goods.passed_for(good.body).body for good in goods.AT_LAST if isinstance(good.body, PassRequest)]
     return [bytes([_KINDS.index(type(body))]) + encode(body) for body in found]  # type: ignore[arg-type]
 
 
@@ -31,16 +31,16 @@ def _holds(ticket: Ticket) -> None:
 
 @parser("messages of hand-over", _said)
 def _messages(data: bytes) -> None:
-    kind = _KINDS[data[0] % len(_KINDS)] if data else Pass
+    kind = _KINDS[data[0] % len(_KINDS)] if data else PassRequest
     body = decode(kind, data[1:])
     assert encode(decode(kind, encode(body))) == encode(body)
-    if isinstance(body, Pass):
+    if isinstance(body, PassRequest):
         _holds(body.ticket)
 
 
 @parser("tickets shown to their judge", lambda: [one for one in _said() if one[0] == 0], share=0.3)
 def _shown(data: bytes) -> None:
-    body = decode(Pass, data[1:])
+    body = decode(PassRequest, data[1:])
     judge = Tickets(goods.MARK, goods.HOST.text, 0, 2)
     for caller in (body.trainer, goods.MATE.text):
         why = judge.objection(caller, body, {goods.MATE.text})

@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 
 from peerd.commands.joining import accept
 from peerd.config import load_run
-from peerd.control.guest import JoinWish
+from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError
-from peerd.core.messages.run_link import DOMAIN, JoinLink, RunFileTold, plain_tree, shared_file, shared_run
+from peerd.core.messages.run_link import DOMAIN, JoinLink, RunFileAnswer, plain_tree, shared_file, shared_run
 from peerd.core.run.check_line import line_faults
 from peerd.core.run.runfile import (
     AccessSection,
@@ -41,7 +41,7 @@ def _run_files() -> Corpus:
 
 @parser("run file of a line", _run_files, allowed=(ConfigError,), share=0.1)
 def _run_file(data: bytes) -> None:
-    run = accept(shared_run(RunFileTold(data, b""), "r"), LINK, ["trainer"], JoinWish())
+    run = accept(shared_run(RunFileAnswer(data, b""), "r"), LINK, ["trainer"], JoinRequest())
     assert line_faults(run) == []
     with TemporaryDirectory() as folder:
         file = Path(folder, "run.yaml")
@@ -57,6 +57,6 @@ def _signed_files() -> Corpus:
 
 @parser("signed run file", _signed_files, share=0.3)
 def _signed_file(data: bytes) -> None:
-    told = RunFileTold(data, b"") if data.startswith(b"{") else RunFileTold(data[64:], data[:64])
+    told = RunFileAnswer(data, b"") if data.startswith(b"{") else RunFileAnswer(data[64:], data[:64])
     run = shared_run(told, "r")
     assert not run.access.organizer or data == _signed_files()[0]

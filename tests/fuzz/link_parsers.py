@@ -18,7 +18,7 @@ from peerd.net.link.config import LinkConfig
 from peerd.net.link.link import Buffers, Link
 from peerd.net.link.stream import Stream
 from peerd.net.link.unread import Unread
-from peerd.net.link.upgrade import Secured
+from peerd.net.link.upgrade import UpgradedLink
 from tests.fuzz.parsers import ADDRS, OTHER, PARSERS, YAMUX, Corpus, in_pieces, parser, yamux_check, yamux_frame
 from tests.worlds.network.hostile import hello
 
@@ -64,7 +64,7 @@ class _Owner:
     def link_doubted(self, link: Link) -> None:
         pass
 
-    async def open_rail(self, link: Link) -> Secured:
+    async def open_rail(self, link: Link) -> UpgradedLink:
         raise AssertionError("nobody dials here")
 
 
@@ -85,7 +85,7 @@ def _talks() -> Corpus:
 async def _feed(data: bytes) -> None:
     owner, raw = _Owner(), _Silent()
     session = Session(OTHER.peer_id, Sealer(bytes(32)), Opener(bytes(32)), None, b"", (RAIL,), bytes(32))
-    secured = Secured(raw, session, False, [], 0.01)
+    secured = UpgradedLink(raw, session, False, [], 0.01)
     link = Link(secured, owner, LinkConfig(yamux=YAMUX), _BUFFERS, WindowBudget(1 << 20))
     await link.open("/echo/1")
     for piece in in_pieces(data):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.network import MappedPair, NetworkMapAsk, NetworkPart, NetworkReport, PairFigures
+from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
 from peerd.machine.network.landmarks import filled
 from peerd.machine.network.network_map import NetworkMap
 from tests.fuzz.parsers import PARSERS, Corpus, parser
@@ -16,7 +16,10 @@ _REPORT = encode(NetworkReport(_RUN, _FIGURES))
 
 def _asked() -> Corpus:
     pairs = [MappedPair(0, 1, 0.02, 1e6, 2e6, 9.0), MappedPair(0, 2, 0.1, 0.0, 0.0, 0.0, True, True, True)]
-    return [b"\0" + encode(NetworkMapAsk(_RUN, "a", "b")), b"\1" + encode(NetworkPart(["a", "b", "c"], pairs, 3, True))]
+    return [
+        b"\0" + encode(NetworkMapRequest(_RUN, "a", "b")),
+        b"\1" + encode(NetworkPart(["a", "b", "c"], pairs, 3, True)),
+    ]
 
 
 @parser("reports of pairs", lambda: [_REPORT], share=0.5)
@@ -38,6 +41,6 @@ def _reports(data: bytes) -> None:
 
 @parser("questions for the map and its parts", _asked)
 def _parts(data: bytes) -> None:
-    kind = (NetworkMapAsk, NetworkPart)[data[0] % 2] if data else NetworkPart
+    kind = (NetworkMapRequest, NetworkPart)[data[0] % 2] if data else NetworkPart
     body = decode(kind, data[1:])
     assert encode(decode(kind, encode(body))) == encode(body)

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from peerd.core.addr import parse_addr
 from peerd.core.keys import verify
-from peerd.core.protobuf.autonat import Dialed, DialMe, DialStatus
-from peerd.core.protobuf.circuit import HopKind, HopMessage, Limit, Promise, Status, StopKind, StopMessage, status_words
+from peerd.core.protobuf.autonat import DialRequest, DialResponse, DialStatus
+from peerd.core.protobuf.circuit import (
+    HopKind,
+    HopMessage,
+    Limit,
+    ReservationMessage,
+    Status,
+    StopKind,
+    StopMessage,
+    status_words,
+)
 from peerd.core.protobuf.holepunch import HolePunch, PunchKind
 from peerd.core.protobuf.voucher import Voucher
 from peerd.machine.connectivity.hole_punch import to_dial
@@ -16,7 +25,7 @@ VOUCHER = Voucher(KEYS.peer_id, OTHER.peer_id, 1_900_000_000).seal(KEYS)
 
 
 def _hops() -> Corpus:
-    promise = Promise(1_900_000_000, tuple(parse_addr(addr).to_bytes() for addr in ADDRS), VOUCHER)
+    promise = ReservationMessage(1_900_000_000, tuple(parse_addr(addr).to_bytes() for addr in ADDRS), VOUCHER)
     return [
         HopMessage(kind=HopKind.RESERVE).encode(),
         HopMessage(kind=HopKind.CONNECT, peer=OTHER.peer_id).encode(),
@@ -49,11 +58,11 @@ def _voucher(data: bytes) -> None:
 
 def _autonat_messages() -> Corpus:
     addrs = tuple(parse_addr(addr).to_bytes() for addr in ADDRS)
-    asked = DialMe(peer=KEYS.peer_id, addrs=addrs)
-    return [asked.encode(), Dialed(status=DialStatus.DIAL_ERROR, text="no").encode()]
+    asked = DialRequest(peer=KEYS.peer_id, addrs=addrs)
+    return [asked.encode(), DialResponse(status=DialStatus.DIAL_ERROR, text="no").encode()]
 
 
 @parser("autonat", _autonat_messages)
 def _autonat(data: bytes) -> None:
-    kind = DialMe if data[:2] == b"\x08\x00" else Dialed
+    kind = DialRequest if data[:2] == b"\x08\x00" else DialResponse
     assert kind.decode(kind.decode(data).encode()) == kind.decode(data)

@@ -37,11 +37,11 @@ from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
 from peerd.machine.mux import session as yamux
-from peerd.machine.mux.session import Yamux
+from peerd.machine.mux.session import YamuxSession
 from peerd.machine.mux.stream import YamuxConfig
-from peerd.machine.rpc import codec
-from peerd.machine.secure.multistream import HEADER, NOT_AVAILABLE, Proposal, Selector, encode_line
-from peerd.machine.secure.noise import AES, CHACHA, SEALED_BYTES, Handshake, Opener, Sealer, Secrets
+from peerd.machine.rpc import message_codec
+from peerd.machine.secure.multistream import HEADER, NOT_AVAILABLE, MultistreamSelector, Proposal, encode_line
+from peerd.machine.secure.noise import AES, CHACHA, SEALED_BYTES, NoiseHandshake, Opener, Sealer, Secrets
 from peerd.service.dht.codec import (
     FindMessage,
     NearMessage,
@@ -213,7 +213,7 @@ def _negotiations() -> Corpus:
 
 @parser("multistream, accepting", _negotiations)
 def _selector(data: bytes) -> None:
-    selector = Selector(lambda name: name == "/peerd/dht/4")
+    selector = MultistreamSelector(lambda name: name == "/peerd/dht/4")
     for piece in in_pieces(data):
         _, chosen, _ = selector.feed(piece)
         if chosen is not None:
@@ -239,13 +239,13 @@ SECOND_SECRETS = Secrets(OTHER, bytes(range(4, 36)), bytes(range(5, 37)))
 MUXERS = ("/yamux/1.0.0",)
 
 
-def _initiator() -> tuple[Handshake, bytes]:
-    side = Handshake(FIRST_SECRETS, initiator=True, muxers=MUXERS)
+def _initiator() -> tuple[NoiseHandshake, bytes]:
+    side = NoiseHandshake(FIRST_SECRETS, initiator=True, muxers=MUXERS)
     return side, side.start()
 
 
-def _responder() -> Handshake:
-    return Handshake(SECOND_SECRETS, initiator=False, muxers=MUXERS)
+def _responder() -> NoiseHandshake:
+    return NoiseHandshake(SECOND_SECRETS, initiator=False, muxers=MUXERS)
 
 
 @cache
@@ -323,7 +323,7 @@ def _yamux_talks() -> Corpus:
 
 @parser("yamux frames", _yamux_talks)
 def _yamux(data: bytes) -> None:
-    session = Yamux(initiator=False, now=0.0, config=YAMUX)
+    session = YamuxSession(initiator=False, now=0.0, config=YAMUX)
     out = memoryview(bytearray(4096))
     for own in (session.open(0.0), session.open(0.0)):
         session.write(own, b"request")
@@ -338,7 +338,7 @@ def _yamux(data: bytes) -> None:
         yamux_check(session)
 
 
-def yamux_answers(session: Yamux, stream: yamux.YamuxStream, now: float) -> None:
+def yamux_answers(session: YamuxSession, stream: yamux.YamuxStream, now: float) -> None:
     """A handler that reads, answers, and lets go."""
     if stream.inbox_bytes:
         taken = stream.take(1 << 16)
@@ -349,7 +349,7 @@ def yamux_answers(session: Yamux, stream: yamux.YamuxStream, now: float) -> None
         session.abandon(stream)
 
 
-def yamux_check(session: Yamux) -> None:
+def yamux_check(session: YamuxSession) -> None:
     assert len(session.streams) <= YAMUX.streams_inbound + YAMUX.streams_outbound
     assert 0 <= session.inbound <= YAMUX.streams_inbound
     assert 0 <= session.outbound <= YAMUX.streams_outbound
@@ -368,19 +368,21 @@ def _calls() -> Corpus:
         TensorFrame("float32", (2,), bytes(9), "int4", 64),
         TensorFrame("uint8", (300,), bytes(12), lossless=True),
     ]
-    headers, payloads = codec.encode_frames(frames)
+    headers, payloads = message_codec.encode_frames(frames)
     sent = b"".join(bytes(payload) for payload in payloads)
     return [
-        codec.encode_call(codec.REQUEST, 1, b"find", 10.0, b"who?"),
-        codec.encode_call(codec.OPEN, 2, b"take", 1.5, b"body", headers, 4) + sent,
-        codec.encode_message(codec.REPLY, 1, b"answer", headers, 4) + sent + codec.encode_message(codec.END, 3),
-        codec.encode_failure(3, Refused("no")) + codec.encode_message(codec.CANCEL, 1),
+        message_codec.encode_call(message_codec.REQUEST, 1, b"find", 10.0, b"who?"),
+        message_codec.encode_call(message_codec.OPEN, 2, b"take", 1.5, b"body", headers, 4) + sent,
+        message_codec.encode_message(message_codec.REPLY, 1, b"answer", headers, 4)
+        + sent
+        + message_codec.encode_message(message_codec.END, 3),
+        message_codec.encode_failure(3, Refused("no")) + message_codec.encode_message(message_codec.CANCEL, 1),
     ]
 
 
 @parser("call messages", _calls)
 def _call(data: bytes) -> None:
-    messages = codec.MessageParser()
+    messages = message_codec.MessageParser()
     for piece in in_pieces(data):
         left = piece
         while left or not messages.wanted:
@@ -399,10 +401,10 @@ def _mended_call(data: bytes) -> None:
     _call(mended(data))
 
 
-def _take_messages(messages: codec.MessageParser, found: list[codec.RpcMessage]) -> None:
+def _take_messages(messages: message_codec.MessageParser, found: list[message_codec.RpcMessage]) -> None:
     for message in found:
-        if message.kind == codec.ERROR:
-            codec.decode_failure(message.body, KEYS.peer_id)
+        if message.kind == message_codec.ERROR:
+            message_codec.decode_failure(message.body, KEYS.peer_id)
         if message.headers:
             assert message.frame_bytes <= RPC_MESSAGE_FRAME_BYTES
             if message.payload_bytes <= ACCEPT_BYTES_MAX:

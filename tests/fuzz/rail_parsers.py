@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from peerd.machine.mux import session as yamux
-from peerd.machine.mux.session import Yamux
-from peerd.machine.mux.striping import PLACED, PLACED_HEADER, Lane
+from peerd.machine.mux.session import YamuxSession
+from peerd.machine.mux.striping import PLACED, PLACED_HEADER, StripedLane
 from tests.fuzz.parsers import PARSERS, YAMUX, Corpus, parser, yamux_answers, yamux_check, yamux_frame
 
 __all__ = ["PARSERS"]
@@ -36,10 +36,10 @@ def _talks() -> Corpus:
 
 @parser("rail frames", _talks)
 def _rails(data: bytes) -> None:
-    session = Yamux(initiator=False, now=0.0, config=YAMUX)
+    session = YamuxSession(initiator=False, now=0.0, config=YAMUX)
     session.takes_placed = True
     session.set_rails(1, helping=False)
-    lanes = [None, Lane(main=False)]
+    lanes = [None, StripedLane(main=False)]
     out = memoryview(bytearray(4096))
     for now, begin in enumerate(range(0, len(data), _TURN_BYTES)):
         lane = lanes[data[begin] & 1]

@@ -17,10 +17,10 @@ from peerd.core.errors import PeerdError, RemoteError, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_BUDGET_WAIT_S
 from peerd.core.messages.encoding import Empty, encode
-from peerd.machine.budget.book import BOUNDS, Book, Bounds, Means
-from peerd.machine.rpc import codec as wire
+from peerd.machine.budget.book import BOUNDS, Book, Bounds, Resource
+from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.declaration import Shows
-from peerd.service.rpc.loopback import LocalStream
+from peerd.service.rpc.loopback import LoopbackStream
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from tests.kit.declared import declared
 from tests.worlds.machines.fakehost import FakeHost, TrioClock, fake_net
@@ -69,7 +69,7 @@ class Hostile:
     host: FakeHost
     served: FakeHost
     rng: random.Random
-    streams: list[LocalStream] = field(default_factory=list)
+    streams: list[LoopbackStream] = field(default_factory=list)
     last_ids: list[int] = field(default_factory=list)  # of the calls on each
     last_names: list[bytes] = field(default_factory=list)  # of their methods
     correct: bool = True
@@ -82,7 +82,7 @@ class Hostile:
             self.last_names.append(b"")
         number = self.rng.randrange(len(self.streams))
         stream = self.streams[number]
-        acts: list[Callable[[LocalStream, int], Awaitable[None]]] = [
+        acts: list[Callable[[LoopbackStream, int], Awaitable[None]]] = [
             *(self._speak, self._flood, self._cancel, self._read, self._pause),
         ]
         if not self.correct:
@@ -115,20 +115,20 @@ class Hostile:
             return wire.encode_message(kind, rng.randint(0, self.last_ids[number] + 1))
         return start + b"".join(payloads)
 
-    async def _speak(self, stream: LocalStream, number: int) -> None:
+    async def _speak(self, stream: LoopbackStream, number: int) -> None:
         await stream.send(self._message(number))
 
-    async def _mutate(self, stream: LocalStream, number: int) -> None:
+    async def _mutate(self, stream: LoopbackStream, number: int) -> None:
         data = bytearray(self._message(number))
         for _ in range(self.rng.randrange(1, 4)):
             data[self.rng.randrange(min(len(data), 80))] = self.rng.randrange(256)
         await stream.send(data)
 
-    async def _half(self, stream: LocalStream, number: int) -> None:
+    async def _half(self, stream: LoopbackStream, number: int) -> None:
         data = self._message(number)
         await stream.send(data[: self.rng.randrange(len(data))])
 
-    async def _unfinished(self, stream: LocalStream, number: int) -> None:
+    async def _unfinished(self, stream: LoopbackStream, number: int) -> None:
         """All but the end of a large message, on a stream of its own: nothing else can follow."""
         payload = bytes(self.rng.choice((5000, 1 << 20, 4 << 20)))
         headers, _ = wire.encode_frames([TensorFrame("uint8", (len(payload),), payload)])
@@ -139,25 +139,25 @@ class Hostile:
         self.last_names.append(name)
         await other.send(wire.encode_call(wire.REQUEST, 1, name, 3600.0, body, headers, 1) + payload[1:])
 
-    async def _flood(self, stream: LocalStream, number: int) -> None:
+    async def _flood(self, stream: LoopbackStream, number: int) -> None:
         for _ in range(self.rng.choice((10, 100))):
             await stream.send(self._message(number))
 
-    async def _cancel(self, stream: LocalStream, number: int) -> None:
+    async def _cancel(self, stream: LoopbackStream, number: int) -> None:
         every = range(1, self.last_ids[number] + 1)
         await stream.send(b"".join(wire.encode_message(wire.CANCEL, call_id) for call_id in every))
 
-    async def _read(self, stream: LocalStream, number: int) -> None:
+    async def _read(self, stream: LoopbackStream, number: int) -> None:
         for _ in range(self.rng.choice((1, 50))):
             await stream.receive_some(1 << 16)
 
-    async def _finish(self, stream: LocalStream, number: int) -> None:
+    async def _finish(self, stream: LoopbackStream, number: int) -> None:
         await stream.close_write()
 
-    async def _reset(self, stream: LocalStream, number: int) -> None:
+    async def _reset(self, stream: LoopbackStream, number: int) -> None:
         stream.reset()
 
-    async def _pause(self, stream: LocalStream, number: int) -> None:
+    async def _pause(self, stream: LoopbackStream, number: int) -> None:
         await trio.sleep(self.rng.choice((1.0, 40.0, 200.0)))
 
 
@@ -167,7 +167,7 @@ async def session(seed: int) -> None:
     async with fake_net() as net:
         served = net.host("served")
         calls = Bounds(total=64, peer=32, place=32, region=48, reserved=16)
-        served.book = Book({**BOUNDS, Means.RECEIVING: _LITTLE, Means.ANSWERS: _LITTLE, Means.CALLS: calls})
+        served.book = Book({**BOUNDS, Resource.RECEIVING: _LITTLE, Resource.ANSWERS: _LITTLE, Resource.CALLS: calls})
         rpc, honest = Rpc(served, TrioClock()), Rpc(net.host("honest"), TrioClock())
         _serve(rpc)
         await net.nursery.start(rpc.run)
@@ -188,7 +188,7 @@ async def session(seed: int) -> None:
         for stream in hostile.streams:  # a streaming call may last as long as its stream
             stream.reset()
         await trio.sleep(2 * RPC_BUDGET_WAIT_S)  # someone may still wait for room
-        left = {means.name: used for means in Means if (used := served.book.used(means))}
+        left = {means.name: used for means in Resource if (used := served.book.used(means))}
         status = rpc.status()
         assert (left, status["running"], status["held_bytes"]) == ({}, 0, 0), f"seed {seed}: {left} {status}"
         faults = [error for _, error in served.crashes if not isinstance(error, RemoteError)]

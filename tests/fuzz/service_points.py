@@ -16,14 +16,14 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.state import StateManifest
 from peerd.core.messages.swarm import Done, StageAnswer
-from peerd.core.protobuf.autonat import AUTONAT, DialMe
+from peerd.core.protobuf.autonat import AUTONAT, DialRequest
 from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Limit, StopKind, StopMessage
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
 from peerd.core.varint import encode_varint
 from peerd.machine.mux.frames import DATA, SYN
 from peerd.machine.mux.stream import YamuxStream
-from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.accounting import method_name
+from peerd.machine.rpc import message_codec as wire
+from peerd.machine.rpc.method_load import method_name
 from peerd.machine.swarm.roster import START
 from peerd.sim.clock import run_virtual
 from tests.fuzz import goods
@@ -279,7 +279,9 @@ _PUNCH = _delimited(
     HolePunch(PunchKind.SYNC).encode(),
     HolePunch(PunchKind.CONNECT).encode(),
 )
-_DIAL_ME = _delimited(DialMe(peer=SELF, addrs=_ADDRS).encode(), DialMe(peer=goods.HOST, addrs=_ADDRS[:1]).encode())
+_DIAL_ME = _delimited(
+    DialRequest(peer=SELF, addrs=_ADDRS).encode(), DialRequest(peer=goods.HOST, addrs=_ADDRS[:1]).encode()
+)
 
 
 class Said:

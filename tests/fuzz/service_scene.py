@@ -46,14 +46,14 @@ from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.net.host.host import Host
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.role import RoleContext
-from peerd.service.connectivity.autonat import Reach
-from peerd.service.connectivity.dcutr import Punching
+from peerd.service.connectivity.autonat import AutoNat
+from peerd.service.connectivity.hole_puncher import HolePuncher
 from peerd.service.connectivity.relay import Relay
 from peerd.service.dht.dht import Dht
-from peerd.service.pipeline.relaying import Relaying
+from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.run_services import RunServices
-from peerd.service.state.snapshot import KEPT, Giving, StateItem
+from peerd.service.state.snapshot import KEPT, StateItem, StateServer
 from peerd.sim.clock import SimClock
 from roles.stage import StageRole
 from tests.fuzz.session_points import WHO
@@ -90,7 +90,7 @@ class RunStage(ServiceStage):
 
     served: Peer
     mate: Peer  # of the other stage
-    relaying: Relaying  # of the host, as if it were a trainer; nothing is under way
+    relaying: TrainerRelay  # of the host, as if it were a trainer; nothing is under way
 
     @property
     def friends(self) -> frozenset[str]:
@@ -177,7 +177,7 @@ async def _serve_ways(hosts: Hosts, peer: Peer) -> None:
     host, clock = peer.host, SimClock(1, "ways")
     circuits = Circuits(host, clock)
     host.add_transport(circuits)
-    parts = (circuits, Relay(host, clock, keypair("host")), Punching(host, clock), Reach(host, clock))
+    parts = (circuits, Relay(host, clock, keypair("host")), HolePuncher(host, clock), AutoNat(host, clock))
     for part in parts:
         await hosts.nursery.start(part.run)
 
@@ -188,7 +188,7 @@ def _give_kept(peer: Peer) -> None:
         data = np.arange(1000, dtype="uint8").data
         return (position, [StateItem("w", "uint8", (1000,), data)]) if position == KEPT_POSITION else None
 
-    Giving(peer.rpc, KEPT).offer_named(MARK, 0, named, InlineWorker())
+    StateServer(peer.rpc, KEPT).offer_named(MARK, 0, named, InlineWorker())
 
 
 @asynccontextmanager
@@ -202,7 +202,7 @@ async def services() -> AsyncIterator[RunStage]:
             mate = await start_peer(hosts, "mate", pinned(1), Path(folder))
             honest, asks = await start_caller(hosts)
             serves = {(WHO.identity.peer_id.text, 0), (mate.host.id.text, 1)}
-            relaying = Relaying(served.rpc, serves, MicrobatchShapes(RUN))
+            relaying = TrainerRelay(served.rpc, serves, MicrobatchShapes(RUN))
             with relaying.serving():
                 parts = {"served": served, "mate": mate, "asks": asks, "relaying": relaying}
                 async with attacked(hosts, served.host, honest, RunStage, 5.0, **parts) as made:

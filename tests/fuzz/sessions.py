@@ -26,7 +26,7 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.errors import RemoteError
-from peerd.machine.budget.book import Means
+from peerd.machine.budget.book import Resource
 from peerd.net.host.host import Host, HostConfig
 from peerd.net.link.config import LinkConfig
 from peerd.net.transport import Transport
@@ -46,7 +46,13 @@ UNREAD_BYTES = 1 << 16  # that the honest peer's questions may have made
 SLOWEST_CPU_S = 2.0  # one session; a busy machine does not count
 NETWORK = NetConfig(window_bytes=64 << 10)  # who does not read makes the host's writer wait
 HOST = HostConfig(link=LinkConfig(linger_s=0.5, leave_s=2.0))
-LENT = (Means.RECEIVING, Means.ANSWERS, Means.STREAMS, Means.CALLS, Means.LINKS)  # what goes back with a connection
+LENT = (
+    Resource.RECEIVING,
+    Resource.ANSWERS,
+    Resource.STREAMS,
+    Resource.CALLS,
+    Resource.LINKS,
+)  # what goes back with a connection
 
 Talk = Callable[[random.Random], Callable[[], bytes]]  # of one session: makes plaintext after plaintext
 Reach = Callable[["Stage"], Awaitable[Sequence[Hostile]]]
@@ -177,7 +183,7 @@ class ServiceStage(Stage):
     async def _still_lent(self) -> str:
         """The means of the host that strangers still use some time after they left."""
 
-        def has(means: Means) -> bool:
+        def has(means: Resource) -> bool:
             return any(user.peer not in self.friends for user in self.host.book._accounts[means].by)
 
         since = trio.current_time()

@@ -13,7 +13,7 @@ from multiaddr import Multiaddr
 from peerd.core.addr import circuit_addr, parse_addr, with_peer
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.relay.circuit_transport import Circuits
@@ -41,7 +41,7 @@ class Ours:
     def addr(self) -> str:
         return str(self.host.addrs()[0])
 
-    def ways(self, peer: PeerId) -> list[Way]:
+    def ways(self, peer: PeerId) -> list[PathKind]:
         return [link.way for link in self.host.links if link.peer == peer]
 
 
@@ -85,7 +85,7 @@ async def test_p2pd_relays_between_two_of_ours() -> None:
         await a.host.connect(b.host.id, held.addrs)
         data = bytes(range(256)) * 150  # p2pd allows 4 GiB or 128 KiB, whichever of its two services comes first
         assert await ask(a.host, b.host, data, ECHO) == data
-        assert (a.ways(b.host.id), b.ways(a.host.id)) == ([Way.RELAYED], [Way.RELAYED])
+        assert (a.ways(b.host.id), b.ways(a.host.id)) == ([PathKind.RELAYED], [PathKind.RELAYED])
         again = await b.circuits.reserve(relay)
         assert again.expires_at > held.expires_at - 2  # in whole seconds
 
@@ -99,7 +99,7 @@ async def test_p2pd_behind_our_relay_is_reached_by_ours() -> None:
             stream = await a.host.open_stream(peer, ECHO)
             await stream.send(b"over our relay")
             assert await stream.receive_exactly(14) == b"over our relay"
-            assert a.ways(peer) == [Way.RELAYED]
+            assert a.ways(peer) == [PathKind.RELAYED]
             assert relay.relay.traffic().circuits == 1
 
 
@@ -115,7 +115,7 @@ async def test_p2pd_dials_one_of_ours_over_our_relay() -> None:
             return b.host.info(peer) is not None
 
         await until(told)
-        assert b.ways(peer) == [Way.RELAYED]
+        assert b.ways(peer) == [PathKind.RELAYED]
         assert await b.host.ping(peer) < 5
 
 
@@ -125,7 +125,7 @@ async def test_js_relays_between_two_of_ours() -> None:
         await a.host.connect(b.host.id, held.addrs)
         data = bytes(range(256)) * 150
         assert await ask(a.host, b.host, data, ECHO) == data
-        assert a.ways(b.host.id) == [Way.RELAYED]
+        assert a.ways(b.host.id) == [PathKind.RELAYED]
 
 
 async def test_js_behind_our_relay_is_reached_by_ours() -> None:
@@ -135,7 +135,7 @@ async def test_js_behind_our_relay_is_reached_by_ours() -> None:
         stream = await a.host.open_stream(peer, ECHO)
         await stream.send(b"over our relay")
         assert await stream.receive_exactly(14) == b"over our relay"
-        assert a.ways(peer) == [Way.RELAYED]
+        assert a.ways(peer) == [PathKind.RELAYED]
         await stream.aclose()
 
 
@@ -145,5 +145,5 @@ async def test_js_dials_one_of_ours_over_our_relay_and_sends_megabytes() -> None
         (addr,) = (await b.circuits.reserve(relay.host.id)).addrs
         echoed = await js.ask("echo", addr=str(with_peer(addr, b.host.id)), bytes=4 << 20, half_close=True)
         assert echoed["sent_sha256"] == echoed["got_sha256"]
-        assert b.ways(PeerId.parse(js.id)) == [Way.RELAYED]
+        assert b.ways(PeerId.parse(js.id)) == [PathKind.RELAYED]
         assert relay.relay.traffic().carried_bytes > 8 << 20

@@ -25,7 +25,7 @@ from peerd.net.host import identify
 from peerd.net.host.host import Host, HostConfig, PeerDown, PeerInfo
 from peerd.net.link.config import LinkConfig
 from peerd.net.link.stream import Stream
-from peerd.net.link.upgrade import Secured
+from peerd.net.link.upgrade import UpgradedLink
 from peerd.net.tcp.tcp_transport import TcpTransport
 from tests.worlds.processes.foreign import NAMES, CommandFailed, ForeignPeer, foreign_peer
 
@@ -194,7 +194,7 @@ async def test_the_muxer_is_chosen_in_the_hand_shake_where_the_peer_offers_that(
     chosen: list[str | None] = []
     real = host_module.upgrade
 
-    async def upgrade(*args: object, **named: object) -> Secured:
+    async def upgrade(*args: object, **named: object) -> UpgradedLink:
         secured = await real(*args, **named)  # type: ignore[arg-type]
         chosen.append(secured.session.muxer)
         return secured

@@ -1,11 +1,15 @@
-"""Finds the constants, and the plain numbers, that reach a time limit in Python sources, without running them.
+"""Finds the constants and the plain numbers that time limits use in Python sources, without running them.
 
-A time limit is what says when a call or a wait ends: an argument of `move_on_after` and its like, whatever is named a
-timeout or a deadline (an argument, a parameter's default, a variable, a field, what a function returns), a sum of a
-moment and seconds, and what elapsed time is compared with. An expression is followed through local variables and
-through attributes that the same class sets, and is divided into its terms: the summands, the alternatives, the
-arguments of `min` and `max`. A term that is a number is reported; a number that scales one is not. A field of a class,
-such as one of settings, that has a number is a constant.
+A time limit is an expression that determines when a call or a wait ends:
+
+* an argument of `move_on_after` and similar functions;
+* the value of an argument, parameter default, variable, field or function whose name contains timeout or deadline;
+* the seconds that are added to a moment, and the value that an elapsed time is compared with.
+
+The search follows an expression through local variables and through attributes that the same class sets, and splits
+it into terms: the summands, the alternatives, and the arguments of `min` and `max`. It reports a term that is a number,
+but not a number that scales a term. A field of a class, for example of settings, counts as a constant if its default is
+a number.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 SCOPES: Final = frozenset({"move_on_after", "fail_after", "move_on_at", "fail_at", "settimeout"})
-WAITS: Final = frozenset({"join", "wait"})  # of threads and processes; text and tasks have methods of these names, too
+WAITS: Final = frozenset({"join", "wait"})  # of threads and processes; str and tasks have methods of these names, too
 CLOCKS: Final = frozenset({"now", "_now", "current_time", "monotonic", "time", "wall"})
 MOMENTS: Final = ("_at", "since", "began", "started", "heard", "now", "wall")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -26,27 +30,27 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Facts on all modules that the search of one module needs."""
+    """Facts about all modules that the search of one module needs."""
 
-    positions: Mapping[str, Collection[int]]  # where functions take a time limit, by their names
-    fields: Mapping[str, Collection[str]]  # fields of classes that have numbers, as module.name, by their names
+    positions: Mapping[str, Collection[int]]  # of parameters that are time limits, by function name
+    fields: Mapping[str, Collection[str]]  # fields with a number as default, as module.name, by field name
 
 
 @dataclass(slots=True)
 class Found:
-    """What reaches time limits: `names` of constants as module.NAME, `numbers` as path:line: number."""
+    """What time limits use: `names` of constants as module.NAME, and `numbers` as path:line: number."""
 
     names: set[str] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
 
 
 def is_limit(name: str) -> bool:
-    """True for a name that says that it limits a time."""
+    """True if the name is that of a time limit."""
     return "timeout" in name.lower() or "deadline" in name.lower()
 
 
 def module_of(path: str) -> str:
-    """The module of a file."""
+    """Dotted name of the module in a file."""
     return ".".join(Path(path).with_suffix("").parts)
 
 
@@ -62,7 +66,7 @@ def _fields(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
 
 
 def _positions(trees: Iterable[ast.AST]) -> dict[str, set[int]]:
-    """Where functions take a time limit, by their names; several functions may have one name."""
+    """Positions of the parameters that are time limits, by function name. Functions of the same name are merged."""
     places = defaultdict[str, set[int]](set)
     for function in (node for tree in trees for node in ast.walk(tree) if isinstance(node, Function)):
         names = [one.arg for one in function.args.args if one.arg not in ("self", "cls")]
@@ -71,7 +75,7 @@ def _positions(trees: Iterable[ast.AST]) -> dict[str, set[int]]:
 
 
 def search(trees: Mapping[str, ast.Module]) -> Found:
-    """What reaches the time limits of some modules, by the paths of their files below the root."""
+    """Find what the time limits of these modules use. `trees`: by the paths of their files relative to the root."""
     index, found = Index(_positions(trees.values()), _fields(trees)), Found()
     for path, tree in trees.items():
         Search(path, index, found).walk(tree)
@@ -84,13 +88,13 @@ class Search:
     def __init__(self, path: str, index: Index, found: Found) -> None:
         self._path, self._index, self._found = path, index, found
         self._module = module_of(path)
-        self._locals: dict[str, list[ast.expr]] = {}  # of the function at hand and those around it,
-        self._attributes: dict[str, list[ast.expr]] = {}  # and what the class at hand sets of its `self`
+        self._locals: dict[str, list[ast.expr]] = {}  # of the current function and the enclosing ones
+        self._attributes: dict[str, list[ast.expr]] = {}  # that the current class sets on `self`
         self._followed: set[int] = set()
-        self._is_sure = True  # the expression at hand is a time limit by its place or name, not by its form alone
+        self._is_sure = True  # the current expression is a time limit by its place or name, not only by its form
 
     def walk(self, node: ast.AST) -> None:
-        """Search a node and what is in it."""
+        """Search a node and all nodes below it."""
         before = self._locals, self._attributes
         if isinstance(node, ast.ClassDef):
             self._attributes = _assigned(node, of_self=True)
@@ -103,13 +107,13 @@ class Search:
         self._locals, self._attributes = before
 
     def _note(self, limits: Iterable[ast.expr], is_sure: bool) -> None:
-        """Take note of what reaches these time limits."""
+        """Record what these time limits use."""
         self._is_sure = is_sure
         for limit in limits:
             self._followed = set()
             self._term(limit)
 
-    # --- what is a time limit -----------------------------------------------------------------------------------
+    # --- time limits --------------------------------------------------------------------------------------------
 
     def _named_limits(self, node: ast.AST) -> Iterator[ast.expr]:
         match node:
@@ -143,7 +147,7 @@ class Search:
         yield from (arg for at, arg in enumerate(call.args) if at in places and _is_seconds(arg))
 
     def _is_elapsed(self, node: ast.expr) -> bool:
-        """True for the time since a moment, also where a local variable has it."""
+        """True for the time since a moment, also if a local variable contains it."""
         match node:
             case ast.NamedExpr(value=value):
                 return self._is_elapsed(value)
@@ -154,10 +158,10 @@ class Search:
                 return any(isinstance(one, ast.BinOp | ast.NamedExpr) and self._is_elapsed(one) for one in values)
         return False
 
-    # --- what is in it ------------------------------------------------------------------------------------------
+    # --- terms of a time limit ----------------------------------------------------------------------------------
 
     def _term(self, node: ast.expr) -> None:
-        """Take note of the constants and numbers in a term, or in the terms that it consists of."""
+        """Record the constants and numbers in a term, or in the terms that it consists of."""
         match node:
             case ast.Constant():
                 if _number(node) and (self._is_sure or not self._followed):
@@ -184,7 +188,7 @@ class Search:
             self._term(node)
 
     def _scaled(self, nodes: Iterable[ast.AST]) -> None:
-        """Of factors, and of what a function is given, only what has a unit counts."""
+        """Record those factors, or arguments of a function, that have a unit of time."""
         for node in nodes:
             if isinstance(node, ast.Name | ast.Attribute):
                 self._named(node, False)
@@ -192,7 +196,7 @@ class Search:
                 self._scaled(ast.iter_child_nodes(node))
 
     def _named(self, node: ast.Name | ast.Attribute, is_term: bool) -> None:
-        """Note a constant, or follow a variable: one that is a term by itself, or has a unit."""
+        """Record a constant, or follow a variable, if it is a term by itself or has a unit of time."""
         name = _name_of(node)
         if name.isupper():
             if _has_unit(name) or (self._is_sure and (is_term or not self._followed)):
@@ -211,7 +215,7 @@ class Search:
 
 
 def _of_function(function: Function) -> Iterator[ast.expr]:
-    """The defaults of parameters that limit a time, and what a function returns that is named for one."""
+    """The defaults of parameters that are time limits, and the values returned by a function named as one."""
     arguments = function.args
     given = arguments.args[len(arguments.args) - len(arguments.defaults) :]
     pairs = [
@@ -225,20 +229,20 @@ def _of_function(function: Function) -> Iterator[ast.expr]:
 
 
 def _is_limit_target(target: ast.expr) -> bool:
-    """True for a variable, an attribute or a field that limits a time; a constant's own value may be a number."""
+    """True for a variable, attribute or field that is a time limit. Constants are excluded: they may be numbers."""
     name = _name_of(target)
     return is_limit(name) and not name.isupper()
 
 
 def _is_moment(node: ast.expr) -> bool:
-    """True for a moment on some clock."""
+    """True for a moment on a clock."""
     if isinstance(node, ast.Call):
         return _name_of(node.func) in CLOCKS and not node.args
     return isinstance(node, ast.Name | ast.Attribute) and _name_of(node).endswith(MOMENTS)
 
 
 def _is_seconds(node: ast.expr) -> bool:
-    """True for an expression in which something has a unit of time, and for a number."""
+    """True for a number, and for an expression that contains a name with a unit of time."""
     names = (_name_of(one) for one in ast.walk(node))
     return _number(node) is not None or any(_has_unit(name) or is_limit(name) for name in names)
 
@@ -248,18 +252,18 @@ def _has_unit(name: str) -> bool:
 
 
 def _number(node: ast.AST | None) -> float | None:
-    """The number that an expression is; None for anything else."""
+    """The value of an expression that is a number, else None."""
     value = node.value if isinstance(node, ast.Constant) else None
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _name_of(node: ast.AST) -> str:
-    """The last name in `a.b.name`; empty for anything else."""
+    """The last name in `a.b.name`, or an empty string for other expressions."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def _assigned(scope: ast.AST, of_self: bool) -> dict[str, list[ast.expr]]:
-    """The values that names, or the attributes of `self`, are given inside a scope."""
+    """The values that a scope assigns to names, or to attributes of `self` if `of_self`."""
     found = defaultdict[str, list[ast.expr]](list)
     for node in ast.walk(scope):
         match node:
@@ -280,7 +284,7 @@ def _assigned(scope: ast.AST, of_self: bool) -> dict[str, list[ast.expr]]:
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """A target and what it is given, also in `a, b = x, y`."""
+    """Each target with its value, also in `a, b = x, y`."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
         for one, its in zip(target.elts, value.elts, strict=True):
             yield from _pairs(one, its)

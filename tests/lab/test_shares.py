@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from peerd.core.messages.swarm import LineInfo
-from peerd.machine.averaging.topology import Grouping
-from peerd.machine.averaging.work_split import Lines
+from peerd.machine.averaging.topology import GroupTopology
+from peerd.machine.averaging.work_split import WorkSplitter
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 RATES = (40.0, 40.0, 40.0, 160.0)  # Mb/s: the fast one sums everything, each slow one moves one vector
@@ -52,7 +52,7 @@ def test_lines_that_nobody_states_are_measured_and_shares_become_right_by_themse
     from benchmarks import _table1
     from benchmarks._group import ask, round_s
 
-    grouping = Grouping(lines := Lines(), 0)
+    grouping = GroupTopology(lines := WorkSplitter(), 0)
     seconds, fast = list[float](), list[float]()
     with _table1.in_lab(RATES) as (peers, ids):
         ask(peers, do="make", count=2 * VALUES)

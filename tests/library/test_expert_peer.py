@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import peerd
-from peerd.control.papers import TOKEN_FILE
+from peerd.control.token_files import TOKEN_FILE
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.core.messages.token import Token, to_text
 from peerd.core.run.runfile import AccessSection, ExpertsSection, ModelSection, RunFile
@@ -107,7 +107,10 @@ def test_with_a_trainers_token_experts_are_called(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("roles", "words"),
     [
-        ((), r"run test takes members by token, and there is none in .*access.token; ask .* in the roles trainer, and"),
+        (
+            (),
+            r"run test admits members by token, and there is none in .*access.token; ask .* in the roles trainer, and",
+        ),
         (("stage",), r"the token in .*access.token is not for the role trainer; ask the organizer .* for a token"),
     ],
 )

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import peerd
-from peerd.compute.flat import Layout
-from peerd.compute.model.optim import Optimizer, learning_rate
+from peerd.compute.flat import FlatLayout
+from peerd.compute.model.optimizer import Optimizer, learning_rate
 from peerd.core.run.runfile import OptimizerSection
 
 SHAPES = (torch.Size([3, 4]), torch.Size([5]), torch.Size([]))
-LAYOUT = Layout(("a", "b", "c"), SHAPES)
+LAYOUT = FlatLayout(("a", "b", "c"), SHAPES)
 BOTH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"lamb": peerd.Lamb, "lars": peerd.Lars}
 
 

@@ -58,7 +58,7 @@ async def test_a_fault_in_what_waits_for_bytes_resets_its_stream_only(
         assert b.links.best(a.id) is link
         assert only(b.faults).startswith("peerd/net/link/stream.py:")  # not this file: the innermost frame of ours
         assert b.faults.total == 1
-        assert "a fault of ours at peerd/net/link/stream.py" in caplog.text
+        assert "an internal error at peerd/net/link/stream.py" in caplog.text
 
 
 async def test_a_fault_in_a_link_ends_that_link_only(autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

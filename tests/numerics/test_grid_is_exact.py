@@ -20,7 +20,7 @@ from peerd.core.run.runfile import AveragingSection, BatchSection, RunFile
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.machine.batch.ledger import Counted
 from peerd.machine.pipeline.route_policy import InTurn
-from peerd.service.averaging.allreduce import Averaging
+from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.pipeline import direct
 from peerd.service.rpc.call_stream import CallStream
 from roles.stage import StageRole
@@ -54,16 +54,16 @@ class Sums:
         self.killed: list[Peer] = []
         self.somebody_died = trio.Event()
         self._batches, self._brought = batches, dict[tuple[int, Mb], Any]()
-        original = Averaging.sum
+        original = AllReduceService.sum
 
-        async def sum_(averaging: Averaging, plan: AveragingPlan, *rest: Any) -> Any:
+        async def sum_(averaging: AllReduceService, plan: AveragingPlan, *rest: Any) -> Any:
             self.groups[len(plan.group), plan.copies] += 1
             step = post_of(self.peers[averaging._own]).served.module.step if self.peers else 0
             self.made.append((step, averaging._own, plan))
             self._perhaps_kill(averaging._own, plan)
             return await original(averaging, plan, *rest)
 
-        monkeypatch.setattr(Averaging, "sum", sum_)
+        monkeypatch.setattr(AllReduceService, "sum", sum_)
         self._count_bytes(monkeypatch)
         self._count_dead(monkeypatch)
 

@@ -20,7 +20,7 @@ from trio.testing import MockClock
 
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import Unreachable
-from peerd.core.messages.handover import Pass
+from peerd.core.messages.handover import PassRequest
 from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.call_times import CallTimes
 from peerd.machine.pipeline.route_policy import InTurn
@@ -54,7 +54,7 @@ def killing(
     peers: list[Peer],
     monkeypatch: pytest.MonkeyPatch,
     method: str,
-    due: Callable[[HandOver, Incoming[Pass]], bool],
+    due: Callable[[HandOver, Incoming[PassRequest]], bool],
 ) -> None:
     """Cut the victims off when `method` of a hand-over is called and that is `due`, in a step that is old enough and
     that all `peers` have come to: a stage that loses the last peer with its state goes back to the start.
@@ -64,7 +64,7 @@ def killing(
     monkeypatch.setattr(direct, "RouteFlow", lambda rng: InTurn())
     original = getattr(HandOver, method)
 
-    async def meanwhile(self: HandOver, call: Incoming[Pass], *args: Any) -> Any:
+    async def meanwhile(self: HandOver, call: Incoming[PassRequest], *args: Any) -> Any:
         step = call.body.ticket.step
         if step >= FIRST_DEATH and due(self, call) and not victims[0].scope.cancel_called:
             for peer in peers:

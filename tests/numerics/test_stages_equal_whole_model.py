@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerd.compute.model.optim import learning_rate
+from peerd.compute.model.optimizer import learning_rate
 from peerd.compute.model.partition import whole_model
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile

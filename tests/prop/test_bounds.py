@@ -53,8 +53,8 @@ from peerd.core.run.runfile import (
     SourceSection,
     shared_text,
 )
-from peerd.machine.averaging.topology import Grouping
-from peerd.machine.averaging.work_split import Lines
+from peerd.machine.averaging.topology import GroupTopology
+from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.machine.batch.ledger import Ledger
 from peerd.machine.batch.trainer_ledger import told_at_once
 from peerd.machine.conductor.conductor import Conductor
@@ -163,7 +163,7 @@ def test_orders_of_a_whole_run_in_one_stage_are_taken(members: int) -> None:
     group = tuple(name(n) for n in range(members))
     part = Mbs.of(batch(MAX_MICROBATCHES, limits.BATCH_TRAINERS, 2))
     for size in (0, 3, 192):
-        for groups in rounds_of(Grouping(Lines(), size), group):
+        for groups in rounds_of(GroupTopology(WorkSplitter(), size), group):
             for one in (groups[0], groups[-1]):
                 order = order_of(one, b"a" * 16, b"b" * 16, 1.0, last=False)
                 sent(msgspec.structs.replace(order, assigned=part))

@@ -194,5 +194,5 @@ def play(swarm: Grids) -> None:
     assert after >= before + 3, f"the swarm stalled at step {after}: {swarm.conductor.waits_for()}"
     assert swarm.steps
     assert not [note for note in swarm.notes if "different sums" in note or "cannot be right" in note]
-    assert not [note for note in swarm.notes if "no place among" in note or "does not keep" in note]
+    assert not [note for note in swarm.notes if "does not fit" in note or "does not store" in note]
     assert not swarm.absent, "members were to bring sums that they had let go of"

@@ -224,7 +224,7 @@ class Finding:
                     search.proven.look_again()
 
     def recall(self) -> None:
-        """As `Recalling`: each honest member fetches the newest position of keepers that counts for it."""
+        """As `CheckpointRecovery`: each honest member fetches the newest position of keepers that counts for it."""
         for peer in self.world.live:
             kept = sorted({p for keeper in self.world.keepers for p in keeper.saved} - set(peer.saved), reverse=True)
             for position in kept if peer.honest else ():

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from peerd.core.run.runfile import RunFile
-from roles.aggregator import AuxRole
+from roles.aggregator import AuxAggregatorRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
 from tests.worlds.roles.training import Peer, Swarm, all_finished, replicas, swarm, with_line
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 
 async def started(s: Swarm, run: RunFile) -> tuple[Peer, list[Peer]]:
     peers = await replicas(s, with_line(run, 10.0), 3)
-    return await s.start("aux", AuxRole, with_line(run, 1000.0)), peers
+    return await s.start("aux", AuxAggregatorRole, with_line(run, 1000.0)), peers
 
 
 async def test_a_helper_sums_for_replicas_with_slow_lines_and_changes_no_bit(tmp_path: Path, batches: Batches) -> None:

@@ -20,10 +20,10 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.state import StatePiece
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
 from peerd.service.rpc.rpc import Answer, Incoming
-from peerd.service.state.snapshot import Giving
-from peerd.training.checkpoints.keeper import Keeping
-from peerd.training.checkpoints.stage_checkpoints import Saving
-from peerd.training.learning_curve import Curves
+from peerd.service.state.snapshot import StateServer
+from peerd.training.checkpoints.keeper import CheckpointKeeper
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
+from peerd.training.learning_curve import LearningCurves
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
@@ -129,7 +129,7 @@ def whole_set(place: Path, run: RunFile) -> int:
 
 def whole_curve(place: Path) -> list[int]:
     """Steps go up, each once; the table says the same where there is one."""
-    curves = Curves(place / "curves", "kept")
+    curves = LearningCurves(place / "curves", "kept")
     points = curves.read()
     steps = [point.step for point in points]
     assert steps == sorted(set(steps))
@@ -150,7 +150,7 @@ async def test_a_backbone_with_other_settings_keeps_the_curve_and_says_why_no_ch
         backbone = s.peers["backbone"]
         told = backbone.role.status
         await until(s, backbone, "a reason", lambda: told()["not_kept"] and told()["curve_step"] > 0)
-        assert "is on its way with other settings:" in told()["not_kept"]
+        assert "is running with other settings:" in told()["not_kept"]
         assert kept(backbone) == []
 
 
@@ -197,7 +197,7 @@ async def test_a_fresh_peer_does_not_begin_at_the_start_when_nobody_can_give_wha
 
     async with swarm(tmp_path / "peers") as s:
         await kept_by(s, run, backbones=1)
-        monkeypatch.setattr(Saving, "load", broken)
+        monkeypatch.setattr(StageCheckpoints, "load", broken)
         run = trusting(run, s.peers["backbone0"])
         fresh = [await s.start(f"fresh{i}", StageRole, pinned(run, i)) for i in range(2)]
         await s.start("new trainer", TrainerRole, run)
@@ -212,10 +212,10 @@ async def test_a_fresh_peer_does_not_begin_at_the_start_when_nobody_can_give_wha
 async def test_a_backbone_that_gives_wrong_bytes_is_refused_and_named(
     tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    give = Giving._give_piece
-    liars: list[Giving] = []
+    give = StateServer._give_piece
+    liars: list[StateServer] = []
 
-    async def spoil(self: Giving, call: Incoming[StatePiece]) -> Answer[Empty]:
+    async def spoil(self: StateServer, call: Incoming[StatePiece]) -> Answer[Empty]:
         answer = await give(self, call)
         if self not in liars:
             return answer
@@ -224,7 +224,7 @@ async def test_a_backbone_that_gives_wrong_bytes_is_refused_and_named(
         spoilt[-1] ^= 1
         return Answer(Empty(), (replace(frame, payload=spoilt),))
 
-    monkeypatch.setattr(Giving, "_give_piece", spoil)
+    monkeypatch.setattr(StateServer, "_give_piece", spoil)
     async with swarm(tmp_path / "peers") as s:
         await kept_by(s, run, backbones=2)
         liar, honest = sorted((s.peers[f"backbone{i}"] for i in range(2)), key=lambda peer: peer.host.id)
@@ -257,7 +257,7 @@ async def test_the_last_state_of_replicas_is_kept_before_they_end(tmp_path: Path
 async def test_replicas_end_though_their_backbone_keeps_nothing(
     tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Keeping, "due", lambda self, *steps: False)
+    monkeypatch.setattr(CheckpointKeeper, "due", lambda self, *steps: False)
     optimizer = structs.replace(run.optimizer, total_steps=5)
     run = structs.replace(run, optimizer=optimizer, pipeline=structs.replace(run.pipeline, stages=1))
     async with swarm(tmp_path / "peers") as s:

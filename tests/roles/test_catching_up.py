@@ -16,7 +16,7 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.state import StateManifest, StatePiece, StateRequest
 from peerd.core.run.runfile import AveragingSection, CheckpointSection, EvaluateSection, RunFile
 from peerd.service.rpc.rpc import Answer, Incoming
-from peerd.service.state.snapshot import Giving
+from peerd.service.state.snapshot import StateServer
 from peerd.training.catchup import catch_up
 from roles.stage import StageRole
 from tests.kit.amount import thorough
@@ -34,7 +34,7 @@ class SlowLine:
         self.frozen_at: list[int] = []  # the steps of the states that somebody began to fetch
         self.peers: list[Peer] = []
 
-    async def pass_piece(self, giving: Giving, call: Incoming[StatePiece]) -> None:
+    async def pass_piece(self, giving: StateServer, call: Incoming[StatePiece]) -> None:
         frozen = [copy for offer in giving._offers.values() for copy in offer.frozen.copies.values()]
         for copy in frozen:
             if copy.manifest.root == call.body.root:
@@ -48,13 +48,13 @@ class SlowLine:
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> SlowLine:
     line = SlowLine()
-    give = Giving._give_piece
+    give = StateServer._give_piece
 
-    async def slow(self: Giving, call: Incoming[StatePiece]) -> Answer[Empty]:
+    async def slow(self: StateServer, call: Incoming[StatePiece]) -> Answer[Empty]:
         await line.pass_piece(self, call)
         return await give(self, call)
 
-    monkeypatch.setattr(Giving, "_give_piece", slow)
+    monkeypatch.setattr(StateServer, "_give_piece", slow)
     # Room for six totals, fewer than SPANNED: with three, a newcomer on a busy machine may come too late for one.
     monkeypatch.setattr(catch_up, "spare_bytes", lambda run, *sizes: 2 * spare_bytes(run, *sizes))
     return line
@@ -120,15 +120,15 @@ async def test_a_member_that_is_a_step_late_needs_no_state(tmp_path: Path, run: 
 async def test_a_download_that_fails_again_and_again_writes_one_line_and_says_why_it_waits(
     tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    give, asked, refuses = Giving._give_manifest, list[float](), False
+    give, asked, refuses = StateServer._give_manifest, list[float](), False
 
-    async def refuse(self: Giving, call: Incoming[StateRequest]) -> Answer[StateManifest]:
+    async def refuse(self: StateServer, call: Incoming[StateRequest]) -> Answer[StateManifest]:
         if not refuses:
             return await give(self, call)
         asked.append(trio.current_time())
         raise Refused("its copy is being made")
 
-    monkeypatch.setattr(Giving, "_give_manifest", refuse)
+    monkeypatch.setattr(StateServer, "_give_manifest", refuse)
     async with swarm(tmp_path / "peers") as s:
         peers, (trainer,) = await pipeline(s, run, 4)
         await reaches(s, peers[0], 3)

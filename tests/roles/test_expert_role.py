@@ -16,7 +16,7 @@ import trio
 from peerd.commands.status.swarm_view import swarm_view
 from peerd.compute.worker import InlineWorker
 from peerd.core.errors import ConfigError
-from peerd.core.experts.contract import ExpertAsk, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
@@ -82,7 +82,7 @@ class Scene:
     async def update(self, uids: list[Uid]) -> list[ExpertReply | None]:
         found = await self.forward(uids)
         asks = [
-            ExpertAsk(uid, (0,), (samples(), samples()), reply.served)
+            ExpertCall(uid, (0,), (samples(), samples()), reply.served)
             for uid, reply in zip(uids, found, strict=True)
             if reply is not None
         ]
@@ -94,8 +94,8 @@ def samples() -> TensorFrame:
     return TensorFrame("float32", values.shape, values.tobytes())
 
 
-def ask(uid: Uid) -> ExpertAsk:
-    return ExpertAsk(uid, (0,), (samples(),))
+def ask(uid: Uid) -> ExpertCall:
+    return ExpertCall(uid, (0,), (samples(),))
 
 
 @asynccontextmanager

@@ -110,7 +110,7 @@ async def test_steps_go_on_while_a_disk_hangs_and_the_newest_state_is_the_next_t
         await reaches(s, peer, 9)
         assert disk.held.count("write a checkpoint") == 1
         assert disk.tried == []
-        assert "has not taken the checkpoint of step 2 for" in peer.role.status()["not_saved"]
+        assert "the checkpoint of step 2 is not yet written to" in peer.role.status()["not_saved"]
         waiting = peer.role.post.saving._waiting[0].step
         assert waiting >= 8
         disk.lets_go.set()
@@ -131,4 +131,4 @@ def test_a_full_disk_at_the_start_is_one_sentence(
     line = f"join --role stage --model {run_file(tmp_path)} --data-dir {tmp_path / 'data'}"
     assert invoke(line.split()) == 1
     said = capsys.readouterr().err
-    assert said == "peerd: the disk is full; make room in the data directory, or give another --data-dir\n"
+    assert said == "peerd: the disk is full; make room in the data directory, or choose another --data-dir\n"

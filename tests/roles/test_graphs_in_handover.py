@@ -10,7 +10,7 @@ from weakref import WeakSet
 import pytest
 import trio
 
-from peerd.compute.model.kept_graph import Graph
+from peerd.compute.model.kept_graph import KeptGraph
 from tests.worlds.roles.handscene import HandScene, in_scene
 
 MICROBATCHES = 3
@@ -55,11 +55,11 @@ def test_graphs_of_microbatches_that_come_together_stay_within_their_room(tmp_pa
 
     def watch(post: Any) -> None:
         post.handover.room_bytes = room_bytes
-        module, kept = post.served.module, WeakSet[Graph]()
+        module, kept = post.served.module, WeakSet[KeptGraph]()
         original = module.forward_for_backward
 
-        def forward(x: object) -> Graph:
-            graph: Graph = original(x)
+        def forward(x: object) -> KeptGraph:
+            graph: KeptGraph = original(x)
             kept.add(graph)
             graph_bytes[0] = graph.bytes
             most[0] = max(most[0], sum(each.bytes for each in kept if not each.used))

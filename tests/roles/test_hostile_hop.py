@@ -17,10 +17,10 @@ import trio.lowlevel
 
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.handover import Broken, Hop, Pass, Passed
+from peerd.core.messages.handover import Broken, Hop, PassAnswer, PassRequest
 from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb
-from peerd.machine.budget.book import BOUNDS, Bounds, Means, shared_out
+from peerd.machine.budget.book import BOUNDS, Bounds, Resource, shared_out
 from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.network.hosts import keypair
@@ -50,7 +50,7 @@ def test_what_its_trainer_did_not_sign_is_refused_before_its_frames_are_received
         monkeypatch.setattr(Inbound, "frames", noting)
         good = s.ticket("trainer", 5, *ROUTE)
         inputs = [tokens(5), tokens(1005)]
-        forged: list[tuple[str, Pass, str]] = [
+        forged: list[tuple[str, PassRequest, str]] = [
             ("trainer", s.body(0, "trainer", msgspec.structs.replace(good, signature=b"")), "not signed"),
             ("trainer", s.body(0, "trainer", s.ticket("trainer", 5, *ROUTE, by="liar")), "not signed"),
             ("trainer", s.body(0, "trainer", s.ticket("trainer", 5, *ROUTE, run=bytes(16))), "not signed"),
@@ -88,7 +88,7 @@ def test_what_its_trainer_did_not_sign_is_refused_before_its_frames_are_received
 def test_a_forged_grant_beside_a_good_ticket_counts_against_who_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(cast(dict[Means, Bounds], BOUNDS), Means.UNPROVEN, shared_out(32, 4))
+    monkeypatch.setitem(cast(dict[Resource, Bounds], BOUNDS), Resource.UNPROVEN, shared_out(32, 4))
 
     async def main(s: HandScene) -> None:
         await s.join("trainer")
@@ -104,9 +104,9 @@ def test_a_forged_grant_beside_a_good_ticket_counts_against_who_shows_it(
         book = s.peers["a0"].host.book
         for number in (0, 0, 0, 1, 2, 3):  # one that is shown again is known, and costs nothing
             assert "not of a conductor" in await shown(number)
-        assert book.used(Means.UNPROVEN) == 4
+        assert book.used(Resource.UNPROVEN) == 4
         assert "showed a proof that does not hold: this peer has 4" in await shown(4)
-        assert book.used(Means.UNPROVEN) == 4
+        assert book.used(Resource.UNPROVEN) == 4
         answer = await s.call("trainer", "a0", s.body(0, "trainer", s.ticket("trainer", 5, *ROUTE)), inputs)
         assert [hop.peer for hop in answer.body.hops] == list(map(text, ROUTE))
 
@@ -153,7 +153,7 @@ def test_who_shows_a_ticket_of_one_under_way_ends_nobodys_work(tmp_path: Path) -
 
         onward._ask = slowly
         shown = s.ticket("trainer", 5, *ROUTE)
-        answers: list[Answer[Passed]] = []
+        answers: list[Answer[PassAnswer]] = []
 
         async def honest() -> None:
             answers.append(await s.call("trainer", "a0", s.body(0, "trainer", shown), [tokens(5), tokens(1005)]))
@@ -185,9 +185,9 @@ def test_an_attempt_whose_frames_come_late_ends_none_that_is_later(tmp_path: Pat
         bodies = [s.body(0, "trainer", shown) for shown in (early, late)]
         peer = keypair("trainer").peer_id
         assert [handover.objection(peer, body) for body in bodies] == [None, None]
-        found: list[Answer[Passed]] = []
+        found: list[Answer[PassAnswer]] = []
 
-        async def do(body: Pass) -> None:
+        async def do(body: PassRequest) -> None:
             found.append(await handover.passes(Incoming(peer, body, inputs, trio.current_time() + 100)))
 
         async with trio.open_nursery() as nursery:
@@ -275,21 +275,21 @@ def test_a_trainers_bad_tensors_are_its_own_fault_and_go_no_further(tmp_path: Pa
 def _answers(name: str) -> dict[str, Any]:
     """What a hostile peer of stage 1 answers, by what is wrong with it."""
 
-    def hops(call: Incoming[Pass], *names: str) -> list[Hop]:
+    def hops(call: Incoming[PassRequest], *names: str) -> list[Hop]:
         mb = Mb(call.body.trainer, call.body.ticket.seq)
         return [Hop(text(n), receipt(keypair(n).sign, MARK, 5, stage, 0, mb)) for stage, n in enumerate(names, 1)]
 
     return {
-        "another's shape": lambda call: Answer(Passed(hops(call, name, "a2")), (hidden(1, samples=4),)),
-        "tokens": lambda call: Answer(Passed(hops(call, name, "a2")), (tokens(1),)),
-        "no gradient": lambda call: Answer(Passed(hops(call, name, "a2"))),
-        "no receipts": lambda call: Answer(Passed(), (hidden(1),)),
-        "another's receipt": lambda call: Answer(Passed(hops(call, "b1", "a2")), (hidden(1),)),
-        "one receipt": lambda call: Answer(Passed(hops(call, name)), (hidden(1),)),
-        "not finite": lambda call: Answer(Passed(hops(call, name, "a2")), (hidden(1, float("nan")),)),
-        "too large": lambda call: Answer(Passed(hops(call, name, "a2")), (hidden(1, 1e30),)),
-        "broken elsewhere": lambda call: Answer(Passed(broken=Broken(0, "", "x"))),
-        "broken again and again": lambda call: Answer(Passed(broken=Broken(2, text("a2"), "it is gone"))),
+        "another's shape": lambda call: Answer(PassAnswer(hops(call, name, "a2")), (hidden(1, samples=4),)),
+        "tokens": lambda call: Answer(PassAnswer(hops(call, name, "a2")), (tokens(1),)),
+        "no gradient": lambda call: Answer(PassAnswer(hops(call, name, "a2"))),
+        "no receipts": lambda call: Answer(PassAnswer(), (hidden(1),)),
+        "another's receipt": lambda call: Answer(PassAnswer(hops(call, "b1", "a2")), (hidden(1),)),
+        "one receipt": lambda call: Answer(PassAnswer(hops(call, name)), (hidden(1),)),
+        "not finite": lambda call: Answer(PassAnswer(hops(call, name, "a2")), (hidden(1, float("nan")),)),
+        "too large": lambda call: Answer(PassAnswer(hops(call, name, "a2")), (hidden(1, 1e30),)),
+        "broken elsewhere": lambda call: Answer(PassAnswer(broken=Broken(0, "", "x"))),
+        "broken again and again": lambda call: Answer(PassAnswer(broken=Broken(2, text("a2"), "it is gone"))),
         "refuses": Refused("no"),
         "full for ever": Overloaded("full", 0.08),
     }
@@ -304,7 +304,7 @@ def test_a_successor_that_answers_wrongly_is_named_and_the_microbatch_goes_anoth
     async def main(s: HandScene) -> None:
         asked: list[int] = []
 
-        async def answer(call: Incoming[Pass]) -> Any:
+        async def answer(call: Incoming[PassRequest]) -> Any:
             asked.append(call.body.ticket.seq)
             await trio.lowlevel.checkpoint()
             given = _answers("l1")[bad]
@@ -338,7 +338,7 @@ def test_a_successor_that_never_answers_or_reads_slowly_costs_one_call_and_is_na
     caplog.set_level(logging.INFO, "peerd.service.pipeline")
 
     async def main(s: HandScene) -> None:
-        async def never(call: Incoming[Pass]) -> Any:
+        async def never(call: Incoming[PassRequest]) -> Any:
             await trio.sleep_forever()
 
         await s.join("trainer")

@@ -24,7 +24,7 @@ from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import Fetched, StateItem
 from peerd.service.state.state_room import StateRoom
 from peerd.training.catchup.validate import checked
-from peerd.training.checkpoints.keeper import Keeping
+from peerd.training.checkpoints.keeper import CheckpointKeeper
 from tests.worlds.machines.workers import InlineWorker
 
 RUN = RunFile(
@@ -36,7 +36,7 @@ RUN = RunFile(
 )
 
 
-def keeping(folder: Path, run: RunFile = RUN) -> Keeping:
+def keeping(folder: Path, run: RunFile = RUN) -> CheckpointKeeper:
     nobody: Any = SimpleNamespace(id=None, gate=None, call=None, book=Book(), serve=lambda *_, **__: None)
     ctx = RoleContext(
         run=run,
@@ -50,7 +50,7 @@ def keeping(folder: Path, run: RunFile = RUN) -> Keeping:
         log=cast("Any", SimpleNamespace(event=lambda *_, **__: None)),
         worker=lambda _: InlineWorker(),
     )
-    return Keeping(ctx, RunServices(run, nobody, nobody, nobody, ctx.clock))
+    return CheckpointKeeper(ctx, RunServices(run, nobody, nobody, nobody, ctx.clock))
 
 
 def states(step: int) -> dict[int, dict[str, torch.Tensor]]:
@@ -129,7 +129,7 @@ async def test_two_branches_at_one_step_are_no_set(tmp_path: Path) -> None:
 
 
 class CountingRoom(StateRoom):
-    """Room in a file, which counts the bytes that were read or written."""
+    """Room in a file that counts the bytes read or written."""
 
     count = 0
 
@@ -139,7 +139,7 @@ class CountingRoom(StateRoom):
 
 
 def fetched(folder: Path, stage: int, step: int) -> tuple[Fetched, CountingRoom]:
-    """A state as it was fetched, and the room that it lies in."""
+    """A fetched state, and the room that contains it."""
     items = [StateItem(*item) for item in items_of(states(step)[stage])]
     layout = StateLayout(items)
     room = CountingRoom(layout.total_bytes, folder, needs_file=True)
@@ -166,12 +166,12 @@ async def test_a_set_lies_in_files_while_it_is_fetched_checked_and_written(
             return found
 
         monkeypatch.setattr(fetcher, "fetch_with_room", fetch)
-    monkeypatch.setattr("peerd.compute.model.stage_module.build", None)  # nor is a stage built for its outline
+    monkeypatch.setattr("peerd.compute.model.stage_module.build", None)  # the outline needs no stage to be built
     peer: Any = object()
     assert await kept._attempt(4, [[peer], [peer]]) == at(4)
     assert kept.kept == [at(4)]
     for stage, (room, size) in enumerate(rooms):
-        assert room.count == 2 * size  # read twice: checked, and written
+        assert room.count == 2 * size  # read once to check it and once to write it
         assert int((await kept._savings[stage].load(at(4)))["step"]) == 4
 
 
@@ -215,7 +215,7 @@ def test_each_checkpoint_step_that_is_passed_is_kept_once(seen: list[int], every
 async def test_the_step_that_a_run_ends_with_is_kept_once(autojump_clock: object) -> None:
     kept = keeping(Path("nowhere"), RunFile(run="loop", checkpoint=CheckpointSection(every_steps=50)))
     await trio.sleep(1.0)
-    kept._savings[0].positions = [at(50), at(80)]  # the run went back behind step 80 once
+    kept._savings[0].positions = [at(50), at(80)]  # the run once returned to a step before 80
     assert not kept.due(60)
     assert kept.due(60, 60)
     assert kept.due(58, 60), "trainers' records are older"

@@ -11,7 +11,7 @@ from peerd.compute.model.user_model import UserModel
 from peerd.compute.tensors import state_digest
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import AveragingSection, ModelSection, OptimizerSection, PipelineSection, RunFile
-from peerd.training.catchup.step_totals import Leap
+from peerd.training.catchup.step_totals import StepTotal
 
 SAMPLES = 8
 
@@ -52,10 +52,12 @@ def test_steps_made_with_others_totals_end_with_the_same_bits(make: object, code
         ahead.commit(step, total, SAMPLES)
         if code_of is not None:
             code_of.settle(ready)
-        made = Leap.made(ahead, Position(step + 1, b"x"), total)
+        made = StepTotal.made(ahead, Position(step + 1, b"x"), total)
         items = made.items()
-        assert [(i.name, i.dtype, i.shape) for i in items] == [(s.name, s.dtype, s.shape) for s in Leap.outline(late)]
-        Leap.of(made.target, items).make(late, SAMPLES)
+        assert [(i.name, i.dtype, i.shape) for i in items] == [
+            (s.name, s.dtype, s.shape) for s in StepTotal.outline(late)
+        ]
+        StepTotal.of(made.target, items).make(late, SAMPLES)
         assert state_digest(late.state()) == state_digest(ahead.state())
 
 
@@ -66,7 +68,7 @@ def test_what_is_not_finite_changes_nothing() -> None:
     total = np.ones(spec.shape, spec.dtype)
     assert model.low_rank is not None
     code = {name: torch.full_like(tensor, torch.nan) for name, tensor in model.low_rank.state().items()}
-    for leap in (Leap(Position(1, b""), total * np.nan), Leap(Position(1, b""), total, code)):
+    for leap in (StepTotal(Position(1, b""), total * np.nan), StepTotal(Position(1, b""), total, code)):
         with pytest.raises(ValueError, match="not finite"):
             leap.make(model, SAMPLES)
     assert state_digest(model.state()) == before

@@ -13,8 +13,8 @@ from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_STALL_S, RPC_STEP_BYTES
 from peerd.core.messages.encoding import encode
 from peerd.core.messages.swarm import Seqs, TrainerAnswer, TrainerSync
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
-from peerd.machine.budget.book import Means
-from peerd.machine.rpc import codec as wire
+from peerd.machine.budget.book import Resource
+from peerd.machine.rpc import message_codec as wire
 from roles.backbone import BackboneRole
 from tests.kit.declared import declared
 from tests.kit.exact import write_texts
@@ -63,9 +63,9 @@ async def test_unfinished_messages_of_a_member_are_given_up_like_anyones(tmp_pat
             )
             await stream.send(message + bytes(1 << 20))
         await trio.sleep(5)
-        assert book.used(Means.RECEIVING) >= 3 << 20
+        assert book.used(Resource.RECEIVING) >= 3 << 20
         await trio.sleep(RPC_STALL_S + 2 * RPC_STEP_BYTES / RPC_LEAST_BYTES_PER_S)
-        assert book.used(Means.RECEIVING) == 0
+        assert book.used(Resource.RECEIVING) == 0
 
 
 @pytest.mark.slow

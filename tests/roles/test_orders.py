@@ -84,7 +84,7 @@ async def test_a_later_order_takes_the_place_of_one_that_hangs(tmp_path: Path, r
         assert prepared.ok
         assert prepared.digest == digest(scene.honest(*range(BATCH)))
         (why,) = said
-        assert "called off" in why
+        assert "cancelled" in why
 
 
 async def test_an_order_of_a_conductor_that_is_followed_no_more_is_called_off(tmp_path: Path, run: RunFile) -> None:
@@ -103,7 +103,7 @@ async def test_an_order_of_a_conductor_that_is_followed_no_more_is_called_off(tm
         with trio.fail_after(20):
             await over.wait()
         assert not scene.stage.role.post.serving.closing
-        assert "called off" in said[0]
+        assert "cancelled" in said[0]
 
 
 async def test_an_order_that_waits_while_the_peer_moves_is_not_obeyed_at_another_step(
@@ -157,7 +157,7 @@ async def test_a_member_helps_several_groups_at_once_and_averages_beside_that(tm
                 assert said == []
                 rounds.call_off_unless_of(None)
         assert len(said) == 2
-        assert all("called off" in why for why in said)
+        assert all("cancelled" in why for why in said)
 
 
 async def test_a_copy_that_is_called_off_leaves_the_sum_that_it_was_of(

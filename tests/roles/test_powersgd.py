@@ -15,7 +15,7 @@ from peerd.compute.model.stage_module import StageModule
 from peerd.compute.tensors import state_digest
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import AveragingSection, CheckpointSection, OptimizerSection, RunFile
-from roles.aggregator import AuxRole
+from roles.aggregator import AuxAggregatorRole
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.exact import Batches, run_file, write_texts
@@ -100,7 +100,7 @@ async def test_a_helper_takes_part_in_both_sums_and_changes_no_bit(tmp_path: Pat
     run = run_with(LOW_RANK, write_texts(tmp_path))
     async with swarm(tmp_path / "peers") as s:
         peers = await replicas(s, with_line(run, 10.0), 3)
-        aux = await s.start("aux", AuxRole, with_line(run, 1000.0))
+        aux = await s.start("aux", AuxAggregatorRole, with_line(run, 1000.0))
         await all_finished(s, peers)
         status = aux.role.status()
         code = peers[0].role.replica.post.state.model.low_rank

@@ -11,8 +11,8 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.messages.swarm import Position
-from peerd.machine.state.quorum import Claim, Poll
-from peerd.training.checkpoints.checkpoint_recovery import Recalling
+from peerd.machine.state.quorum import Claim, StateQuorum
+from peerd.training.checkpoints.checkpoint_recovery import CheckpointRecovery
 
 NEW, OLD = Position(7, b"a" * 16), Position(5, b"b" * 16)
 
@@ -20,12 +20,12 @@ NEW, OLD = Position(7, b"a" * 16), Position(5, b"b" * 16)
 def disagreement() -> str:
     """The poll's verdict on two keepers, each with a state of its own."""
     claims = {"12D3KooWaaaaaa": Claim(NEW, b"1" * 32), "12D3KooWbbbbbb": Claim(NEW, b"2" * 32)}
-    verdict = Poll(0.0).decide(0.0, claims, 0)
+    verdict = StateQuorum(0.0).decide(0.0, claims, 0)
     assert verdict.hopeless
     return verdict.why
 
 
-def recalling(asked: list[Position], saved: list[Position]) -> Recalling:
+def recalling(asked: list[Position], saved: list[Position]) -> CheckpointRecovery:
     """Two backbones keep two positions and agree on the older one only."""
 
     async def nothing(*_: object, **__: object) -> Any:
@@ -55,7 +55,7 @@ def recalling(asked: list[Position], saved: list[Position]) -> Recalling:
     )
     model = SimpleNamespace(outline=None)
     joiner, reports = SimpleNamespace(work=nothing, model=model), SimpleNamespace(members=[], tell=lambda: None)
-    return Recalling(ctx, training, SimpleNamespace(positions=[], save=save), joiner, reports)  # type: ignore[arg-type]
+    return CheckpointRecovery(ctx, training, SimpleNamespace(positions=[], save=save), joiner, reports)  # type: ignore[arg-type]
 
 
 async def test_where_two_keepers_contradict_each_other_the_older_position_is_taken_and_the_reason_told(
@@ -67,7 +67,8 @@ async def test_where_two_keepers_contradict_each_other_the_older_position_is_tak
     mine.swarm_is_lost(True)
     assert not await mine._recall(NEW, 0)
     assert mine.problem is not None
-    for part in ("the checkpoint of step 7 cannot be had: no 2 donors agree", "aaaaaa at step 7", "bbbbbb at step 7"):
+    reason = "the checkpoint of step 7 could not be fetched: no 2 donors agree"
+    for part in (reason, "aaaaaa at step 7", "bbbbbb at step 7"):
         assert part in mine.problem
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mine.run, 0)
@@ -87,7 +88,7 @@ async def test_the_reason_is_forgotten_when_the_swarm_has_a_way_on(autojump_cloc
 
 def test_of_three_keepers_the_two_that_agree_are_believed() -> None:
     claims = {"a": Claim(NEW, b"9" * 32), "b": Claim(NEW, b"1" * 32), "c": Claim(NEW, b"1" * 32)}
-    camp = Poll(0.0).decide(0.0, claims, 0).camp
+    camp = StateQuorum(0.0).decide(0.0, claims, 0).camp
     assert camp is not None
     assert camp.donors == ("b", "c")
 

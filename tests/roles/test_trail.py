@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from peerd.core.errors import Refused, RemoteError, Unreachable
 from peerd.core.limits import STATE_TOTALS, STATE_TRAIL
 from peerd.core.messages.swarm import Position
-from peerd.training.catchup.replay import Trail
-from peerd.training.catchup.step_totals import Leap, Totals
+from peerd.training.catchup.step_totals import StepTotal, StepTotals
+from peerd.training.catchup.totals_trail import TotalsTrail
 
 
 def at(step: int) -> Position:
     return Position(step, b"%d" % step)
 
 
-def leap(step: int, elements: int = 4) -> Leap:
-    return Leap(at(step + 1), np.full(elements, step, "float32"))
+def leap(step: int, elements: int = 4) -> StepTotal:
+    return StepTotal(at(step + 1), np.full(elements, step, "float32"))
 
 
 class Swarm:
@@ -34,7 +34,7 @@ class Swarm:
         self.failures = list(failures)
         self.asked: list[int] = []
 
-    async def fetch(self, before: Position) -> Leap:
+    async def fetch(self, before: Position) -> StepTotal:
         assert self.goal is not None
         self.asked.append(before.step)
         await trio.sleep(0.1)
@@ -44,11 +44,11 @@ class Swarm:
             raise Refused("not kept")
         return leap(before.step)
 
-    def trail(self) -> Trail:
-        return Trail(self.fetch, lambda: self.goal)
+    def trail(self) -> TotalsTrail:
+        return TotalsTrail(self.fetch, lambda: self.goal)
 
 
-async def walked(trail: Trail) -> list[int]:
+async def walked(trail: TotalsTrail) -> list[int]:
     """The steps that the whole trail leads to."""
     steps = []
     while (found := await trail.next()) is not None:
@@ -57,7 +57,7 @@ async def walked(trail: Trail) -> list[int]:
     return steps
 
 
-async def lay_and_walk(trail: Trail, start: int) -> list[int]:
+async def lay_and_walk(trail: TotalsTrail, start: int) -> list[int]:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trail.lay)
         trail.begin(at(start))
@@ -96,7 +96,7 @@ async def test_one_that_falls_behind_what_is_kept_is_broken(autojump_clock: obje
 async def test_a_swarm_that_went_back_is_not_reached_by_going_on(autojump_clock: object) -> None:
     trail = Swarm(3).trail()
     assert await lay_and_walk(trail, 5) == []
-    assert "another way" in str(trail.broken)
+    assert "another branch" in str(trail.broken)
 
 
 @pytest.mark.parametrize("failures", [(Refused,), (Unreachable,) * 3, (None, Refused, None, Refused)])
@@ -144,7 +144,7 @@ async def test_a_trail_that_nobody_walks_has_an_end(autojump_clock: object) -> N
     most=st.integers(0, 100),
 )
 def test_totals_stay_within_their_bounds_and_the_newest_stay(steps: list[int], most_bytes: int, most: int) -> None:
-    totals = Totals(most_bytes, most)
+    totals = StepTotals(most_bytes, most)
     for step in steps:
         totals.keep(at(step), leap(step, 2))
         assert totals.nbytes <= most_bytes

@@ -7,16 +7,16 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from peerd.screen.chart import Curve
-from peerd.screen.frame import Columns, Picture, compose, flow, table_lines
+from peerd.screen.frame import Columns, FramePicture, compose, flow, table_lines
 
 REASON = "stands still for 40 s: no position that every stage can reach: a peer with newer state is missing"
 
 
-def picture(peers: int = 5, events: int = 30) -> Picture:
+def picture(peers: int = 5, events: int = 30) -> FramePicture:
     rows = [
         [Text(f"peer-{n}"), Text(f"{n:,}"), Text("a reason that is a little longer than a row")] for n in range(peers)
     ]
-    return Picture(
+    return FramePicture(
         head=[[Text("run tiny"), Text("step 1,204 of 10,000"), Text("2 h 10 min left")], [Text(REASON)]],
         title=Text("loss"),
         curves=[Curve([(x, 9.0 - x) for x in range(9)], "cyan")],

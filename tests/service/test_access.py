@@ -29,7 +29,7 @@ from peerd.core.messages.token import revoked_key
 from peerd.machine.swarm.placement import Arrival
 from peerd.service.access import Present, Presented
 from peerd.service.run_services import RunServices
-from peerd.service.swarm.contributions import Tally, TallyOf
+from peerd.service.swarm.contributions import ContributionOf, ContributionTally
 from peerd.service.swarm.directory import Directory
 from tests.worlds.network.members import (
     NOW,
@@ -391,11 +391,13 @@ def test_the_leader_board_shows_members_under_their_signed_names() -> None:
         ann, bob = await club.member(number=1), await club.member(number=2, name="Bob")
         liar = await club.start(lambda peer: Papers())
         for peer, role, samples in ((ann, "trainer", 10), (ann, "stage", 5), (bob, "stage", 30)):
-            tally = Tally(TallyOf("tiny", role), peer.dht, peer.node.clock, peer.rpc.gate)
+            tally = ContributionTally(ContributionOf("tiny", role), peer.dht, peer.node.clock, peer.rpc.gate)
             tally.add(samples=samples, bytes_aggregated=100)
             await trio.sleep(120)
             await tally.publish()
-        lie = Tally(TallyOf("tiny", "stage"), liar.dht, liar.node.clock, ann.rpc.gate)  # with Ann's token
+        lie = ContributionTally(
+            ContributionOf("tiny", "stage"), liar.dht, liar.node.clock, ann.rpc.gate
+        )  # with Ann's token
         lie.add(samples=1000)
         await lie.publish()
         swarm = await swarm_view(bob.dht, run_file(), bob.rpc.gate)

@@ -107,7 +107,7 @@ async def test_another_text_is_refused_with_both_digests_unless_every_trainer_ha
     other.write_bytes((tmp_path / "text0.txt").read_bytes()[::-1])
     roles = paced(run, tmp_path / "peers")
     told = await refusal(roles, run, with_text(run, other))
-    assert told.startswith("run 'virtual' is on its way with other text: data.path ")
+    assert told.startswith("run 'virtual' is running with other text: data.path ")
     assert "... here, " in told
     assert "let the organizer set data.digest: any" in told
     own = with_text(run, tmp_path / "text0.txt", digest="any")
@@ -145,7 +145,7 @@ async def test_another_large_text_is_a_warning_once_it_was_read_through_and_ends
             assert [str(e["reason"]).startswith("data.path ") for e in warned()] == [True]
             assert not second.refusal
             return
-    assert second.refusal.startswith("run 'virtual' is on its way with other text: data.path ")
+    assert second.refusal.startswith("run 'virtual' is running with other text: data.path ")
     assert re.search(r"by step \d+ [1-9]\d* microbatches of it had been counted$", second.refusal)
 
 
@@ -241,7 +241,7 @@ async def test_a_peer_with_other_settings_that_starts_in_the_same_second_is_told
         told = roles.live[name].refusal
         names = {"one": ("'adamw'", 5), "two": ("'sgd'", 7)}
         (here, seed), (there, other_seed) = names.pop(name), *names.values()
-        assert told.startswith("run 'virtual' is on its way with other settings:")
+        assert told.startswith("run 'virtual' is running with other settings:")
         assert f"optimizer.name is {here} here and {there} there" in told
         assert f"seed is {seed} here and {other_seed} there" in told
 

@@ -15,8 +15,8 @@ import trio
 from peerd.core.messages.swarm import LineInfo
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.machine.averaging.shares import bound_s_per_byte
-from peerd.machine.averaging.work_split import Lines, Split
-from peerd.service.averaging.allreduce import Averaging, Vector
+from peerd.machine.averaging.work_split import Split, WorkSplitter
+from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import stack_on
 from peerd.sim.simnet import SimLine
@@ -39,7 +39,7 @@ async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
 
 def split_of(names: Sequence[str], rates: Sequence[float], helpers: int = 0) -> Split:
     """As a conductor divides the work; the last `helpers` only sum."""
-    lines = Lines()
+    lines = WorkSplitter()
     for i, (name, mbit_s) in enumerate(zip(names, rates, strict=True)):
         mode = "aux" if i >= len(names) - helpers else "node"
         lines.tell(name, 0, LineInfo(mode, mbit_s * 1e6 / 8, mbit_s * 1e6 / 8, ELEMENTS, "float32"))  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ async def one_round(rates: Sequence[float], helpers: int) -> tuple[float, float]
         for mbit_s in rates:
             nodes.append(await world.start(line=SimLine(latency_s=0.005, up_mbit_s=mbit_s, down_mbit_s=mbit_s)))
         names = [node.id.text for node in nodes]
-        averaging = [Averaging(node.rpc, node.id) for node in nodes]
+        averaging = [AllReduceService(node.rpc, node.id) for node in nodes]
         split = split_of(names, rates, helpers)
         vectors = [np.full(ELEMENTS, i + 1, dtype="float32") for i in range(len(nodes) - helpers)]
         for i, node in enumerate(nodes):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peerd.core.errors import LocalError
-from peerd.sim.clock import Agenda, SimClock, deterministic_scheduling, run_virtual
+from peerd.sim.clock import SimAgenda, SimClock, deterministic_scheduling, run_virtual
 from tests.kit.amount import examples
 from tests.kit.watchdog import LIMIT_S, LoopWatchdog, excused
 
@@ -126,7 +126,7 @@ def test_a_trio_without_the_private_names_is_refused(monkeypatch: pytest.MonkeyP
 
 
 async def test_the_agenda_keeps_the_order_of_time_and_of_asking(autojump_clock: trio.testing.MockClock) -> None:
-    agenda, seen = Agenda(), list[str]()
+    agenda, seen = SimAgenda(), list[str]()
     async with trio.open_nursery() as nursery:
         await nursery.start(agenda.run)
         agenda.at(2.0, lambda: seen.append("late"))
@@ -143,7 +143,7 @@ async def test_an_agenda_that_does_not_run_refuses_what_would_never_happen(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     with pytest.raises(LocalError, match="does not run"):
-        Agenda().at(1.0, lambda: None)
+        SimAgenda().at(1.0, lambda: None)
 
 
 async def test_a_sim_clock_repeats_itself_and_has_its_own_skew(autojump_clock: trio.testing.MockClock) -> None:

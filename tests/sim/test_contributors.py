@@ -176,7 +176,7 @@ async def lose_the_conductor_that_rests(roles: Roles) -> None:
             await world.kill(world.nodes[name])
         others = [name for name in slow if name not in conductors]
         assert await world.until(lambda: roles.replica_step() >= before + 3, within_s=400), roles.story()
-        steps = [int(note.rsplit(maxsplit=1)[-1]) for note in roles.conductor_notes() if "stands at step" in note]
+        steps = [int(note.rsplit(maxsplit=1)[-1]) for note in roles.conductor_notes() if "swarm is at step" in note]
         print(f"killed {conductors} at step {before}; the swarm stood at {steps}")
         assert steps[-1] >= before - 1
         assert all(roles.live[name].replica.step < before for name in others if rests(roles, name))

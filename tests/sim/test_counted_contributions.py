@@ -13,7 +13,7 @@ import trio
 
 from peerd.commands.status.swarm_view import swarm_view
 from peerd.core.run.runfile import BatchSection, PipelineSection
-from peerd.service.swarm.contributions import Tally, TallyOf
+from peerd.service.swarm.contributions import ContributionOf, ContributionTally
 from peerd.sim.clock import run_virtual
 from peerd.sim.world import World
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, pipeline_world, replica_world, virtual_run
@@ -27,7 +27,7 @@ async def boast(world: World, roles: Roles) -> str:
     """A peer that serves nothing joins, and claims a lot in two roles."""
     liar = await world.start("liar")
     for role in ("stage", "trainer"):
-        tally = Tally(TallyOf(roles.run.run, role), liar.dht, liar.clock, None)
+        tally = ContributionTally(ContributionOf(roles.run.run, role), liar.dht, liar.clock, None)
         tally.add(samples=LIE)
         await tally.publish()
     return liar.id.text

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 
-from peerd.compute.model import optim
+from peerd.compute.model import optimizer
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import ConfigError
@@ -29,7 +29,7 @@ def diverging_run(folder: Path, stages: int) -> RunFile:
 
 def spoil_updates(monkeypatch: pytest.MonkeyPatch, rate: float, times: int) -> None:
     """Give the update of BAD_STEP this learning rate, `times` times in all."""
-    left, usual = [times], optim.learning_rate
+    left, usual = [times], optimizer.learning_rate
 
     def learning_rate(section: OptimizerSection, step: int) -> float:
         if step != BAD_STEP or not left[0]:
@@ -37,7 +37,7 @@ def spoil_updates(monkeypatch: pytest.MonkeyPatch, rate: float, times: int) -> N
         left[0] -= 1
         return rate
 
-    monkeypatch.setattr(optim, "learning_rate", learning_rate)
+    monkeypatch.setattr(optimizer, "learning_rate", learning_rate)
 
 
 def told(peers: list[Peer], name: str) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ async def test_a_peer_that_lies_is_named_and_the_run_goes_on_exactly_without_it(
         warned = notes(peers)
     assert counts["not_finite"] == 0
     assert not any("goes back" in note for note in warned)
-    named = [r.getMessage() for r in caplog.records if "called a microbatch not finite" in r.getMessage()]
+    named = [r.getMessage() for r in caplog.records if "reported a microbatch as not finite" in r.getMessage()]
     assert named
     assert all(liar.host.id.text[-8:] in text for text in named)
     assert batches.faults(per_step=8) == []

@@ -13,7 +13,7 @@ import trio
 
 from peerd.commands.status.swarm_view import foretold_by, swarm_view
 from peerd.core.run.runfile import OptimizerSection, RunFile
-from peerd.service.averaging.allreduce import Averaging
+from peerd.service.averaging.allreduce import AllReduceService
 from peerd.sim.clock import run_virtual
 from peerd.sim.world import Node
 from roles.trainer import TrainerRole
@@ -32,14 +32,14 @@ def run(tmp_path: Path) -> RunFile:
 def unlinked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, list[str]]]:
     """The time at which each member began each round, with the peers of its group that it had no link to then."""
     found: list[tuple[float, list[str]]] = []
-    plain = Averaging.sum
+    plain = AllReduceService.sum
 
-    async def noted(self: Averaging, plan: Any, *rest: Any) -> Any:
+    async def noted(self: AllReduceService, plan: Any, *rest: Any) -> Any:
         linked = {peer.text for peer in self._rpc._host.connected()}
         found.append((trio.current_time(), sorted({*plan.group} - linked - {self._own})))
         return await plain(self, plan, *rest)
 
-    monkeypatch.setattr(Averaging, "sum", noted)
+    monkeypatch.setattr(AllReduceService, "sum", noted)
     return found
 
 

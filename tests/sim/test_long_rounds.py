@@ -12,7 +12,7 @@ import trio
 
 from peerd.core.run.runfile import BatchSection, LimitsSection, ModelSection
 from peerd.machine.averaging.allreduce import AveragingPlan
-from peerd.service.averaging.allreduce import Averaging, Vector
+from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import stack_on, swarm
 from peerd.sim.simnet import NetConfig, SimLine
@@ -38,7 +38,7 @@ async def average(mbit_s: list[float], elements: int) -> float:
     """Seconds of one round of peers with such lines, in equal shares."""
     async with World(1, program, WorldConfig(line=lambda _: SimLine(latency_s=0.02))).running() as world:
         nodes = [await world.start(line=slow(rate)) for rate in mbit_s]
-        averaging = [Averaging(node.rpc, node.id) for node in nodes]
+        averaging = [AllReduceService(node.rpc, node.id) for node in nodes]
         for node in nodes:
             for other in nodes:
                 node.host.learn(other.id, [other.addr])
@@ -46,7 +46,7 @@ async def average(mbit_s: list[float], elements: int) -> float:
         plan = AveragingPlan(b"round".ljust(16), names, PART_BYTES, PATIENCE_S)
         began, sums = trio.current_time(), list[Vector]()
 
-        async def take_part(one: Averaging) -> None:
+        async def take_part(one: AllReduceService) -> None:
             sums.append(await one.sum(plan, np.ones(elements, "float32"), InlineWorker()))
 
         async with trio.open_nursery() as nursery:

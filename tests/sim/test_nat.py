@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock as Clock
 
 from peerd.core.ids import PeerId
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.host.host import PeerUp
 from peerd.sim.nat import KINDS, Kind
 from tests.worlds.network.homes import Neighbourhood, Peer, neighbourhood
@@ -31,9 +31,9 @@ def best_ways(a: Kind, b: Kind) -> set[str]:
     return {"relayed"}
 
 
-def moves(a: Peer, b: Peer) -> list[tuple[float, Way]]:
+def moves(a: Peer, b: Peer) -> list[tuple[float, PathKind]]:
     """The times at which `a` changes its link to `b`, each with the new way; a list that grows."""
-    found: list[tuple[float, Way]] = []
+    found: list[tuple[float, PathKind]] = []
 
     def note(peer: PeerId) -> None:
         link = a.host.links.best(peer)
@@ -66,7 +66,7 @@ async def test_each_pair_ends_on_the_best_way_there_is(
             way = a.host.traffic().peers[b.host.id].way
             assert way in best_ways(*kinds)
             assert b.host.traffic().peers[a.host.id].way == way
-            assert ways[0][1] == Way.RELAYED
+            assert ways[0][1] == PathKind.RELAYED
             if set(kinds) <= set(CONES):
                 assert ways[1][0] - began < 3
             assert await ask(a.host, b.host, b"there") == b"there"

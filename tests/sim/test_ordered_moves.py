@@ -23,7 +23,7 @@ from peerd.core.run.runfile import AccessSection, CheckpointSection, RunFile
 from peerd.service.access import Access
 from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, Program, World
-from peerd.training.stage import moving
+from peerd.training.stage import stage_move
 from roles.stage import StageRole
 from tests.kit.amount import some
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
@@ -106,7 +106,7 @@ async def begun(world: World, roles: Roles, event: str = "stage.move_begun") -> 
 async def test_a_peer_without_the_memory_for_both_leaves_before_it_enters(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moving, "lacking", lambda *_: "stage 1 takes more")
+    monkeypatch.setattr(stage_move, "lacking", lambda *_: "stage 1 takes more")
     roles = paced(tmp_path, run_of(tmp_path))
     async with lopsided(roles) as world:
         target = weak(roles)
@@ -212,7 +212,7 @@ def gated(papers: dict[str, Papers], run: RunFile) -> Program:
 async def test_a_token_revoked_in_the_midst_of_a_move_costs_only_its_peer(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moving.Relocating, "_is_ready", lambda *_: False)  # it stays on its way
+    monkeypatch.setattr(stage_move.StageMove, "_is_ready", lambda *_: False)  # it stays on its way
     access = AccessSection(allow="tokens", organizer=ORGANIZER.peer_id.text)
     run, papers = msgspec.structs.replace(run_of(tmp_path), access=access), dict[str, Papers]()
     roles = paced(tmp_path, run)
@@ -241,7 +241,7 @@ async def test_a_peer_takes_one_order_at_a_time_and_only_from_the_conductor_that
         target = weak(roles)
         mover = await begun(world, roles)
         role = roles.live[mover]
-        with pytest.raises(Refused, match="on its way"):
+        with pytest.raises(Refused, match="is moving to another stage"):
             role.post.moves_to(target, "another conductor says so, too")
         (node,) = [node for node in world.living() if node.name == mover]
         known = {mover, *roles.conductors()}
@@ -249,7 +249,7 @@ async def test_a_peer_takes_one_order_at_a_time_and_only_from_the_conductor_that
         order = Relocate(role._services.fingerprint, 99, 1 - target, target, "I conduct")
         with pytest.raises(RemoteError, match="does not follow you"):
             await stranger.rpc.call(node.id, "stage/6/relocate", order, Empty, timeout_s=5.0)
-        assert role.status()["moves"] == f"goes from stage {1 - target} to stage {target}"
+        assert role.status()["moves"] == f"moves from stage {1 - target} to stage {target}"
         assert await world.until(lambda: "moves" not in role.status(), within_s=60)
         with pytest.raises(Refused, match="has moved in the last 300 s"):
             role.post.moves_to(1 - target, "back again")

@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from peerd.core.run.runfile import RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
-from roles.aggregator import AuxRole
+from roles.aggregator import AuxAggregatorRole
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
@@ -25,7 +25,7 @@ from tests.worlds.roles.together import Together, together
 from tests.worlds.roles.training import pinned
 from tests.worlds.roles.virtualroles import Roles
 
-ALL = (BackboneRole, StageRole, TrainerRole, AuxRole)
+ALL = (BackboneRole, StageRole, TrainerRole, AuxAggregatorRole)
 # Every pair in a pipeline; the other order in which they begin, and whole replicas, take as long again.
 PAIRS = [
     pytest.param(
@@ -51,10 +51,10 @@ FIRST = [
     )
     for roles in (
         *itertools.permutations((StageRole, TrainerRole)),
-        *itertools.permutations((StageRole, TrainerRole, AuxRole)),
-        (TrainerRole, AuxRole),
+        *itertools.permutations((StageRole, TrainerRole, AuxAggregatorRole)),
+        (TrainerRole, AuxAggregatorRole),
         ALL,
-        (AuxRole, TrainerRole, BackboneRole, StageRole),
+        (AuxAggregatorRole, TrainerRole, BackboneRole, StageRole),
     )
     for stages in (2, 1)
 ]
@@ -201,7 +201,9 @@ async def test_a_helper_gives_way_to_a_post_of_its_stage(
     roles = Roles(run, tmp_path)
     async with home_world() as world:
         await world.start("stage1", program=roles.program(StageRole, run=pinned(run, 1)))
-        both = await world.start("both", program=roles.program(together(AuxRole, StageRole), run=pinned(run, 0)))
+        both = await world.start(
+            "both", program=roles.program(together(AuxAggregatorRole, StageRole), run=pinned(run, 0))
+        )
         await world.start("trainer", program=roles.program(TrainerRole))
         aux, member = roles.live[both.name].roles
         await finished(world, roles, roles.live["trainer"])

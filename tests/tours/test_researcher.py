@@ -71,7 +71,7 @@ def test_a_model_of_ones_own_is_tried_trains_and_comes_out(tmp_path: Path) -> No
         join = f"peerd join --model configs/own_model.yaml --bootstrap {addr} --listen {LISTEN}"
         source.write_text(right.replace("nn.Linear(width, 256)", "nn.Linear(width, 100)"))
         for role in ("stage", "trainer"):
-            shell.run(f"{join} --role {role}").one_sentence("layer 2 (Linear) got", "and gave", "expected", code=2)
+            shell.run(f"{join} --role {role}").one_sentence("layer 2 (Linear) got", "and returned", "expected", code=2)
         source.write_text(right)
         for name, role in (("a", "stage"), ("b", "stage"), ("c", "trainer")):
             shell.start(f"{join} --role {role} --data-dir peers/{name}").wait_for("role.started")

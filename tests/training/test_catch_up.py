@@ -25,8 +25,8 @@ from peerd.log import EventLog
 from peerd.service.state.snapshot import StateItem
 from peerd.service.state.state_room import StateRoom
 from peerd.sim.clock import SimClock
-from peerd.training.catchup.catch_up import CatchingUp
-from peerd.training.catchup.step_totals import Leap
+from peerd.training.catchup.catch_up import CatchUp
+from peerd.training.catchup.step_totals import StepTotal
 from tests.worlds.machines.workers import InlineWorker
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Joiner:
     async def take_over(self, before: Position, position: Position, state: object) -> None:
         self._change("state", position)
 
-    async def step_on(self, before: Position, leap: Leap) -> None:
+    async def step_on(self, before: Position, leap: StepTotal) -> None:
         self._change("step", leap.target)
 
     def _change(self, name: str, position: Position) -> None:
@@ -110,7 +110,7 @@ class Scene:
         services = SimpleNamespace(run=RunFile(run="x"), fingerprint=b"f" * 32, snapshots=Donor)
         reports = SimpleNamespace(members=list(members), tell=lambda: None)
         context = cast(Any, ctx)
-        self.catching_up = CatchingUp(context, cast(Any, services), InlineWorker(), cast(Any, self.joiner), reports)
+        self.catching_up = CatchUp(context, cast(Any, services), InlineWorker(), cast(Any, self.joiner), reports)
         self.catching_up._stage = 0
 
     async def catch_up(self) -> None:
@@ -140,7 +140,7 @@ async def test_totals_are_kept_for_a_mate_that_is_behind_and_for_none_that_makes
 ) -> None:
     scene = Scene(tmp_path, [ONE, mate])
     for step in range(6):
-        scene.catching_up.keep(at(step), Leap(at(step + 1), np.ones(4, "float32")))
+        scene.catching_up.keep(at(step), StepTotal(at(step + 1), np.ones(4, "float32")))
     assert scene.catching_up._totals is not None
     assert len(scene.catching_up._totals) == kept
 

@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from peerd.compute.frozen_state import FrozenState
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import RunFile
-from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 
 
 class SlowState(FrozenState):
@@ -42,7 +42,7 @@ async def test_a_checkpoint_under_way_is_given_up_and_one_that_waits_is_forgotte
     told: list[tuple[str, dict[str, Any]]] = []
     log = SimpleNamespace(event=lambda name, **facts: told.append((name, facts)))
     ctx: Any = SimpleNamespace(run=RunFile(run="left"), data_dir=tmp_path, worker=lambda name: Files(), log=log)
-    saving, first, second = Saving(ctx, bytes(32)), SlowState(), SlowState()
+    saving, first, second = StageCheckpoints(ctx, bytes(32)), SlowState(), SlowState()
     await saving.open(0)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(saving.run)
@@ -65,10 +65,11 @@ async def test_a_large_checkpoint_is_no_problem_while_its_bytes_may_take_so_long
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     ctx: Any = SimpleNamespace(run=RunFile(run="large"), data_dir=tmp_path, worker=lambda name: Files())
-    saving, state = Saving(ctx, bytes(32)), SimpleNamespace(nbytes=5_000_000_000)
+    saving, state = StageCheckpoints(ctx, bytes(32)), SimpleNamespace(nbytes=5_000_000_000)
     saving._writing = Position(3, bytes(8)), trio.current_time(), state  # type: ignore[assignment]
     await trio.sleep(500)
     assert saving.problem is None
     await trio.sleep(100)
     assert saving.problem is not None
-    assert "step 3 for 600 s" in saving.problem
+    assert "the checkpoint of step 3 is not yet written to" in saving.problem
+    assert saving.problem.endswith(" after 600 s")

@@ -1,5 +1,7 @@
-"""A copy of a state goes to a file under a limit of memory; without a disk it goes to memory that is left, if any. So
-does a large residual, which stays in memory while rounds are short.
+"""Rooms for copies of a state and for residuals.
+
+With a memory limit, a copy is stored in a file, or in spare memory if the disk cannot store it. A large residual is
+stored in a file, too, except while rounds are short.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def test_a_large_residual_lies_in_a_file_unless_rounds_are_short_and_memory_is_s
         return room is not None and room._is_file
 
     assert not in_file(0, 3 * MB, 600)
-    assert in_file(0, LARGE, math.inf)  # no round was made yet
+    assert in_file(0, LARGE, math.inf)  # no round has ended yet
     assert in_file(0, LARGE, 90)
     assert not in_file(0, LARGE, 20)
     assert in_file(10, LARGE, 20)

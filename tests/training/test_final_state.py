@@ -1,4 +1,4 @@
-"""A loop that its user ends waits until its state is in safe hands: a backbone's, or a member's that stays."""
+"""A loop that its user ends waits until a backbone, or a member that stays, has its state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def member(peer: PeerId, ready: bool = True) -> MemberInfo:
 
 
 class Directory:
-    """What the directory shows of others."""
+    """A directory with the records of other peers."""
 
     def __init__(self, keeping: bool = True) -> None:
         self.announced: dict[Any, Any] = {}
@@ -49,7 +49,7 @@ class Directory:
 
 
 class Scene:
-    """One loop at step 60, and what it announced and logged."""
+    """One loop at step 60, which records its announcements and log events."""
 
     def __init__(self, directory: Directory, *members: MemberInfo, step: int = STEP) -> None:
         async def announce_end() -> None:
@@ -85,7 +85,7 @@ class Scene:
         self.directory = directory
 
     async def leave(self) -> float:
-        """The seconds that it takes."""
+        """Hand the state over; returns the duration in seconds."""
         began = trio.current_time()
         await self.final.handed_over()
         assert self.final.waits_for is None
@@ -105,7 +105,7 @@ async def test_the_last_loop_waits_until_a_backbone_has_its_step(autojump_clock:
     scene = Scene(Directory())
 
     async def fetch() -> None:
-        for _ in range(40):  # of a slow line: never silent for long, longer than silence may last
+        for _ in range(40):  # a slow line: no pause is too long, but the total is longer than a pause may be
             await trio.sleep(50.0)
             scene.post.catching_up.given_bytes += 1
         assert scene.final.waits_for == "a backbone to fetch the state of step 60"

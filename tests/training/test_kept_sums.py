@@ -13,9 +13,9 @@ from trio.testing import MockClock
 
 from peerd.core.messages.swarm import Mbs, Prepare
 from peerd.core.run.runfile import AveragingSection, RunFile
-from peerd.service.averaging.allreduce import Averaging, Vector
-from peerd.service.run_services import Carries
-from peerd.training.stage.averaging import Rounds, SumAbsent, Total
+from peerd.service.averaging.allreduce import AllReduceService, Vector
+from peerd.service.run_services import LineSpeeds
+from peerd.training.stage.averaging import AveragingRounds, SumAbsent, Total
 from tests.service.averaging.test_allreduce import Node, group
 from tests.worlds.machines.workers import InlineWorker
 
@@ -24,12 +24,12 @@ LENGTH = 5000
 
 @dataclass
 class Services:
-    """The part of a run's services that `Rounds` uses."""
+    """The part of a run's services that `AveragingRounds` uses."""
 
-    averaging: Averaging
+    averaging: AllReduceService
 
-    def carries(self) -> Carries:
-        return Carries(0.0, 0.0, True, True, True)
+    def carries(self) -> LineSpeeds:
+        return LineSpeeds(0.0, 0.0, True, True, True)
 
 
 class Members:
@@ -38,7 +38,9 @@ class Members:
     def __init__(self, nodes: list[Node], code: Any, folder: Path | None = None) -> None:
         run = RunFile(run="kept", averaging=AveragingSection(code=code, part_bytes=1024))
         self.nodes = nodes
-        self.rounds = [Rounds(run, cast("Any", Services(n.averaging)), InlineWorker(), n.id, folder) for n in nodes]
+        self.rounds = [
+            AveragingRounds(run, cast("Any", Services(n.averaging)), InlineWorker(), n.id, folder) for n in nodes
+        ]
 
     def order(self, attempt: bytes, members: tuple[int, ...], **more: Any) -> Prepare:
         names = [self.nodes[i].id.text for i in members]
@@ -87,10 +89,10 @@ async def test_a_sum_that_is_not_kept_cannot_be_brought(autojump_clock: MockCloc
         await members.sum(0, members.order(b"f" * 16, (0,), last=False), gradient(0))
         again = await members.sum(0, members.order(b"g" * 16, (0,), brings=b"f" * 16))
         assert again.tobytes() == gradient(0).tobytes()
-        with pytest.raises(SumAbsent, match="not here"):
+        with pytest.raises(SumAbsent, match="does not have the sum"):
             await members.sum(0, members.order(b"h" * 16, (0,), brings=b"x" * 16))
         members.rounds[0].drop_sums()
-        with pytest.raises(SumAbsent, match="not here"):
+        with pytest.raises(SumAbsent, match="does not have the sum"):
             await members.sum(0, members.order(b"i" * 16, (0,), brings=b"g" * 16))
 
 
@@ -108,7 +110,7 @@ async def together(members: Members, orders: dict[int, Prepare], own: dict[int, 
     return found
 
 
-def missed_of(rounds: Rounds) -> list[Vector]:
+def missed_of(rounds: AveragingRounds) -> list[Vector]:
     """What the rounds missed that led to the newest sum."""
     return [one.whole().copy() for one in next(reversed(rounds._kept.values())).missed]
 

@@ -28,8 +28,8 @@ from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSecti
 from peerd.log import EventLog
 from peerd.sim.clock import SimClock
 from peerd.training.catchup import catch_up, step_totals
-from peerd.training.catchup.catch_up import CatchingUp
-from peerd.training.catchup.step_totals import Leap, Totals
+from peerd.training.catchup.catch_up import CatchUp
+from peerd.training.catchup.step_totals import StepTotal, StepTotals
 from tests.worlds.network.hosts import keypair
 
 COMPUTES = pytest.mark.no_watchdog("computes on the loop")
@@ -44,9 +44,9 @@ def at(step: int) -> Position:
     return Position(step, b"%d" % step)
 
 
-def leap(step: int, values: int = VALUES) -> Leap:
+def leap(step: int, values: int = VALUES) -> StepTotal:
     total = np.random.default_rng(step).standard_normal(values, np.float32)
-    return Leap(at(step + 1), total, {"q": torch.full((3,), float(step))})
+    return StepTotal(at(step + 1), total, {"q": torch.full((3,), float(step))})
 
 
 class Files:
@@ -98,7 +98,7 @@ class Donor:
         services: Any = SimpleNamespace(run=self.run, fingerprint=b"run", snapshots=lambda: snapshots)
         outline = [TensorSpec("param/w", "float32", (STATE_VALUES,))]
         joiner: Any = SimpleNamespace(model=SimpleNamespace(outline=lambda: outline), position=at(0), reached=None)
-        self.catching = CatchingUp(ctx, services, Files(), joiner, self)  # type: ignore[arg-type]
+        self.catching = CatchUp(ctx, services, Files(), joiner, self)  # type: ignore[arg-type]
         self.catching.offer(0)
         self.mate_is(ready=True)
 
@@ -218,8 +218,8 @@ async def test_each_total_but_the_newest_is_moved_to_a_file_once(tmp_path: Path)
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def kept_totals(count: int, values: int = VALUES) -> Totals:
-    totals = Totals(1 << 40)
+def kept_totals(count: int, values: int = VALUES) -> StepTotals:
+    totals = StepTotals(1 << 40)
     for number in range(count):
         totals.keep(at(number), leap(number, values))
     return totals
@@ -260,7 +260,7 @@ async def test_a_step_made_with_a_total_that_was_moved_ends_with_the_same_bits(t
         optimizer=OptimizerSection(name="adamw"),
     )
     plain, late = ServedStage(run, 0, "cpu"), ServedStage(run, 0, "cpu")
-    totals = Totals(1 << 40)
+    totals = StepTotals(1 << 40)
     for number in range(2):
         made = leap(number, plain.module.layout.count)._replace(code={})
         made.make(plain, 8)

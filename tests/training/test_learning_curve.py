@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import ConfigError
 from peerd.core.messages.progress import TrainerProgress
-from peerd.training.learning_curve import Curves, Point
+from peerd.training.learning_curve import CurvePoint, LearningCurves
 from peerd.training.run_monitor import NEAR_STEPS, summary
 
 
-def point(step: int, valid_step: int | None = None) -> Point:
+def point(step: int, valid_step: int | None = None) -> CurvePoint:
     valid = None if valid_step is None else 3.0
-    return Point(step, 1e9 + step, 2.5, valid, valid_step, [2, 1], 1, 10.0, 160.0)
+    return CurvePoint(step, 1e9 + step, 2.5, valid, valid_step, [2, 1], 1, 10.0, 160.0)
 
 
-def opened(folder: Path) -> Curves:
-    curves = Curves(folder, "a run/of mine")
+def opened(folder: Path) -> LearningCurves:
+    curves = LearningCurves(folder, "a run/of mine")
     curves.open()
     return curves
 
@@ -81,7 +81,7 @@ def test_the_table_holds_what_the_lines_do(tmp_path: Path) -> None:
     curves.append(point(2, 2))
     assert curves.write_table()
     rows = parquet.read_table(curves.table).to_pylist()
-    assert [Point(**row) for row in rows] == curves.read()
+    assert [CurvePoint(**row) for row in rows] == curves.read()
     assert not list(tmp_path.glob("*.new"))
 
 
@@ -117,5 +117,5 @@ def test_fewer_than_half_of_the_stage_peers_cannot_move_the_step(
 def test_the_swarm_in_one_line() -> None:
     assert summary([0, 0], [], [], 5.0) is None
     trainers = [told(10, 2.0, 8), told(11, 4.0, 10), told(11, math.nan), told(1 << 60, 99.0)]
-    assert summary([1, 2], [10, 11, 11], trainers, 5.0) == Point(11, 5.0, 3.0, 4.0, 10, [1, 2], 3, 3.0, 48.0)
-    assert summary([1, 1], [7, 9], [], 5.0) == Point(7, 5.0, None, None, None, [1, 1], 0, 0.0, 0.0)
+    assert summary([1, 2], [10, 11, 11], trainers, 5.0) == CurvePoint(11, 5.0, 3.0, 4.0, 10, [1, 2], 3, 3.0, 48.0)
+    assert summary([1, 1], [7, 9], [], 5.0) == CurvePoint(7, 5.0, None, None, None, [1, 1], 0, 0.0, 0.0)

@@ -16,8 +16,8 @@ from peerd.core.keys import Keypair
 from peerd.core.model.stage_memory import StageFootprint
 from peerd.core.run.runfile import PipelineSection, PlanSection
 from peerd.signals import Signal
-from peerd.training.stage.moving import Relocating
 from peerd.training.stage.post import Post
+from peerd.training.stage.stage_move import StageMove
 
 STATE_BYTES = 1_000_000_000  # 8,000 s on a line of 1 Mb/s
 
@@ -31,7 +31,7 @@ def mover(post: Any) -> Any:
     async def size_of(stage: int) -> StageFootprint:
         return StageFootprint(stage, STATE_BYTES // 12, 0, 0, STATE_BYTES)
 
-    made: Any = Relocating.__new__(Relocating)
+    made: Any = StageMove.__new__(StageMove)
     made._member, made._following = SimpleNamespace(enter=enter), SimpleNamespace(told=Signal(), members=[])
     made._is_ready, made._size_of = lambda stage: post.ready, size_of
     return made
@@ -41,8 +41,8 @@ def mover(post: Any) -> Any:
     ("pieces", "takes_s", "told"),
     [
         (15, 7500.0, None),
-        (3, 2100.0, "nothing of its state came for 600 s"),
-        (1000, 8600.0, "its state did not come within 8600 s"),
+        (3, 2100.0, "nothing of its state arrived for 600 s"),
+        (1000, 8600.0, "its state did not arrive within 8600 s"),
     ],
 )
 async def test_a_state_that_keeps_coming_is_waited_for(

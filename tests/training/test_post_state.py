@@ -24,7 +24,7 @@ from peerd.role import RoleContext
 from peerd.service.state.state_room import StateRoom
 from peerd.sim.clock import SimClock
 from peerd.training.catchup import copy_room
-from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.averaging import Total
 from peerd.training.stage.post_state import PostState
 from tests.worlds.machines.workers import InlineWorker
@@ -67,7 +67,7 @@ class Scene:
             data_dir=folder,
             log=EventLog(SimClock(1, "peer")),
         )
-        self.saving = Saving(cast(RoleContext, ctx), b"f" * 16)
+        self.saving = StageCheckpoints(cast(RoleContext, ctx), b"f" * 16)
         self.state = PostState(cast(RoleContext, ctx), 0, self.saving)
 
     async def open(self) -> None:

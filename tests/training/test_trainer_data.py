@@ -21,7 +21,7 @@ from peerd.core.run.runfile import DataSection, ModelSection, PipelineSection, R
 from peerd.core.work import read_at_once
 from peerd.log import EventLog
 from peerd.role import RoleContext
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 from peerd.sim.clock import SimClock
 from peerd.training.trainer_data import LONGEST_RETRY_S, RETRY_S, TrainerData
 from roles.trainer import TrainerRole
@@ -59,7 +59,7 @@ def data_of(run: RunFile, folder: Path, reader: InlineWorker | None = None) -> t
 
 
 class Reader(InlineWorker):
-    """A worker for one job at a time; jobs named `held_up` wait while `waits`."""
+    """A worker that runs one job at a time; jobs named `held_up` block while `waits` is set."""
 
     def __init__(self, held_up: str = "take samples") -> None:
         self.waits, self._held_up, self._turn = False, held_up, trio.Lock()
@@ -178,7 +178,7 @@ async def test_a_problem_stays_until_the_job_that_has_it_succeeds(
     await data.open()
     down = True
 
-    def held_out() -> list[Load]:
+    def held_out() -> list[Microbatch]:
         if down:
             raise DataUnavailable("the server is down")
         return []

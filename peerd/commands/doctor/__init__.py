@@ -1,1 +1,1 @@
-"""`peerd doctor`: tries what a peer needs, one file for each subject."""
+"""`peerd doctor`: checks everything that a peer needs, one file per subject."""

@@ -1,8 +1,8 @@
-"""All checks of `peerd doctor`, in order, and how they are shown.
+"""Runs all checks of `peerd doctor` in order and prints their results.
 
-Each check does the real thing (bind the port, read the token, open the text, connect and shake hands) with the very
-functions that `peerd join` uses, and changes nothing: no identity is made, and a running daemon is not disturbed. A
-check never raises: it ends in ok, warn, FAIL or unknown, with what was found and what to do.
+Each check performs the real operation (binds the port, reads the token, opens the text, connects and shakes hands) with
+the functions that `peerd join` uses. Checks have no side effects: they create no identity and do not disturb a running
+daemon. A check never raises: it returns ok, warn, FAIL or unknown, with what it found and what the user can do.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.text import Text
 
 from peerd import registry
-from peerd.commands.doctor.finding import CheckResult, CheckVerdict, failed
+from peerd.commands.doctor.check_result import CheckResult, CheckVerdict, failed
 from peerd.commands.doctor.machine_checks import data_dir_checks, device_checks, version_checks
-from peerd.commands.doctor.network_checks import Visit, network_checks
+from peerd.commands.doctor.network_checks import NetworkTarget, network_checks
 from peerd.commands.doctor.run_checks import RunNeeds, run_checks, visiting_as
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import RunFile
@@ -33,8 +33,8 @@ _STYLES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorWish:
-    """Settings to check. `roles`: as on the command line; empty: whatever a run's peers may need."""
+class CheckupConfig:
+    """Settings to check. `roles` are names as on the command line; empty means: check what stages and trainers need."""
 
     roles: tuple[str, ...]
     run: RunFile | None
@@ -43,11 +43,11 @@ class DoctorWish:
     data_dir: Path
     device: str
     announced: tuple[str, ...] = ()
-    uncompared: tuple[str, ...] = ()  # of the run file's files, those that join would miss
+    uncompared: tuple[str, ...] = ()  # messages on files that the run file names and that are missing here
 
 
-def run(wish: DoctorWish, *, as_json: bool) -> int:
-    """All checks, shown; 1 when something fails."""
+def run(wish: CheckupConfig, *, as_json: bool) -> int:
+    """Run all checks and print the results. Returns the exit code: 1 if any check failed, else 0."""
     console, findings = Console(), list[CheckResult]()
     for finding in _all(wish):
         findings.append(finding)
@@ -59,7 +59,7 @@ def run(wish: DoctorWish, *, as_json: bool) -> int:
     return 1 if fails else 0
 
 
-def _all(wish: DoctorWish) -> Iterator[CheckResult]:
+def _all(wish: CheckupConfig) -> Iterator[CheckResult]:
     yield from version_checks()
     yield from device_checks(wish.device)
     names, findings = _role_names(wish.roles)
@@ -68,25 +68,25 @@ def _all(wish: DoctorWish) -> Iterator[CheckResult]:
     identity, papers = None, None
     if wish.run is None:
         checks = "token, text, model, memory and room for checkpoints"
-        yield CheckResult("run", CheckVerdict.UNKNOWN, f"{checks} were not checked", "give --model FILE, as for join")
+        yield CheckResult("run", CheckVerdict.UNKNOWN, f"{checks} were not checked", "pass --model FILE, as for join")
     else:
         needs = RunNeeds(wish.run, names, wish.data_dir, wish.device)
         for text in wish.uncompared if not names or set(names) - {"backbone"} else ():
             yield CheckResult("files to compare", CheckVerdict.FAIL, *text.partition("; ")[::2])
         yield from run_checks(needs)
         identity, papers = visiting_as(needs)
-    visit = Visit(wish.bootstrap, wish.listen, wish.run, identity, papers, wish.announced)
+    visit = NetworkTarget(wish.bootstrap, wish.listen, wish.run, identity, papers, wish.announced)
     yield from trio.run(network_checks, visit)
 
 
 def _role_names(texts: tuple[str, ...]) -> tuple[tuple[str, ...], list[CheckResult]]:
-    """Names of the roles that can be loaded, and the checks of all."""
+    """Load the roles. Returns the names of those that loaded, and one result for each."""
     names, findings = [], []
     for text in texts:
         try:
             names.append(registry.load(text).name)
         except ConfigError as error:
-            findings.append(failed(f"role {text}", error, "see README.md for the roles there are"))
+            findings.append(failed(f"role {text}", error, "see README.md for the available roles"))
         else:
             findings.append(CheckResult(f"role {text}", CheckVerdict.OK, "can be loaded"))
     return tuple(names), findings

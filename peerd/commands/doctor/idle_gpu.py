@@ -1,4 +1,4 @@
-"""A hint at an NVIDIA GPU that a peer leaves idle. Torch is not asked, which takes seconds to load."""
+"""Hint for peers that leave an NVIDIA GPU idle. Does not import torch, which takes seconds to load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GPUS: Final = Path("/proc/driver/nvidia/gpus")  # Linux: a folder for each GPU, 
 
 
 def idle_gpu(device: str) -> str:
-    """One sentence for a peer that computes on `device`; "" where there is nothing to say."""
+    """Hint, in one sentence, for a peer that computes on `device`. Returns "" if it leaves no GPU idle."""
     with contextlib.suppress(OSError):
         if device == "cpu" and any(GPUS.iterdir()):
             return "this machine has an NVIDIA GPU; with --device cuda, peerd computes on it"

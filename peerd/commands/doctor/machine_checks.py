@@ -1,4 +1,4 @@
-"""Checks of this machine: packages, the device that computes, the data directory and its disk."""
+"""Checks of this machine: packages, compute device, data directory and free disk space."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from peerd.commands.doctor.finding import CheckResult, CheckVerdict, failed
+from peerd.commands.doctor.check_result import CheckResult, CheckVerdict, failed
 from peerd.commands.doctor.idle_gpu import idle_gpu
 from peerd.core.errors import ConfigError, missing_package
 from peerd.core.version import VERSION
@@ -22,7 +22,7 @@ _PACKAGES: Final = ("trio", "msgspec", "cryptography", "pynacl", "multiaddr", "n
 
 
 def version_checks() -> Iterator[CheckResult]:
-    """Versions of Python and of what peerd needs."""
+    """Report the versions of peerd, Python and the required packages."""
     found: list[str] = []
     missing: list[str] = []
     for name in _PACKAGES:
@@ -41,7 +41,7 @@ def version_checks() -> Iterator[CheckResult]:
 
 
 def device_checks(device: str) -> Iterator[CheckResult]:
-    """The device computes, and what codes tensors on it."""
+    """Check that the device computes, and which implementation quantizes tensors on it."""
     try:
         from peerd.compute.devices import describe
         from peerd.compute.kernels import ops
@@ -69,8 +69,9 @@ def device_checks(device: str) -> Iterator[CheckResult]:
 
 
 def data_dir_checks(path: Path, has_run: bool) -> Iterator[CheckResult]:
-    """The data directory can be written, has room, and holds a sound identity. `has_run`: what a run needs is known,
-    and its room is checked by that.
+    """Check that the data directory is writable, has free space and holds a valid identity.
+
+    If `has_run`, the free space is left to the run's checks, which know how much the checkpoints need.
     """
     try:
         place = make_private_dir(path)
@@ -86,7 +87,7 @@ def data_dir_checks(path: Path, has_run: bool) -> Iterator[CheckResult]:
         return
     except ConfigError as error:
         yield CheckResult(
-            "data directory", CheckVerdict.WARN, str(error).partition("; ")[0], "a second peer needs another"
+            "data directory", CheckVerdict.WARN, str(error).partition("; ")[0], "a second peer needs its own --data-dir"
         )
     if not has_run:
         free = shutil.disk_usage(place).free
@@ -95,7 +96,7 @@ def data_dir_checks(path: Path, has_run: bool) -> Iterator[CheckResult]:
         advice = "" if verdict == CheckVerdict.OK else "checkpoints need room: free some, or choose another --data-dir"
         yield CheckResult("free disk", verdict, f"{free / 1e9:.1f} GB", advice)
     if not (place / IDENTITY_FILE).exists():
-        yield CheckResult("identity", CheckVerdict.OK, "none yet; made at the first start, or by peerd identity")
+        yield CheckResult("identity", CheckVerdict.OK, "none yet; created at the first start, or by `peerd identity`")
         return
     try:
         yield CheckResult("identity", CheckVerdict.OK, load_identity(place).peer_id.text)

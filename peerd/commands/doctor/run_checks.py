@@ -1,6 +1,6 @@
-"""Checks of what a run needs here: token, tokenizer, text, model, memory for a stage, room for its checkpoints.
+"""Checks of what a run needs on this machine: token, tokenizer, text, model, memory, disk space for checkpoints.
 
-Which of them apply follows from the roles. Each asks the functions that the roles ask, so that it ends as they would.
+The roles determine which checks apply. Each check calls the functions that the roles call, so it has the same outcome.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from peerd.commands.doctor.finding import CheckResult, CheckVerdict, failed
-from peerd.control.papers import PeerPapers, own_papers
+from peerd.commands.doctor.check_result import CheckResult, CheckVerdict, failed
+from peerd.control.token_files import CredentialFiles, own_papers
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.model.stage_memory import StageFootprint
@@ -23,7 +23,7 @@ from peerd.home import IDENTITY_FILE, load_identity, locked
 
 @dataclass(frozen=True, slots=True)
 class RunNeeds:
-    """A run, and the roles that are meant to take part in it from this data directory; none: any."""
+    """A run, and the roles that will take part in it from this data directory. Without roles: stages and trainers."""
 
     run: RunFile
     roles: tuple[str, ...]
@@ -32,8 +32,8 @@ class RunNeeds:
 
     @property
     def holds_model(self) -> bool:
-        """True when a stage, or the whole model, is computed here."""
-        if self.run.loop is not None:  # a program of the user's, which this is not
+        """True if a stage, or the whole model, is computed here."""
+        if self.run.loop is not None:  # the user's own program computes it
             return False
         whole = "trainer" in self.roles and self.run.pipeline.stages == 1
         return not self.roles or "stage" in self.roles or whole
@@ -44,13 +44,13 @@ class RunNeeds:
 
 
 def run_checks(needs: RunNeeds) -> Iterator[CheckResult]:
-    """All checks that apply to the roles."""
+    """Run all checks that apply to the roles."""
     yield token_check(needs)
     yield from precision_checks(needs)
     try:
         importlib.import_module("peerd.compute.devices")
     except ImportError:
-        yield CheckResult("model", CheckVerdict.UNKNOWN, "not checked: torch is not there", "pip install torch")
+        yield CheckResult("model", CheckVerdict.UNKNOWN, "not checked: torch is not installed", "pip install torch")
         return
     if needs.holds_model or needs.reads_text:
         vocabulary = _vocabulary(needs.run)
@@ -66,15 +66,15 @@ def run_checks(needs: RunNeeds) -> Iterator[CheckResult]:
 
 
 def token_check(needs: RunNeeds) -> CheckResult:
-    """The token that a run for invited peers asks for."""
+    """Check the token that a run for invited peers requires."""
     run, place = needs.run, needs.data_dir
     if run.access.allow == "open":
         return CheckResult("token", CheckVerdict.OK, "the run is open to all")
     if not (place / IDENTITY_FILE).exists():
-        found = f"run {run.run} takes members by token, and this peer has no identity yet, for which one is issued"
+        found = f"run {run.run} admits members by token, and this peer has no identity yet to issue one for"
         typed = f"peerd identity --data-dir {place}"
         return CheckResult(
-            "token", CheckVerdict.FAIL, found, f"type: {typed}; ask the organizer for a token for what it shows"
+            "token", CheckVerdict.FAIL, found, f"type: {typed}; ask the organizer for a token for the id that it shows"
         )
     try:
         papers = own_papers(run, needs.roles, place, load_identity(place).peer_id, time.time())
@@ -85,7 +85,7 @@ def token_check(needs: RunNeeds) -> CheckResult:
 
 
 def precision_checks(needs: RunNeeds) -> Iterator[CheckResult]:
-    """The precision that a stage is computed in, where that is not full; and a limits.precision that has no effect."""
+    """Report the precision of a stage if it is not full precision, and a limits.precision that has no effect."""
     run = needs.run
     if needs.holds_model and (text := precision_text(run)) is not None:
         yield CheckResult("precision", CheckVerdict.OK, f"a stage is computed in {text}")
@@ -94,9 +94,10 @@ def precision_checks(needs: RunNeeds) -> Iterator[CheckResult]:
         yield CheckResult("limits.precision", CheckVerdict.WARN, unused, "leave limits.precision out")
 
 
-def visiting_as(needs: RunNeeds) -> tuple[Keypair | None, PeerPapers | None]:
-    """Identity and token with which peers of a run for invited ones answer; none: they are not valid, not needed, or a
-    daemon runs as that peer.
+def visiting_as(needs: RunNeeds) -> tuple[Keypair | None, CredentialFiles | None]:
+    """Identity and token to connect with in a run for invited peers.
+
+    Returns (None, None) if the run needs no token, the token is not valid, or a daemon with this identity is running.
     """
     if needs.run.access.allow == "open" or token_check(needs).verdict != CheckVerdict.OK:
         return None, None
@@ -115,12 +116,12 @@ def _vocabulary(run: RunFile) -> CheckResult:
     try:
         vocabulary = load_vocabulary(run.model.vocab)
     except ConfigError as error:
-        return failed("tokenizer", error, "ask the organizer for the file, and have model.vocab name it")
+        return failed("tokenizer", error, "ask the organizer for the file, and set model.vocab to its path")
     return CheckResult("tokenizer", CheckVerdict.OK, f"{run.model.vocab}, {vocabulary.size:,} tokens")
 
 
 def _is_at_ends(run: RunFile, files: int) -> bool:
-    """True if held-out text lies at the ends of files that would first have to be fetched as a whole."""
+    """True if the held-out text is at the ends of remote files, which would have to be fetched as a whole."""
     from peerd.compute.data.corpus import FEW_FILES
     from peerd.compute.data.remote_files import is_remote
 
@@ -128,7 +129,7 @@ def _is_at_ends(run: RunFile, files: int) -> bool:
 
 
 def _text(run: RunFile) -> Iterator[CheckResult]:
-    """The sources open, indexes over http(s) are fetched and agree with their digests, and samples come out."""
+    """Check that the sources open, that indexes over http(s) match their digests, and that samples can be read."""
     from peerd.compute.data.http_fetch import DataUnavailable
     from peerd.compute.data.stream import samples_of
 
@@ -138,21 +139,21 @@ def _text(run: RunFile) -> Iterator[CheckResult]:
         try:
             stream = samples_of(run, "doctor", "train" if split == "train" else "valid")
             if split == "valid" and _is_at_ends(run, stream.files):
-                text = f"{paths}: at the ends of {stream.files} files, which are not fetched for this"
+                text = f"{paths}: at the ends of {stream.files} files, which this check does not fetch"
                 yield CheckResult(check, CheckVerdict.OK, text)
                 return
             stream.take(1)
         except ConfigError as error:
-            yield failed(check, error, "put the text there, or have data.path name where it is")
+            yield failed(check, error, "put the text there, or set data.path to its location")
             return
         except DataUnavailable as error:
             yield CheckResult(check, CheckVerdict.FAIL, str(error), "a trainer would wait for it: is the server up?")
             return
-        yield CheckResult(check, CheckVerdict.OK, f"{paths}: {stream.files} files, samples come out")
+        yield CheckResult(check, CheckVerdict.OK, f"{paths}: {stream.files} files, samples can be read")
 
 
 def _model(needs: RunNeeds) -> Iterator[CheckResult]:
-    """The model can be built, rounds can carry the gradient of a stage, and there is room for a stage."""
+    """Check that the model can be built, that a stage's gradient can be averaged, and that memory and disk suffice."""
     from peerd.compute.model.footprint import footprint, refuse_if_not_averaged
 
     run = needs.run
@@ -162,7 +163,7 @@ def _model(needs: RunNeeds) -> Iterator[CheckResult]:
             refuse_if_not_averaged(run, stage)
         taken = [footprint(run, stage) for stage in stages]
     except ConfigError as error:
-        yield failed("model", error, "ask the organizer for the file, or mend it")
+        yield failed("model", error, "ask the organizer for the file, or fix it")
         return
     total = sum(one.parameters for one in taken)
     yield CheckResult("model", CheckVerdict.OK, f"{run.model.kind}, {total:,} parameters in stages {_listed(stages)}")
@@ -171,15 +172,15 @@ def _model(needs: RunNeeds) -> Iterator[CheckResult]:
         try:
             memory = _memory(needs, _measured(needs, taken))
         except ConfigError as error:
-            yield failed("model", error, "ask the organizer for the file, or mend it")
+            yield failed("model", error, "ask the organizer for the file, or fix it")
     yield memory
     yield _disk(needs, taken)
 
 
 def _measured(needs: RunNeeds, taken: list[StageFootprint]) -> list[StageFootprint]:
-    """The same with activations of the user's own layers, of those stages that there is memory to build.
+    """`taken` with measured activations of the user's own layers, for the stages that fit into memory.
 
-    ConfigError when a layer can't be built, or fails.
+    Raises ConfigError if a layer cannot be built, or fails.
     """
     from peerd.compute.model.footprint import measured_footprint
 
@@ -188,8 +189,9 @@ def _measured(needs: RunNeeds, taken: list[StageFootprint]) -> list[StageFootpri
 
 
 def _lacks(needs: RunNeeds, taken: list[StageFootprint], least: bool = True) -> dict[int, str]:
-    """The stages that there is no memory for, and why. `least`: as of `StageFootprint.on`. RuntimeError for a device
-    that is not there.
+    """Stages that do not fit into memory, each with the reason. `least`: see `StageFootprint.on`.
+
+    Raises RuntimeError if the device is missing.
     """
     from peerd.compute.model.footprint import lacking
 
@@ -199,10 +201,10 @@ def _lacks(needs: RunNeeds, taken: list[StageFootprint], least: bool = True) -> 
 
 
 def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
-    """The memory for the stage that takes most, or that the run file names."""
+    """Check the memory for the stages in `taken`. Warns if only some of them fit."""
     try:
         lacks = _lacks(needs, taken)
-    except RuntimeError as error:  # of a device that is not there
+    except RuntimeError as error:  # the device is missing
         return CheckResult("memory", CheckVerdict.UNKNOWN, str(error).splitlines()[0])
     if not lacks:
         trunks = [one for one in taken if one.flights.flights]
@@ -211,11 +213,9 @@ def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
     found = next(iter(lacks.values()))
     if len(lacks) < len(taken):
         fits = [one.stage for one in taken if one.stage not in lacks]
-        advice = f"have this peer serve one that fits: limits.stage: {fits[0]} (fit: {_listed(fits)})"
+        advice = f"let this peer serve a stage that fits: limits.stage: {fits[0]} (fit: {_listed(fits)})"
         return CheckResult("memory", CheckVerdict.WARN, found, advice)
-    return CheckResult(
-        "memory", CheckVerdict.FAIL, found, "more memory, or a run with more stages: each is smaller then"
-    )
+    return CheckResult("memory", CheckVerdict.FAIL, found, "add memory, or split the run into more, smaller stages")
 
 
 def _enough(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
@@ -226,39 +226,41 @@ def _enough(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
     parts = f"activations of a microbatch ({_size(most.activation_bytes(needs.device))})"
     if most.flights.flights:
         parts += f" and {_flights(most)} ({_size(sum(most.flights.most))})"
-    return CheckResult("memory", CheckVerdict.OK, f"{found}, with {parts}; Python and torch come on top")
+    return CheckResult("memory", CheckVerdict.OK, f"{found}, with {parts}; Python and torch need memory, too")
 
 
 def _not_for_all_flights(trunk: StageFootprint, lack: str) -> CheckResult:
-    """There is memory for the trunk, but not for all that may be under way at once."""
-    fewer = f"more memory, or fewer microbatches: limits.microbatches_in_flight less than {trunk.flights.flights}"
+    """Warning that memory suffices for the trunk, but not for all microbatches that may be in flight."""
+    fewer = f"add memory, or allow fewer microbatches: limits.microbatches_in_flight less than {trunk.flights.flights}"
     return CheckResult("memory", CheckVerdict.WARN, f"with {_flights(trunk)}, {lack}", fewer)
 
 
 def _flights(trunk: StageFootprint) -> str:
     copies = f" and {trunk.flights.copies} copies of earlier parameters" if trunk.flights.copies else ""
-    return f"{trunk.flights.flights} microbatches under way{copies}"
+    return f"{trunk.flights.flights} microbatches in flight{copies}"
 
 
 def _disk(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
-    """Room for the checkpoints that a stage keeps, one more that is written, and a copy that `limits.memory_gb` keeps
-    out of memory.
+    """Check the disk space for the checkpoints that a stage keeps, and one more that is being written.
+
+    With `limits.memory_gb`, the state that it is written from may need a copy on disk.
     """
     keep, each = needs.run.checkpoint.keep, max(one.checkpoint_bytes for one in taken)
     need = (keep + 1) * each
     check, most = "room for checkpoints", disk_bytes(needs.run)
     if most is not None and 2 * each > most:
-        found = f"one and the one before take {_size(2 * each)}, and limits.disk_gb (--disk-gb) allows {_size(most)}"
-        return CheckResult(check, CheckVerdict.WARN, found, "allow more")
+        found = f"the last two checkpoints take {_size(2 * each)}, and limits.disk_gb (--disk-gb) allows {_size(most)}"
+        return CheckResult(check, CheckVerdict.WARN, found, "raise the limit")
     need = need if most is None else min(need, most)
     if needs.run.limits.memory_gb:
-        return _room(needs, check, f"{keep} checkpoints, one that is written and a copy for it take", need + each)
-    return _room(needs, check, f"{keep} checkpoints and one that is written take", need)
+        return _room(needs, check, f"{keep} checkpoints, one being written and a copy of its state take", need + each)
+    return _room(needs, check, f"{keep} checkpoints and one being written take", need)
 
 
 def _room_to_keep(needs: RunNeeds) -> CheckResult:
-    """Room for the sets that a backbone keeps, each with a checkpoint of every stage, one that is written, and the
-    states that it is written from.
+    """Check the disk space for the sets that a backbone keeps, each with a checkpoint of every stage.
+
+    Counts one more set that is being written, and the fetched states that it is written from.
     """
     from peerd.compute.model.footprint import footprint
 
@@ -266,23 +268,23 @@ def _room_to_keep(needs: RunNeeds) -> CheckResult:
     try:
         each = [footprint(needs.run, stage).checkpoint_bytes for stage in range(needs.run.pipeline.stages)]
     except ConfigError as error:
-        return failed(check, error, "ask the organizer for the file, or mend it")
-    sets = f"{keep} sets of checkpoints of all {len(each)} stages, one that is written and one that is fetched take"
+        return failed(check, error, "ask the organizer for the file, or fix it")
+    sets = f"{keep} sets of checkpoints of all {len(each)} stages, one being written and one being fetched take"
     return _room(needs, check, sets, (keep + 2) * sum(each) + max(each))
 
 
 def _room(needs: RunNeeds, check: str, what: str, need: int) -> CheckResult:
-    """Room for `need` bytes, which `what` takes; what lies there already counts as room."""
+    """Check that the disk has `need` bytes for `what`. Existing checkpoints of the run count as free space."""
     place = needs.data_dir
     try:
         free = shutil.disk_usage(place).free
         there = sum(file.stat().st_size for file in place.glob(f"*/checkpoints/{needs.run.run}/*/*.safetensors"))
     except OSError as error:
         return CheckResult(check, CheckVerdict.FAIL, f"{place}: {error.strerror or error}")
-    found = f"{what} {_size(need)}; free are {_size(free)}"
+    found = f"{what} {_size(need)}; {_size(free)} are free"
     if need <= free + there:
         return CheckResult(check, CheckVerdict.OK, found)
-    return CheckResult(check, CheckVerdict.FAIL, found, "free some, or choose another --data-dir")
+    return CheckResult(check, CheckVerdict.FAIL, found, "free some space, or choose another --data-dir")
 
 
 def _listed(stages: list[int]) -> str:

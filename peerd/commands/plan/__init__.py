@@ -1,1 +1,1 @@
-"""`peerd plan`: which device should serve which stage, and what a run asks of devices and lines. No torch."""
+"""`peerd plan`: plans which device serves which stage, and what a run needs of devices and links. Needs no torch."""

@@ -1,4 +1,4 @@
-"""Entries of links in a links file: what each says of one direction or of both, with the mistakes in it."""
+"""Link entries of a links file: their format, their checks, and the directed links that they define."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from peerd.core.run.runfile import BYTES_PER_MBIT, Section
 from peerd.log import clean
 from peerd.typed_yaml import KeyPath, YamlFaults
 
-_DELAY_MS: Final = 3.6e6  # an hour: more is a slip of the pen
+_DELAY_MS: Final = 3.6e6  # an hour; a higher value is a typing error
 _RATE_MBIT: Final = 1e9
 
 
 class LinkEntry(Section, frozen=True):
-    """A link: `between` two ends, `from` one `to` another, or `inside` a place."""
+    """A link `between` two ends, `from` one `to` another, or `inside` a place."""
 
     between: list[str] = msgspec.field(default_factory=list)
     from_: str = msgspec.field(default="", name="from")
@@ -31,10 +31,13 @@ class LinkEntry(Section, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Directed:
-    """A link in one direction, and the entry that gave it. `stated`: by itself, not as the way back of another."""
+    """A link in one direction, and the entry that defines it.
+
+    `stated` is False if the entry gives only the opposite direction, and this one takes its values.
+    """
 
     delay_s: float
-    rate: float  # bytes a second; 0: none
+    rate: float  # bytes per second; 0 if unreachable
     path: KeyPath
     stated: bool
 
@@ -42,7 +45,7 @@ class Directed:
 def directed(
     key: Literal["places", "pairs"], entries: Sequence[LinkEntry], known: Collection[str], faults: YamlFaults
 ) -> dict[tuple[str, str], Directed]:
-    """Links by (from, to), each with its way back."""
+    """Links by (from, to). Each has its opposite direction, with the same values unless an entry gives others."""
     found: dict[tuple[str, str], Directed] = {}
     for index, entry in enumerate(entries):
         path: KeyPath = (key, index)
@@ -64,11 +67,11 @@ def directed(
 def _ends(
     key: str, entry: LinkEntry, path: KeyPath, known: Collection[str], faults: YamlFaults
 ) -> tuple[str, str, bool] | None:
-    """From, to, and whether it is for both directions; None where a mistake was noted."""
+    """From, to, and whether the entry is for both directions. Returns None after adding a fault."""
     ways = [bool(entry.between), bool(entry.from_ or entry.to), bool(entry.inside)]
     allowed = "between: [A, B], or from: A and to: B" + (", or inside: A" if key == "places" else "")
     if sum(ways) != 1 or (entry.inside and key != "places") or (ways[1] and not (entry.from_ and entry.to)):
-        faults.add(path, f"must say of which link it is, once; allowed: {allowed}")
+        faults.add(path, f"must name the ends of its link in one way; allowed: {allowed}")
         return None
     names = entry.between or ([entry.inside] * 2 if entry.inside else [entry.from_, entry.to])
     if len(names) != 2 or (names[0] == names[1] and not entry.inside):
@@ -94,7 +97,7 @@ def _some(known: Collection[str]) -> str:
 
 
 def _values(entry: LinkEntry, path: KeyPath, faults: YamlFaults) -> tuple[float, float] | None:
-    """Seconds and bytes a second; None where a mistake was noted."""
+    """Delay in seconds and rate in bytes per second. Returns None after adding a fault."""
     if entry.unreachable:
         if entry.delay_ms is None and entry.rate_mbit is None:
             return 0.0, 0.0

@@ -1,8 +1,8 @@
-"""A network as a picture in the terminal: the time of a message from each device (row) to each other (column).
+"""Draws a network in the terminal, as the time of a message from each device (row) to each other (column).
 
-Devices stand by stage, with gaps between stages: a blue block on the diagonal is a stage whose peers are near each
-other. Where there are more devices than fit, neighbours of one stage share a cell, which shows the slowest of their
-links. In colours two rows stand in one line, as upper and lower half blocks; without, a cell is two characters.
+Devices are ordered by stage, with gaps between stages: a blue block on the diagonal is a stage whose peers are near
+each other. If there are more devices than fit, neighbours of one stage share a cell, which shows their slowest link.
+With colours, one line has two rows, as upper and lower half blocks. Without, a cell is two characters.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from peerd.machine.placement.problem import Matrix
 from peerd.screen.units import took
 
 _RAMP: Final = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43))  # fast to slow
-_SHADES: Final = ".:-=+*#%@"  # likewise
+_SHADES: Final = ".:-=+*#%@"  # fast to slow, without colours
 _DEAD: Final = (90, 90, 90)
 _SELF: Final = (0, 0, 0)
-_FASTER: Final = 0.02  # of the links may be faster than the scale begins: a few fast ones must not flatten the rest
+_FASTER: Final = 0.02  # share of links below the scale, so that a few fast links do not flatten it
 _LEGEND_CELLS: Final = 16
 
-Cells = list[float | None]  # seconds, inf: no link; nan: only a device itself; None: a gap
+Cells = list[float | None]  # seconds; inf: no link; nan: a device with itself; None: a gap between stages
 
 
 class _Scale(NamedTuple):
-    """A fast and the slowest link, in seconds; levels are logarithmic. Few links may be faster than the fast one."""
+    """Logarithmic colour scale between two link times in seconds. Times outside are clipped."""
 
     least_s: float
     most_s: float
 
     def level(self, seconds: float) -> float:
-        """0 for the fastest, 1 for the slowest."""
+        """Position on the scale: 0 for the fastest links, 1 for the slowest."""
         if self.most_s <= self.least_s:
             return 0.0
         return math.log(max(seconds, self.least_s) / self.least_s) / math.log(self.most_s / self.least_s)
 
 
 def link_matrix(seconds: Matrix, stages: Sequence[Sequence[int]], width: int, *, coloured: bool) -> list[Text]:
-    """Lines no wider than `width`, the legend last. `stages`: the devices of each; idle ones may be a last group."""
+    """Lines of at most `width` columns, the legend last. `stages` lists each stage's devices; the last may be idle."""
     groups = [list(members) for members in stages if members]
     label = len(str(len(stages))) + 1
     gaps = len(groups) - 1
@@ -82,7 +82,7 @@ def _row(seconds: Matrix, members: Sequence[int], cells: Sequence[Sequence[Seque
 
 
 def _heads(numbers: Sequence[str], sizes: Sequence[int], label: int, cell_width: int) -> Text:
-    """The number of each stage above its first column, where it fits."""
+    """Head line with the number of each stage above its first column, if it fits."""
     line = " " * label
     for number, size in zip(numbers, sizes, strict=True):
         room = size * cell_width + 1
@@ -112,7 +112,7 @@ def _coloured(
 
 
 def _half_blocks(above: float | None, below: float | None, scale: _Scale) -> tuple[str, Style]:
-    """One character for two cells."""
+    """Character and style that show one cell above another."""
     if above is None and below is None:
         return " ", Style()
     if above is None:

@@ -1,8 +1,9 @@
 """The links file: devices, the network between them, and the work to be placed on them.
 
-Devices stand in places. Links are given by pair of places, inside a place, or by pair of devices, which wins. An entry
-counts for both directions; one with `from` and `to` leaves the other direction to an entry of its own, if there is one.
-Every mistake is reported at once, with its line; every pair of devices must have a link or be `unreachable`.
+Each device may belong to a place. Links are given between two places, inside a place, or between two devices; the
+latter takes precedence. An entry counts for both directions. If it has `from` and `to`, another entry may give the
+opposite direction. All mistakes are reported at once, with their lines. Every pair of devices needs a link, or an entry
+`unreachable`.
 """
 
 from __future__ import annotations
@@ -22,38 +23,38 @@ from peerd.log import clean
 from peerd.machine.placement.problem import Network, PlanDevice, StageWork
 from peerd.typed_yaml import YamlFaults, YamlKind, parse_yaml, typed_section
 
-DEVICES: Final = 4096  # three matrices of that size take 400 MB
-STAGES: Final = 1024  # as in a run file
+DEVICES: Final = 4096  # three matrices of this size take 400 MB
+STAGES: Final = 1024  # same limit as in a run file
 NAME_CHARS: Final = 64
 MISSING_TOLD: Final = 5
-_LOOKED_AT: Final = 100_000  # pairs without a link
+_LOOKED_AT: Final = 100_000  # most missing pairs that are examined for the error message
 _TERA, _GIGA, _MEGA = 1e12, 1e9, 1e6
 
 
 class DeviceEntry(Section, frozen=True):
     name: str
-    count: int = 1  # several alike, called name-1, name-2, ...
+    count: int = 1  # number of equal devices; more than one are called name-1, name-2, ...
     place: str = ""
-    speed_tflops: float | None = None  # 10^12 floating-point operations a second that it reaches in training
-    memory_gb: float | None = None  # of machine and GPU together; none: enough for any stage
+    speed_tflops: float | None = None  # 10^12 floating-point operations per second, as reached in training
+    memory_gb: float | None = None  # of machine and GPU together; None: enough for any stage
 
 
 class WorkloadEntry(Section, frozen=True):
-    """The work to be placed; a list gives each stage's own value."""
+    """The work to place. A list has one value per stage."""
 
     stages: int
-    gradient_mb: float | list[float]  # that the peers of a stage average in a step
-    activation_mb: float | list[float]  # of a microbatch, to the next stage; as many come back
-    microbatches: int = 1  # of a step, over all pipelines
-    tflop: float | list[float] = 0.0  # 10^12 operations of a microbatch, forward and backward
-    memory_gb: float | list[float] = 0.0  # that a peer of the stage needs
+    gradient_mb: float | list[float]  # averaged by the peers of a stage in each step
+    activation_mb: float | list[float]  # of a microbatch, to the next stage; its gradient has the same size
+    microbatches: int = 1  # per step, over all pipelines
+    tflop: float | list[float] = 0.0  # 10^12 operations per microbatch, forward and backward
+    memory_gb: float | list[float] = 0.0  # needed by a peer of the stage
 
 
 class LinksSection(Section, frozen=True):
     devices: list[DeviceEntry]
     places: list[LinkEntry] = msgspec.field(default_factory=list)
     pairs: list[LinkEntry] = msgspec.field(default_factory=list)
-    symmetric: bool = False  # true: entries whose two directions differ are a mistake
+    symmetric: bool = False  # True: entries whose two directions differ are an error
     workload: WorkloadEntry | None = None
 
 
@@ -62,26 +63,26 @@ _LINKS_FILE = YamlKind("links file", "`devices:`", LinksSection, file_bytes=4 <<
 
 @dataclass(frozen=True, slots=True)
 class LoadedLinks:
-    """Devices and links of a file, and its own workload, if it has one."""
+    """Devices, links and optional workload of a links file."""
 
     path: Path
     devices: tuple[PlanDevice, ...]
     network: Network
-    stages: tuple[StageWork, ...]  # empty: no workload
+    stages: tuple[StageWork, ...]  # empty without a workload
     microbatches: int
     workload_line: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """The devices of a file with the line of each."""
+    """The devices of a file, and the line number of each."""
 
     devices: list[PlanDevice]
     lines: list[int | None]
 
 
 def load_links(path: Path) -> LoadedLinks:
-    """Read and check a links file. Raises ConfigError that names every mistake."""
+    """Read and check a links file. Raises ConfigError, which lists every mistake."""
     tree, faults = parse_yaml(path, _LINKS_FILE)
     file: LinksSection = typed_section(LinksSection, tree, (), faults)
     if faults.found:
@@ -135,7 +136,7 @@ def _devices(entries: Sequence[DeviceEntry], faults: YamlFaults) -> _Listed:
 
 
 def _stages(work: WorkloadEntry | None, faults: YamlFaults) -> tuple[StageWork, ...]:
-    """Each stage's work, in bytes and operations; none without a workload."""
+    """Each stage's work, in bytes and operations. Returns () without a workload, or after adding faults."""
     if work is None:
         return ()
     for key, count, most in (("stages", work.stages, STAGES), ("microbatches", work.microbatches, 1 << 20)):
@@ -159,10 +160,10 @@ def _stages(work: WorkloadEntry | None, faults: YamlFaults) -> tuple[StageWork, 
 
 
 def _network(file: LinksSection, listed: _Listed, faults: YamlFaults) -> Network | None:
-    """Delay and rate of every pair of devices, [N, N]; None where one is missing."""
+    """Delay and rate of every pair of devices, [N, N]. Returns None after adding faults."""
     names = {device.name: index for index, device in enumerate(listed.devices)}
     places: dict[str, int] = {}
-    for device in listed.devices:  # a device without a place is one by itself
+    for device in listed.devices:  # a device without a place is a place of its own
         places.setdefault(device.place or f"\0{device.name}", len(places))
     of_places = directed("places", file.places, [place for place in places if not place.startswith("\0")], faults)
     of_pairs = directed("pairs", file.pairs, list(names), faults)
@@ -196,7 +197,7 @@ def _need_symmetry(links: dict[tuple[str, str], Directed], faults: YamlFaults) -
 
 
 def _need_all(listed: _Listed, missing: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], faults: YamlFaults) -> None:
-    """Name the places, or devices, between which no link is given, each pair once."""
+    """Add a fault for each pair of places, or devices, that has no link; at most MISSING_TOLD."""
     told: dict[tuple[str, str], int | None] = {}
     rows, columns = np.nonzero(np.triu(missing))
     for one, other in zip(rows[:_LOOKED_AT].tolist(), columns[:_LOOKED_AT].tolist(), strict=True):

@@ -1,12 +1,12 @@
-"""The placement file: the devices of each stage, by name, as `peerd plan --out` writes and `--from` reads it.
+"""The placement file: names of each stage's devices. `peerd plan` writes it with `--out` and reads it with `--from`.
 
 ```yaml
 stages:
   - [virginia-1, virginia-2]
   - [tokyo-1]
-follows: # who sends to whom of the next stage; a run obeys it
+follows: # pairs of sender and receiver in the next stage; a run obeys them
   - [[virginia-1, tokyo-1], [virginia-2, tokyo-1]]
-peers: # added by hand for a run whose `pipeline.plan` is this file, where names are no peer ids
+peers: # added by hand if this file is the `pipeline.plan` of a run, and the names are not peer ids
   virginia-1: 12D3Koo...
 ```
 """
@@ -26,14 +26,14 @@ from peerd.typed_yaml import parse_yaml, typed_section
 
 
 def load_placement(path: Path, problem: PlacementProblem) -> StagePlacement:
-    """Read a placement of these devices. Raises ConfigError that names every mistake."""
+    """Read a placement of the problem's devices. Raises ConfigError, which lists every mistake."""
     tree, faults = parse_yaml(path, PLACEMENT_FILE)
     file: PlacementSection = typed_section(PlacementSection, tree, (), faults)
     if faults.found:
         raise faults.error(path)
     if len(file.stages) != len(problem.stages):
         faults.add(
-            ("stages",), f"has {len(file.stages)} stages; allowed: {len(problem.stages)}, as there are to be placed"
+            ("stages",), f"has {len(file.stages)} stages; allowed: {len(problem.stages)}, the number to be placed"
         )
     known = {device.name: number for number, device in enumerate(problem.devices)}
     stage_of, lines = [IDLE] * len(problem.devices), dict[str, int | None]()
@@ -55,7 +55,7 @@ def load_placement(path: Path, problem: PlacementProblem) -> StagePlacement:
 
 
 def save_placement(path: Path, problem: PlacementProblem, placement: StagePlacement, head: str) -> None:
-    """Write it, with `head` as a comment. ConfigError when the file cannot be written."""
+    """Write a placement, with `head` as a comment on top. Raises ConfigError if the file cannot be written."""
     try:
         path.write_text("\n".join(_lines(problem.devices, placement, len(problem.stages), head)) + "\n", "utf-8")
     except OSError as error:
@@ -63,7 +63,7 @@ def save_placement(path: Path, problem: PlacementProblem, placement: StagePlacem
 
 
 def _lines(devices: Sequence[PlanDevice], placement: StagePlacement, stages: int, head: str) -> Iterator[str]:
-    """Names are written as JSON strings, which are YAML whatever stands in them."""
+    """Lines of a placement file. Names are JSON strings, which are valid YAML with any characters."""
 
     def quoted(number: int) -> str:
         return json.dumps(devices[number].name)
@@ -73,6 +73,6 @@ def _lines(devices: Sequence[PlanDevice], placement: StagePlacement, stages: int
     for stage in range(stages):
         yield f"  - [{', '.join(map(quoted, placement.members(stage)))}]"
     if any(placement.follows):
-        yield "follows: # who sends to whom of the next stage"
+        yield "follows: # pairs of sender and receiver in the next stage"
         for pairs in placement.follows:
             yield "  - [" + ", ".join(f"[{quoted(one)}, {quoted(other)}]" for one, other in pairs) + "]"

@@ -1,6 +1,6 @@
-"""`peerd plan`: which device should serve which stage, and what a run asks of devices and lines.
+"""`peerd plan`: plans which device serves which stage, and reports what a run needs of devices and links.
 
-Flags, and in what order things are read, searched and shown. Works without torch.
+This module has the options, and calls the readers, the search and the reports. Works without torch.
 """
 
 from __future__ import annotations
@@ -30,37 +30,39 @@ def plan(
         typer.Option("--model", "--config", metavar="FILE", help="The run file whose stages are to be placed."),
     ] = None,
     before: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="The placement of now: begin there, and count moves.")
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="The current placement: start there, and charge for moves."),
     ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", metavar="N", help="How long to search.")] = 10.0,
+    seconds: Annotated[float, typer.Option("--seconds", metavar="N", help="Seconds to search.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Makes the search repeatable.")] = 0,
     cost: Annotated[
         Literal["steady", "latency"],
-        typer.Option(help="What a step takes: in the steady state of a full pipeline, or as one wave through it."),
+        typer.Option(help="Cost of a step: in the steady state of a full pipeline, or as one wave through it."),
     ] = "steady",
     horizon: Annotated[
-        int, typer.Option(min=1, metavar="STEPS", help="With --from: steps over which moving is spread.")
+        int,
+        typer.Option(min=1, metavar="STEPS", help="With --from: number of steps over which moving costs are spread."),
     ] = 1000,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the placement there.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the placement to this file.")] = None,
     speed: Annotated[
         float | None,
-        typer.Option(metavar="TFLOPS", help="Without LINKS: of a device whose line is asked. [default: 10]"),
+        typer.Option(metavar="TFLOPS", help="Without LINKS: speed of a device, to compute its line. [default: 10]"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
-    """Plan before a run: which device should serve which stage, or what each stage asks of a device and its line."""
+    """Plan a run: which device should serve which stage, or what each stage needs of a device and its line."""
     if links is None:
         _tell_sizes(model, before or out, DEFAULT_TFLOPS if speed is None else speed, as_json)
         return
     if speed is not None:
-        raise ConfigError("--speed goes without LINKS, whose devices have speed_tflops")
+        raise ConfigError("--speed is for a plan without LINKS; devices of a links file have speed_tflops")
     if not 0 < seconds <= SECONDS:
         raise ConfigError(f"--seconds is {seconds:g}; allowed: above 0 to {SECONDS:,}")
-    from peerd.commands.plan import placement_file, placing, plan_report
+    from peerd.commands.plan import placement_file, plan_report, plan_search
     from peerd.machine.placement.cost import CostKind
 
     run = _placeable(model) if model is not None else None
-    found = placing.find(placing.PlanWish(links, run, before, CostKind(cost), seconds, seed, horizon))
+    found = plan_search.find(plan_search.PlanRequest(links, run, before, CostKind(cost), seconds, seed, horizon))
     if out is not None:
         head = f"peerd plan {links}: a step takes {found.cost.total_s:.4g} s ({cost})"
         placement_file.save_placement(out, found.problem, found.placement, head)
@@ -77,13 +79,13 @@ def plan(
 
 
 def _tell_sizes(model: Path | None, other: Path | None, speed: float, as_json: bool) -> None:
-    """The report on a run's stages, from its file alone; printed."""
+    """Print the report on a run's stages, computed from the run file only."""
     from peerd.commands.plan import size_report
 
     if model is None:
-        raise ConfigError("say what to plan: LINKS.yaml (such as configs/links.yaml), --model RUN.yaml, or both")
+        raise ConfigError("nothing to plan; pass LINKS.yaml (such as configs/links.yaml), --model RUN.yaml, or both")
     if other is not None:
-        raise ConfigError("--from and --out go with a links file: peerd plan LINKS.yaml --model RUN.yaml")
+        raise ConfigError("--from and --out need a links file: peerd plan LINKS.yaml --model RUN.yaml")
     if not 0 < speed < math.inf:
         raise ConfigError(f"--speed is {speed:g}; allowed: a number above 0, in TFLOP/s")
     run = _run(model)
@@ -97,10 +99,10 @@ def _tell_sizes(model: Path | None, other: Path | None, speed: float, as_json: b
 
 
 def _placeable(path: Path) -> tuple[Path, RunFile, list[StageSize]]:
-    """A run whose stages have known sizes."""
+    """Load a run whose stages have known sizes. Raises ConfigError for a model of the user's own."""
     run = _run(path)
     if run.model.kind != "gpt":
-        known = "have the links file state a `workload:`, and leave out --model"
+        known = "add a `workload:` to the links file, and leave out --model"
         raise ConfigError(f"{path}: only the code of {run.model.kind} knows the sizes of its stages; {known}")
     return path, run, _sizes(run)
 
@@ -108,7 +110,7 @@ def _placeable(path: Path) -> tuple[Path, RunFile, list[StageSize]]:
 def _run(path: Path) -> RunFile:
     from peerd.config import load_run
 
-    return load_run(path, with_plan=False).run  # which this command is about to make, or to make anew
+    return load_run(path, with_plan=False).run  # its plan may not exist yet
 
 
 def _sizes(run: RunFile) -> list[StageSize]:

@@ -1,4 +1,4 @@
-"""A placement for people and for programs: stages, cost and its parts, the gain, who follows whom, a picture."""
+"""Formats a plan as text or JSON: stages, cost and its parts, gain, routes between stages, and the link matrix."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from peerd.machine.placement.cost import CostKind, PlacementCost
 from peerd.machine.placement.problem import IDLE, Matrix, PlacementProblem, StagePlacement
 from peerd.screen.units import counted, number, size, took
 
-PAIRS_SHOWN: Final = 64  # of followers; all of them are in --json and --out
-RUNS_SHOWN: Final = 8  # of names of one stage
+PAIRS_SHOWN: Final = 64  # most routes shown one by one; --json and --out have all
+RUNS_SHOWN: Final = 8  # most ranges of names shown for a stage
 _TERA: Final = 1e12
 _MEANT: Final = {
     CostKind.STEADY: "the steady state of a full pipeline; --cost latency for one wave through it",
@@ -31,8 +31,8 @@ _MEANT: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan with the question that it answers."""
+class SolvedPlan:
+    """A plan, with the problem that it solves and the placements that it is compared with."""
 
     links: str
     problem: PlacementProblem
@@ -41,30 +41,30 @@ class Planned:
     seed: int
     took_s: float
     stopped: bool  # by Ctrl+C
-    optimal: bool  # every placement was looked at
-    random: Sequence[float]  # seconds a step of random placements
+    optimal: bool  # True if every placement was examined
+    random: Sequence[float]  # seconds per step of random placements
     before: tuple[str, StagePlacement, PlacementCost] | None = None  # --from
 
 
 def moved(before: StagePlacement, after: StagePlacement) -> int:
-    """Devices that serve another stage than before, or serve one now and did not."""
+    """Number of devices that serve another stage than before, or were idle before."""
     pairs = zip(before.stage_of, after.stage_of, strict=True)
     return sum(one != other and other != IDLE for one, other in pairs)
 
 
 def message_bytes(problem: PlacementProblem) -> float:
-    """Of the picture: the largest activation; without one, a peer's share of the gradient."""
+    """Size of the matrix' message: the largest activation or, without one, a peer's share of the largest gradient."""
     sent = max((work.activation for work in problem.stages[:-1]), default=0.0)
     return sent or max(work.gradient for work in problem.stages) / len(problem.devices)
 
 
 def link_seconds(problem: PlacementProblem) -> Matrix:
-    """Time of that message over each link, [N, N]."""
+    """Seconds that a message of `message_bytes` takes over each link, [N, N]."""
     return problem.network.seconds(message_bytes(problem))
 
 
-def plan_view(found: Planned, width: int, *, coloured: bool) -> RenderableType:
-    """The whole answer."""
+def plan_view(found: SolvedPlan, width: int, *, coloured: bool) -> RenderableType:
+    """The whole report, for a terminal of `width` columns."""
     problem = found.problem
     places = len({device.place for device in problem.devices if device.place})
     where = f"{counted(len(problem.devices), 'device')}" + (f" in {counted(places, 'place')}" if places else "")
@@ -76,18 +76,18 @@ def plan_view(found: Planned, width: int, *, coloured: bool) -> RenderableType:
     if idle:
         parts.insert(-1, Text(f"idle: {names_of(found, idle)}"))
     if len(problem.devices) > 1:
-        parts.append(Text(f"{size(message_bytes(problem))} from each device (row) to each other, by stage:"))
+        parts.append(Text(f"time of {size(message_bytes(problem))} from each device (row) to each other, by stage:"))
         parts += link_matrix(link_seconds(problem), [*groups, idle], width, coloured=coloured)
     return Group(*parts)
 
 
-def problem_members(found: Planned, stage: int) -> list[int]:
-    """Devices of a stage, those of one place together."""
+def problem_members(found: SolvedPlan, stage: int) -> list[int]:
+    """Devices of a stage, sorted by place."""
     members = [device for device, at in enumerate(found.placement.stage_of) if at == stage]
     return sorted(members, key=lambda device: (found.problem.devices[device].place, device))
 
 
-def _cost_lines(found: Planned) -> Iterator[Text]:
+def _cost_lines(found: SolvedPlan) -> Iterator[Text]:
     cost = found.cost
     yield Text(f"a step takes {took(cost.total_s)} ({_MEANT[cost.kind]})", "bold green")
     if cost.total_s:
@@ -99,23 +99,25 @@ def _cost_lines(found: Planned) -> Iterator[Text]:
         yield Text(f"  {_gain(mean, cost.total_s)} random placement: {best}")
     if len(told) < len(found.random):
         lost = len(found.random) - len(told)
-        yield Text(f"  {lost} of {len(found.random)} random placements put peers together that cannot reach each other")
+        yield Text(f"  {lost} of {len(found.random)} random placements need links between unreachable peers")
     if found.before is not None:
         name, placement, before = found.before
         changes = counted(moved(placement, found.placement), "device")
         was = (
             took(before.total_s)
             if math.isfinite(before.total_s)
-            else "never: peers that cannot reach each other, or lack memory"
+            else "impossible: its peers cannot reach each other, or lack memory"
         )
         yield Text(f"  {_gain(before.total_s, cost.total_s)} {clean(name)} ({was}); {changes} would move")
     if found.problem.sizes is not None and len(found.problem.devices) > len(found.problem.stages):
         yield Text(
-            "  speeds or work are not known: how many devices a stage has was settled before the search", "yellow"
+            "  speeds or work are unknown: the number of devices per stage was fixed before the search", "yellow"
         )
     stopped = ", stopped by Ctrl+C" if found.stopped else ""
     better = (
-        "none is better by this cost: all were looked at" if found.optimal else "longer (--seconds) may find better"
+        "optimal by this cost: all placements were examined"
+        if found.optimal
+        else "a longer search (--seconds) may find a better one"
     )
     yield Text(f"  found in {took(found.took_s)} with --seed {found.seed}{stopped}; {better}", "dim")
 
@@ -127,16 +129,16 @@ def _gain(before_s: float, after_s: float) -> str:
 
 
 def parts_of_cost(cost: PlacementCost) -> Iterator[tuple[str, float]]:
-    """Seconds by what they are for."""
+    """The parts of a step's cost: description and seconds of each."""
     steady = cost.kind is CostKind.STEADY
     yield "averaging", cost.data_parallel_s
     yield ("links, there and back, of the first microbatch" if steady else "links, there and back"), cost.pipeline_s
     yield ("computing it" if steady else "computing"), cost.compute_s
     yield "at the pace of the busiest device or link", cost.busiest_s
-    yield "moving, spread over the steps it is for", cost.moving_s
+    yield "moving, spread over the steps of --horizon", cost.moving_s
 
 
-def _stage_table(found: Planned) -> Table:
+def _stage_table(found: SolvedPlan) -> Table:
     problem = found.problem
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("stage", justify="right")
@@ -161,8 +163,8 @@ def _stage_table(found: Planned) -> Table:
     return table
 
 
-def names_of(found: Planned, members: Sequence[int]) -> str:
-    """Names in few words: `virginia-1..8, tokyo-2`; of many, how many in which place."""
+def names_of(found: SolvedPlan, members: Sequence[int]) -> str:
+    """Names of devices in short, as in `virginia-1..8, tokyo-2`; if there are many, the number in each place."""
     devices = [found.problem.devices[member] for member in members]
     told = [" ".join(run) for run in _in_runs([[device.name] for device in devices])]
     if len(told) <= RUNS_SHOWN:
@@ -174,7 +176,10 @@ def names_of(found: Planned, members: Sequence[int]) -> str:
 
 
 def _in_runs(rows: Sequence[Sequence[str]]) -> Iterator[list[str]]:
-    """Rows of names, those whose numbers all go on by one as one row: `a-1, b-3` and `a-2, b-4` as `a-1..2, b-3..4`."""
+    """Rows of names; consecutive rows whose numbers all grow by one are merged.
+
+    For example, `a-1, b-3` and `a-2, b-4` become `a-1..2, b-3..4`.
+    """
     first: list[tuple[str, int]] = []
     length = 0
     for row in rows:
@@ -194,7 +199,7 @@ def _in_runs(rows: Sequence[Sequence[str]]) -> Iterator[list[str]]:
 
 
 def _numbered(name: str) -> tuple[str, int]:
-    """Base and number of `base-7`; -1 where there is none."""
+    """Base and number of a name such as `base-7`. The number is -1 if there is none."""
     cut = re.fullmatch(r"(.*)-([1-9]\d{0,5})", name)
     return (cut[1], int(cut[2])) if cut else (name, -1)
 
@@ -206,14 +211,14 @@ def _run(first: Sequence[tuple[str, int]], length: int) -> list[str]:
     ]
 
 
-def _followers(found: Planned) -> Iterator[Text]:
-    """Lines on the devices that follow each other; of many, only their number from place to place."""
+def _followers(found: SolvedPlan) -> Iterator[Text]:
+    """Lines on the routes from device to device of the next stage; if there are many, their number by place."""
     devices, follows = found.problem.devices, found.placement.follows
     if not follows:
         return
     told = [list(_in_runs([(devices[a].name, devices[b].name) for a, b in pairs])) for pairs in follows]
     every = sum(map(len, told)) <= PAIRS_SHOWN
-    yield Text("who follows whom" + ("" if every else " (by place; each device: --json, --out)"), "bold")
+    yield Text("routes to the next stage" + ("" if every else " (by place; each device: --json, --out)"), "bold")
     for stage, pairs in enumerate(follows):
         ways = [f"{one} > {other}" for one, other in told[stage]]
         if not every:
@@ -224,8 +229,8 @@ def _followers(found: Planned) -> Iterator[Text]:
         yield Text.assemble((f"{stage} > {stage + 1}  ", "bold"), ", ".join(ways))
 
 
-def plan_object(found: Planned) -> dict[str, Any]:
-    """The answer as one object for programs; a time that is infinite is null."""
+def plan_object(found: SolvedPlan) -> dict[str, Any]:
+    """The report as one object for programs. Infinite times are None."""
     devices, stages = found.problem.devices, range(len(found.problem.stages))
     told: dict[str, Any] = {
         "links": found.links,

@@ -1,4 +1,4 @@
-"""Report on a run's stages: parameters, work, bytes, memory, and the line that a device needs."""
+"""Report on a run's stages: parameters, work, bytes, memory, and the network rate that a device needs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _TERA = 1e12
 
 
 _HANDOVER: Final = {
-    "direct": "Stages hand over to each other, and keep their inputs and what they computed; where there is no room "
-    "for that (limits.activations_mb) they compute their forward again.",
-    "trainer": "The trainer carries tensors from stage to stage (pipeline.handover): all but the last stage compute "
-    "their forward again for the backward, and get their input again.",
+    "direct": "Stages send activations to each other, and keep their inputs and results for the backward pass; if "
+    "there is no memory for that (limits.activations_mb), they recompute the forward pass.",
+    "trainer": "The trainer carries tensors from stage to stage (pipeline.handover): for the backward pass, all but "
+    "the last stage receive their input again and recompute the forward pass.",
 }
 
 
 def size_view(run: RunFile, sizes: Sequence[StageSize], speed: float) -> RenderableType:
-    """Tables and words for people. `speed`: FLOP/s of a device whose line is to be known. No sizes: a model whose sizes
-    only its own code knows.
+    """The report as tables and text. `speed` is the device's FLOP/s, for which the needed line is computed.
+
+    Without `sizes`, as for a model of the user's own, whose code is not run, the report has the boundaries only.
     """
     parts: list[RenderableType] = [Text(f"{_model(run)} · {_microbatches(run)}", "bold")]
-    sent = f"{size(boundary_bytes(run))} a microbatch over each boundary, and as many back ({_code(run)})"
+    sent = f"{size(boundary_bytes(run))} a microbatch over each boundary, and as much back ({_code(run)})"
     parts.append(Text(sent if run.pipeline.stages > 1 else "one stage: no activations travel"))
     if not sizes:
         knows = (
@@ -71,32 +72,32 @@ def _row(run: RunFile, one: StageSize, speed: float) -> list[str]:
 def _notes(run: RunFile, sizes: Sequence[StageSize], speed: float) -> list[Text]:
     first, width = sizes[0], run.model.d_model
     notes = [
-        "FLOPs: of a microbatch, forward and backward: 6 for each weight and token, and attention. averages: what a "
-        "peer averages in a step. memory: the most in a step, with gradients, optimizer, averaging and activations of "
-        f"a microbatch ({_precision(run)}); Python and torch come on top."
+        "FLOPs: of a microbatch, forward and backward: 6 for each weight and token, and attention. averages: bytes "
+        "that a peer averages in a step. memory: the peak in a step, with gradients, optimizer, averaging and "
+        f"activations of a microbatch ({_precision(run)}); Python and torch need memory, too."
     ]
     if first_with_experts(run):
         notes.insert(0, f"A layer has {first.layer_parameters:,} parameters, about 12 x {width:,}².")
     if len(sizes) > 1:
         notes.append(
-            f"line: each way, with which a device that reaches {_tflops(speed)} (--speed) never waits for it. "
+            f"line: rate, each way, with which a device of {_tflops(speed)} (--speed) never waits for the network. "
             f"{_HANDOVER[run.pipeline.handover]} Twice the width needs half the line: work grows with its square, "
             "bytes do not (square-cube law)."
         )
     if run.limits.offload:
         most = max(one.footprint.held("cuda")[0] for one in sizes)
         notes.append(
-            f"limits.offload: of a stage a GPU of this peer holds {size(most)} at most, besides activations; the "
-            "machine holds the rest."
+            f"limits.offload: the GPU holds at most {size(most)} of a stage, besides activations; the machine's memory "
+            "holds the rest."
         )
     if run.experts is not None:
         flights = first.footprint.flights
         copies = f" and {flights.copies:,} copies of earlier parameters" if flights.copies else ""
         notes.append(
-            f"Of the memory {size(sum(flights.most))} are for {batches(flights.flights)} under way{copies}, the most "
+            f"Of the memory, {size(sum(flights.most))} are for {batches(flights.flights)} in flight{copies}, the most "
             "at once (limits.microbatches_in_flight)."
         )
-        notes.append("Experts are not counted: they are other peers' (a host says how many its memory holds).")
+        notes.append("Experts are not counted: other peers host them (a host shows how many its memory holds).")
     return [Text(note, "dim") for note in notes]
 
 
@@ -106,7 +107,7 @@ def _precision(run: RunFile) -> str:
 
 
 def size_object(run: RunFile, sizes: Sequence[StageSize], speed: float) -> dict[str, Any]:
-    """The same as one object for programs."""
+    """The report as one object for programs."""
     return {
         "run": run.run,
         "kind": run.model.kind,
@@ -134,7 +135,7 @@ def size_object(run: RunFile, sizes: Sequence[StageSize], speed: float) -> dict[
 
 
 def operations(flops: float) -> str:
-    """FLOPs in the unit that people read: 42.1 G."""
+    """FLOPs with a readable unit, as in 42.1 G."""
     for unit in ("M", "G", "T"):
         flops /= 1000 if unit != "M" else 1e6
         if flops < 1000:
@@ -143,7 +144,7 @@ def operations(flops: float) -> str:
 
 
 def mbit(rate: float) -> str:
-    """Bytes a second as Mb/s, in about three digits."""
+    """Bytes per second as Mb/s, in about three digits."""
     told = rate / BYTES_PER_MBIT
     return f"{told:,.0f}" if told >= 100 else f"{told:.3g}"
 
@@ -160,7 +161,7 @@ def _microbatches(run: RunFile) -> str:
 
 
 def batches(count: int) -> str:
-    """1 microbatch, 64 microbatches."""
+    """The count with its noun: "1 microbatch", "64 microbatches"."""
     return f"{count:,} microbatch" + ("" if count == 1 else "es")
 
 

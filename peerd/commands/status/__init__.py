@@ -1,1 +1,1 @@
-"""`peerd status`, once and live, and the line a minute of `peerd join`: what is known of a run, and how it is said."""
+"""`peerd status`, printed once or live, and the progress line of `peerd join`: collect and format a run's status."""

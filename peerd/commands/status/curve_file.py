@@ -1,6 +1,6 @@
-"""Reader of the learning curve that a backbone writes: JSON lines, read on from where the last look ended.
+"""Reads the learning curve that a backbone writes: a growing file of JSON lines.
 
-Thinned out evenly where it is long. A line that makes no sense is left out, and one still being written is read later.
+Long curves are thinned out evenly. Invalid lines are skipped, and a line still being written is left for the next read.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Final
 
 from peerd.commands.status.run_pulse import LossHistory
 
-LOOK_BYTES: Final = 4 << 20  # of the file's end at the first look, and at each later one
+LOOK_BYTES: Final = 4 << 20  # most that one read takes, from the end of the file
 
 
 class CurveFile:
-    """The file's training and validation losses, as far as `read` has come."""
+    """Training and validation losses of a learning curve, as far as `read` has read the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,7 +31,7 @@ class CurveFile:
         return [(step, loss) for step, loss in self._valid.told()]
 
     def read(self) -> None:
-        """Take in whole lines that are new; a file that is not there has none."""
+        """Read the lines that were completed since the last call. Does nothing if the file does not exist."""
         try:
             with self.path.open("rb") as file:
                 end = file.seek(0, 2)

@@ -1,8 +1,8 @@
-"""A status snapshot as metrics for other tools: the text format of Prometheus, one figure a line.
+"""Formats a status snapshot as metrics in the text format of Prometheus, one figure per line.
 
-For a collector that reads a file or a command's output, such as node_exporter's textfile collector. Knows the
-snapshot's keys and nothing of the daemon. Names are ours; what a snapshot says may have come from strangers and stands
-in label values only, escaped, or is no finite number and left out.
+For a collector that reads a file or a command's output, such as node_exporter's textfile collector. Depends on the
+snapshot's keys only, not on the daemon. Text from other peers appears in label values only, escaped. Values that are
+not finite numbers are left out.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any, Final
 from peerd.screen import units
 
 _SWARM: Final = {
-    "step": "global steps made",
+    "step": "global steps completed",
     "loss": "training loss, nats per token",
     "valid_loss": "validation loss, nats per token",
-    "samples_per_s": "samples a second of the whole swarm",
-    "tokens_per_s": "tokens a second of the whole swarm",
+    "samples_per_s": "samples per second of the whole swarm",
+    "tokens_per_s": "tokens per second of the whole swarm",
     "microbatches": "microbatches counted",
-    "redone": "microbatches done again",
+    "redone": "microbatches repeated on another peer",
     "lost": "microbatches lost",
 }
 _NETWORK: Final = {"bytes_in": "bytes received", "bytes_out": "bytes sent", "streams": "open streams"}
 _DHT: Final = {
-    "peers": "peers of the routing table",
-    "records_held": "records held for others",
-    "lookups": "look-ups made",
+    "peers": "peers in the routing table",
+    "records_held": "records stored for others",
+    "lookups": "lookups started",
     "lies": "answers that broke the directory's rules",
 }
 Figure = tuple[str, str, Mapping[str, str], object]  # name, help, labels, value
 
 
 def metrics_text(snapshot: Mapping[str, Any]) -> str:
-    """All figures of a snapshot that are finite numbers, those of one name together."""
+    """All figures of a snapshot that are finite numbers, grouped by metric name."""
     lines: dict[str, list[str]] = {}
     for name, words, labels, value in _figures(snapshot):
         number = units.known(int(value) if isinstance(value, bool) else value)
@@ -53,7 +53,12 @@ def _figures(snapshot: Mapping[str, Any]) -> Iterator[Figure]:
     for key, words in _SWARM.items():
         yield f"peerd_swarm_{key}", words, run, swarm.get(key)
     still = swarm.get("standstill")
-    yield "peerd_swarm_standstill_seconds", "how long the run has stood still", run, still["for_s"] if still else 0
+    yield (
+        "peerd_swarm_standstill_seconds",
+        "duration of the run's standstill, 0 while it moves",
+        run,
+        still["for_s"] if still else 0,
+    )
     for stage in swarm.get("stages") or []:
         labels = run | {"stage": str(stage.get("stage"))}
         yield "peerd_swarm_stage_peers", "peers that announce a stage", labels, len(stage.get("peers") or [])
@@ -63,13 +68,18 @@ def _figures(snapshot: Mapping[str, Any]) -> Iterator[Figure]:
         yield f"peerd_network_{key}", words, run, net.get(key)
     for key, words in _DHT.items():
         yield f"peerd_dht_{key}", words, run, (snapshot.get("dht") or {}).get(key)
-    yield "peerd_faults", "faults of this program since it started", run, (snapshot.get("faults") or {}).get("count")
+    yield (
+        "peerd_faults",
+        "internal errors of the daemon since it started",
+        run,
+        (snapshot.get("faults") or {}).get("count"),
+    )
     for role in snapshot.get("roles") or []:
         yield from _role(run | {"role": str(role.get("role"))}, role)
 
 
 def _role(labels: Mapping[str, str], role: Mapping[str, Any]) -> Iterator[Figure]:
-    """A role's own plain figures, by their names."""
+    """A role's own numbers, each under its key."""
     works = role.get("state") == "running" and not role.get("waits_for")
     yield "peerd_role_working", "1 while the role runs and waits for nothing", labels, works
     for key, value in role.items():

@@ -1,6 +1,6 @@
-"""The network between the peers of a run as its conductor's map shows it, as plain data for a status snapshot.
+"""Reads the conductor's map of the network between a run's peers, and returns it as plain data for a status snapshot.
 
-What the map says is one peer's word: figures are numbers within bounds, names may be anything.
+The map is one peer's claim: figures are numbers within bounds, but names may be any text.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from peerd.service.run_services import RunServices
 Told = Mapping[str, Any]
 
 READ_S: Final = 1.0
-PAIRS_TOLD: Final = 512  # in a snapshot; of more, the worst and a summary
-WORST: Final = 3  # of each kind of line
+PAIRS_TOLD: Final = 512  # most pairs in a snapshot; of a larger map it has the worst lines and a summary
+WORST: Final = 3  # lines of each kind (slowest, farthest)
 
 
 async def network_view(services: RunServices, swarm: Told) -> dict[str, Any]:
-    """The network by the conductor's map. `swarm`: as the directory shows it, with the conductor's name."""
+    """The network by the conductor's map. `swarm` is the directory's view, whose records name the conductor."""
     conductor = services.following.conductor or _named_conductor(swarm)
     if conductor is None:
-        return {"why": "nobody conducts the run"}
+        return {"why": "the run has no conductor"}
     try:
         with trio.fail_after(READ_S):
             read = await services.link_watch.read_map(conductor)
     except trio.TooSlowError:
-        return {"why": f"the conductor {conductor.short} did not tell within {READ_S:g} s"}
+        return {"why": f"the conductor {conductor.short} did not send its network map within {READ_S:g} s"}
     except RemoteError as error:
-        return {"why": f"the conductor {conductor.short} does not tell: {error}"}
+        return {"why": f"the conductor {conductor.short} did not send its network map: {error}"}
     return {"why": None, **told_of(read)}
 
 
@@ -52,7 +52,7 @@ def _named_conductor(swarm: Told) -> PeerId | None:
 
 
 def told_of(read: ReadMap) -> dict[str, Any]:
-    """A map as plain data: each direction of a pair by itself in the summary, both in `pairs`."""
+    """A network map as plain data. The summary counts each direction of a pair; a row of `pairs` has both."""
     rows = [_row(pair) for pair in read.pairs]
     rtts = [row["rtt_ms"] for row in rows if row["rtt_ms"] is not None and not row["rtt_estimated"]]
     lines = [line for row in rows for line in _directions(row)]
@@ -93,7 +93,7 @@ def _rtt(row: Told) -> float:
 
 
 def _directions(row: Told) -> list[dict[str, Any]]:
-    """The measured directions of a pair."""
+    """The directions of a pair whose rate was measured, one dict each."""
     ends = (("there", row["one"], row["other"]), ("back", row["other"], row["one"]))
     return [
         {"from": source, "to": target, "mbit": row[f"{way}_mbit"], "rtt_ms": row["rtt_ms"]}

@@ -1,6 +1,6 @@
-"""The network's part of a snapshot in words: a matrix where all peers fit into 80 columns, else the worst lines.
+"""Formats the network's part of a snapshot: a matrix if all peers fit into 80 columns, else the worst lines.
 
-What a snapshot says may have come from strangers: all of it becomes plain text, never markup.
+Text in a snapshot may come from untrusted peers: it is printed as plain text, never as markup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME_CHARS: Final = 14
 
 
 def network_parts(told: Told | None, names: Mapping[str, str], order: Sequence[str] = ()) -> list[RenderableType]:
-    """The network's part of `peerd status --swarm`; nothing where nobody has looked. `order`: of peers, the first."""
+    """The network's part of `peerd status --swarm`, or [] if it was not read yet. `order`: the peers to show first."""
     if not told:
         return []
     if told.get("why"):
@@ -34,7 +34,7 @@ def _summary(told: Told) -> list[Text]:
     line = Text.assemble(("network", "bold"), f": {units.counted(int(told.get('peers', 0)), 'peer')}")
     line.append(f", {_range(told.get('rtt_ms'), 'round trip', 'ms')}, {_range(told.get('mbit'), 'rate', 'Mb/s')}")
     if told.get("more"):
-        line.append("; there are more pairs than were read")
+        line.append("; not all pairs were read")
     return [line]
 
 
@@ -53,7 +53,7 @@ def _figure(value: object) -> str:
 
 
 def _matrix(pairs: Sequence[Told], names: Mapping[str, str], order: Sequence[str]) -> Table | None:
-    """Round trip and rate from each peer (row) to each other (column); None where it would be too wide."""
+    """Round trip and rate from each peer (row) to each other (column). Returns None if it is wider than COLUMNS."""
     there = dict.fromkeys(str(name) for pair in pairs for name in (pair["one"], pair["other"]))
     peers = list(dict.fromkeys([*(peer for peer in order if peer in there), *there]))
     cells: dict[tuple[str, str], str] = {}
@@ -73,7 +73,7 @@ def _matrix(pairs: Sequence[Told], names: Mapping[str, str], order: Sequence[str
         shown = [cells.get((row, peer), "" if row == peer else units.UNKNOWN) for peer in peers]
         table.add_row(Text(label), *(Text(cell, "dim" if cell.count("~") == 2 else "") for cell in shown))
     if any("~" in cell for cell in cells.values()):
-        table.caption, table.caption_justify = "~ estimated by other pairs", "left"
+        table.caption, table.caption_justify = "~ estimated from other pairs", "left"
     return table
 
 
@@ -87,7 +87,7 @@ def _name(peer: str, names: Mapping[str, str]) -> str:
 
 
 def _worst(told: Told, names: Mapping[str, str]) -> list[RenderableType]:
-    """The slowest and the farthest lines."""
+    """Table of the slowest and the farthest lines."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for head, right in (("worst lines", False), ("from", False), ("to", False), ("Mb/s", True), ("ms", True)):
         table.add_column(head, justify="right" if right else "left", no_wrap=True)

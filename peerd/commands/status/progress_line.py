@@ -1,4 +1,4 @@
-"""A line a minute on the terminal of `peerd join`: how far the run is, how fast, and what this peer has to do with it.
+"""The line that `peerd join` prints once a minute: step, loss and speed of the run, and this peer's share in it.
 
 step 1,204 of 10,000 · loss 3.412 · 214 samples/s, mine 18 % · 2 h 10 min left
 step 1,204 of 10,000 · stands still for 40 s: stage 1 has no peers
@@ -24,7 +24,7 @@ class SwarmSource(Protocol):
 
 
 async def tell_progress(board: SwarmSource, say: Callable[[str], None]) -> None:
-    """Say it every minute, until cancelled."""
+    """Call `say` with the progress line every minute, until cancelled."""
     due = trio.current_time()
     while True:
         due += PERIOD_S
@@ -33,7 +33,7 @@ async def tell_progress(board: SwarmSource, say: Callable[[str], None]) -> None:
 
 
 def progress_line(swarm: Mapping[str, Any]) -> str:
-    """The line for the swarm's part of a snapshot."""
+    """Format the swarm's part of a snapshot as one line."""
     if swarm.get("step") is None:
         return " · ".join(["nothing of the run is known yet", *_movement(swarm)])
     return " · ".join([position(swarm), *_movement(swarm)])

@@ -1,6 +1,6 @@
-"""A role's own figures in words, for the details column of `peerd status`.
+"""Formats a role's own figures for the details column of `peerd status`.
 
-The built-in roles' figures have phrases of their own; those of others are shown by their names and units.
+Figures of the built-in roles have specific phrases. Those of other roles are shown by name, value and unit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from peerd.screen import units
 Told = Mapping[str, Any]
 
 _WAYS: Final = {"direct": "directly", "relay": "over a relay", "trainer": "over the trainer"}
-_NEXT_SHOWN: Final = 3  # peers of the next stage
+_NEXT_SHOWN: Final = 3  # most peers of the next stage that are named
 
 _ELSEWHERE: Final = {
     *("waits_for", "role", "state", "restarts", "failure", "posts", "members", "evaluations", "valid_step"),
@@ -22,7 +22,7 @@ _ELSEWHERE: Final = {
 
 
 def parts_of(role: Told) -> list[Told]:
-    """A role's rows: one for each of its posts, and for the replica that a trainer holds."""
+    """Rows of a role: one for each of its posts, and one for the replica of a trainer."""
     rows: list[Told] = [{**role, **post} for post in role.get("posts") or [{}]]
     for name in ("replica", "member"):
         if isinstance(role.get(name), dict):
@@ -31,7 +31,7 @@ def parts_of(role: Told) -> list[Told]:
 
 
 def details(role: Told) -> Iterator[str]:
-    """Phrases, the most important first."""
+    """Phrases on a role's figures, in the order of its keys."""
     for key, value in role.items():
         if key in _ELSEWHERE or value is None or value is False or value in ("", [], {}):
             continue
@@ -42,7 +42,7 @@ def details(role: Told) -> Iterator[str]:
 
 
 def _plain(key: str, value: object) -> str:
-    """A figure by its name, whose ending tells the unit."""
+    """Phrase of name and value. The ending of the name, as in "_bytes", is the unit."""
     if value == "nan" or (isinstance(value, float) and units.known(value) is None):
         return ""
     if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -74,8 +74,8 @@ def _microbatches(told: Any, role: Told) -> str:
     phrase = f"{units.count(told.get('counted', 0))} microbatches counted"
     if told.get("in_flight") and role.get("in_flight_why"):
         why = f": {role['in_flight_why']}" if not role.get("waits_for") else ""
-        phrase += f", {units.count(told['in_flight'])} under way{why}"
-    outcomes = {"redone": "done again", "requeued": "begun anew", "lost": "lost", "not_finite": "dropped as not finite"}
+        phrase += f", {units.count(told['in_flight'])} in flight{why}"
+    outcomes = {"redone": "repeated", "requeued": "restarted", "lost": "lost", "not_finite": "dropped as not finite"}
     for key, words in outcomes.items():
         if told.get(key):
             phrase += f", {units.count(told[key])} {words}"
@@ -83,16 +83,16 @@ def _microbatches(told: Any, role: Told) -> str:
 
 
 def _next_step(value: Any, role: Told) -> str:
-    """Phrase on when the next step is due; none where it is overdue and the role says what it waits for."""
+    """Phrase on when the next step is due. Returns "" if it is overdue and the role shows what it waits for."""
     due_in_s = units.known(value)
     return f"next step {units.soon(due_in_s)}" if due_in_s or (due_in_s == 0 and not role.get("waits_for")) else ""
 
 
 def _handover(told: Any, role: Told) -> str:
-    """Phrase on the microbatches that a stage peer has, and on whom it hands them on to."""
+    """Phrase on the microbatches that a stage peer holds, and on the peers that it forwards them to."""
     if not isinstance(told, dict):
         return ""
-    phrase = f"{units.count(told.get('in_flight', 0))} microbatches under way"
+    phrase = f"{units.count(told.get('in_flight', 0))} microbatches in flight"
     if told.get("queue"):
         phrase += f", {units.count(told['queue'])} waiting"
     if told.get("kept_bytes"):
@@ -102,14 +102,14 @@ def _handover(told: Any, role: Told) -> str:
     ways = told.get("next")
     if isinstance(ways, dict) and ways:
         shown = [f"to {units.short(str(name))} {_WAYS.get(way, way)}" for name, way in ways.items()][:_NEXT_SHOWN]
-        phrase += f", hands on {', '.join(shown)}"
+        phrase += f", forwards {', '.join(shown)}"
         if len(ways) > _NEXT_SHOWN:
             phrase += f" and {len(ways) - _NEXT_SHOWN} more"
     return phrase
 
 
 def _experts(told: Any, role: Told) -> str:
-    """Phrase on a trainer's microbatches and the experts that they met."""
+    """Phrase on the expert updates and microbatches of a trainer."""
     if not isinstance(told, dict) or "updates" not in told:
         return _plain("experts", told)
     phrase = f"{units.counted(told['updates'], 'update')} of experts"
@@ -118,14 +118,14 @@ def _experts(told: Any, role: Told) -> str:
         mean, most = units.brief(staleness.get("mean")), units.count(staleness.get("most"))
         phrase += f", {mean} stale on average, {most} at most"
     if told.get("in_flight") and not role.get("in_flight_why"):  # else the microbatches' own phrase says so
-        phrase += f", {units.count(told['in_flight'])} microbatches on their way"
+        phrase += f", {units.count(told['in_flight'])} microbatches in flight"
     if told.get("too_old"):
         phrase += f", {units.count(told['too_old'])} too old for the trunk"
     if told.get("not_summed"):
         phrase += f", {units.count(told['not_summed'])} with gradients too large for the trunk"
     again = told.get("began_again")
     if isinstance(again, dict) and again:
-        phrase += f", {units.count(sum(again.values()))} begun again"
+        phrase += f", {units.count(sum(again.values()))} restarted"
     calls = told.get("calls")
     if isinstance(calls, dict) and calls.get("lost_updates"):
         phrase += f", {units.counted(calls['lost_updates'], 'update')} lost with their hosts"
@@ -141,9 +141,9 @@ def _validation(value: Any, role: Told) -> str:
 
 
 def _code(told: object) -> str:
-    """The name of a code, without the reason for it."""
+    """The name of a tensor code, without the reason for its choice."""
     name = str(told).partition(":")[0]
-    return "it is" if name == "none" else name
+    return "plain tensors" if name == "none" else name
 
 
 def _speed(value: Any, role: Told) -> str:
@@ -158,7 +158,7 @@ def _hosted(value: Any, role: Told) -> str:
 
 
 def _counted(words: str) -> Callable[[Any, Told], str]:
-    """A phrase for a number that is worth a word when it is not 0."""
+    """Formatter for a count followed by `words`. Returns "" for 0."""
     return lambda value, role: f"{units.count(value)} {words}" if value else ""
 
 
@@ -186,7 +186,7 @@ _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "aggregated_bytes": lambda value, role: f"{units.size(value)} summed for others",
     "busy_s": lambda value, role: f"busy for {units.duration(value)}" if value else "",
     "precision": lambda value, role: f"computes in {value}",
-    "recomputes": lambda value, role: "computes layers again in the backward, to save memory",
+    "recomputes": lambda value, role: "recomputes layers in the backward pass, to save memory",
     "conducts": lambda value, role: "conducts the run" if value else "",
     "conductor": lambda value, role: "" if role.get("conducts") else f"conducted by {units.short(str(value))}",
     "complete": lambda value, role: "the run is complete",
@@ -206,13 +206,13 @@ _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "adopted": _counted("taken over"),
     "given": _counted("handed to other hosts"),
     "received": _counted("handed over by other hosts"),
-    "began_anew": _counted("begun anew"),
+    "began_anew": _counted("initialized anew"),
     "dropped": _counted("given up"),
     "updates_lost": _counted("updates lost with their hosts"),
     "updates_dropped": _counted("updates dropped"),
     "updates_unsaved": _counted("updates without a checkpoint"),
     "checkpoints": _counted("checkpoints"),
-    "copies_least": lambda value, role: f"{units.count(value)} copies of each at least",
+    "copies_least": lambda value, role: f"at least {units.count(value)} copies of each",
     "held": lambda value, role: f"holds {units.counted(value, 'checkpoint')} of experts" if value else "",
     "repeats": _counted("repeated calls"),
     "stale": _counted("calls refused as stale"),

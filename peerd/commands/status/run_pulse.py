@@ -1,6 +1,6 @@
-"""A daemon's memory of its run from one look to the next: last movement, losses, posts that are there, shares.
+"""What a daemon remembers of its run between two status queries: last progress, losses, listed posts and shares.
 
-Plain objects with `now` as an argument: they are told what is seen, and answer what a watcher asks. All are bounded.
+Plain objects of bounded size, which take the time `now` as an argument and do no input or output.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Final
 
 from peerd.screen.units import known
 
-STILL_S: Final = 3.0  # without a change: from then on a run that has a reason to stand still does so
-MISSED_S: Final = 2.0  # before a post that the conductor lists no more is gone: a new conductor's list fills up first
-POINTS: Final = 480  # of one curve: twice the columns of a wide screen
+STILL_S: Final = 3.0  # a run that has a reason to wait stands still after this time without a change
+MISSED_S: Final = 2.0  # a post missing from the list for this time is gone; a new conductor's list fills up sooner
+POINTS: Final = 480  # most points of a curve: twice the columns of a wide screen
 PEERS: Final = 4096  # whose contributions are remembered
 
 Post = tuple[str, int]  # peer and stage
 
 
 @dataclass(frozen=True, slots=True)
-class Stillness:
-    """A run that stands still: why, in words, and for how long."""
+class StandstillState:
+    """A standstill of the run: the reason, in words, and its duration."""
 
     why: str
     for_s: float
 
 
-class Pulse:
-    """Notices that a run stands still: there is a reason, and nothing has changed for a while."""
+class StandstillDetector:
+    """Detects a standstill: the run has a reason to wait, and nothing has changed for STILL_S."""
 
     def __init__(self) -> None:
         self._seen: object = None
@@ -37,37 +37,37 @@ class Pulse:
         self._why = ""
 
     def note(self, now: float, seen: object, why: str) -> None:
-        """Take what was `seen`, anything that differs once work was done, and the reason that there is none, or ""."""
+        """Record the run's state: a value that changes with work done, and the reason to wait ("" if there is none)."""
         if seen != self._seen or self._changed_at == -math.inf:
             self._seen, self._changed_at = seen, now
         self._why = why
 
-    def standstill(self, now: float) -> Stillness | None:
-        """None while the run moves."""
+    def standstill(self, now: float) -> StandstillState | None:
+        """The current standstill, or None while the run moves."""
         for_s = now - self._changed_at
-        return Stillness(self._why, for_s) if self._why and for_s >= STILL_S else None
+        return StandstillState(self._why, for_s) if self._why and for_s >= STILL_S else None
 
 
-class Presence:
-    """Notices which posts the conductor lists no more."""
+class ListedPosts:
+    """Detects posts that the conductor no longer lists."""
 
     def __init__(self) -> None:
         self._listed: frozenset[Post] = frozenset()
         self._missed: dict[Post, float] = {}
 
     def note(self, now: float, listed: Iterable[Post]) -> None:
-        """Take the conductor's list of now."""
+        """Record the conductor's current list."""
         listed = frozenset(listed)
         missed = (self._listed | self._missed.keys()) - listed
         self._missed = {post: self._missed.get(post, now) for post in sorted(missed)[:PEERS]}
         self._listed = listed
 
     def follows(self) -> bool:
-        """True when there is a list."""
+        """True if the conductor lists any posts."""
         return bool(self._listed)
 
     def is_gone(self, now: float, post: Post) -> bool:
-        """True for a post that was listed and has not been for a while."""
+        """True if the post was listed, and has been missing from the list for MISSED_S."""
         return post in self._missed and now - self._missed[post] >= MISSED_S
 
     def is_listed(self, post: Post) -> bool:
@@ -75,14 +75,14 @@ class Presence:
 
 
 class LossHistory:
-    """Losses by step, thinned out evenly when there are many: the newest point always stays."""
+    """Losses by step, thinned out evenly if there are more than POINTS. The newest point is always kept."""
 
     def __init__(self) -> None:
         self._points: dict[int, float] = {}
         self._stride = 1
 
     def note(self, step: object, loss: object) -> None:
-        """Take the loss of a step; what is no number is left out, and so are steps before the last one."""
+        """Add the loss of a step. Ignores values that are not numbers, and steps before the newest one."""
         value = known(loss)
         if value is None or isinstance(step, bool) or not isinstance(step, int) or step < 0:
             return
@@ -90,7 +90,7 @@ class LossHistory:
         if last is not None and step < last:
             return
         if last is not None and last % self._stride:
-            del self._points[last]  # it was there as the newest
+            del self._points[last]  # it was kept only as the newest
         self._points[step] = value
         while len(self._points) > POINTS:
             self._stride *= 2
@@ -98,19 +98,19 @@ class LossHistory:
             self._points = {s: v for s, v in self._points.items() if not s % self._stride or s == newest}
 
     def told(self) -> list[list[float]]:
-        """Pairs of step and loss."""
+        """The points, as pairs of step and loss."""
         return [[step, loss] for step, loss in self._points.items()]
 
 
-class GrowingShares:
-    """A peer's part of what all have given, since this was first told; before anybody has given more, of all."""
+class ContributionShares:
+    """Shares of the peers in what all contributed since the first `note`; until that grows, shares in the totals."""
 
     def __init__(self) -> None:
         self._first: dict[str, float] = {}
         self._latest: dict[str, float] = {}
 
     def note(self, given: Mapping[str, float]) -> None:
-        """Take the totals by peer; one that is not there any more keeps what it had. Newcomers begin at nothing."""
+        """Record the totals by peer. Departed peers keep their totals; those of new peers count from zero."""
         began = bool(self._latest)
         for peer, total in given.items():
             if peer not in self._first:
@@ -120,7 +120,7 @@ class GrowingShares:
             self._latest[peer] = max(total, self._latest.get(peer, 0.0))
 
     def of(self, peer: str) -> float | None:
-        """The share of `peer`; None when nobody has given anything."""
+        """The share of `peer`, 0 to 1, or None if nobody has contributed anything."""
         grown = {one: total - self._first[one] for one, total in self._latest.items()}
         for totals in (grown, self._latest):
             whole = sum(totals.values())

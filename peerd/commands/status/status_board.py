@@ -1,9 +1,8 @@
-"""Status of one daemon and its swarm now, as plain data.
+"""Current status of a daemon and its swarm, as plain data.
 
-The daemon's part is read from its services at the moment of asking. The swarm's part comes from the DHT: it is fetched
-when someone asks and what is there is older than a few seconds, and says how old it is; a snapshot never waits long for
-the network. What a peer that takes part hears from the conductor corrects the records: who is gone, and why the run
-stands still.
+The daemon's part is read from its services on request. The swarm's part comes from the DHT. It is fetched on request if
+the last copy is older than a few seconds, and contains its age; a snapshot never waits long for the network. In a peer
+that takes part, the conductor's messages correct the records: which peers are gone, and why the run stands still.
 """
 
 from __future__ import annotations
@@ -17,7 +16,13 @@ from typing import Any, Final
 import trio
 
 from peerd.commands.status.network_view import network_view
-from peerd.commands.status.run_pulse import GrowingShares, LossHistory, Presence, Pulse, Stillness
+from peerd.commands.status.run_pulse import (
+    ContributionShares,
+    ListedPosts,
+    LossHistory,
+    StandstillDetector,
+    StandstillState,
+)
 from peerd.commands.status.swarm_view import FRESH_S, foretold_by, summary, swarm_view
 from peerd.core.clock import Clock
 from peerd.core.messages.progress import pause_s
@@ -30,39 +35,39 @@ from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.run_services import RunServices
 
-SWARM_PERIOD_S: Final = 2.0  # one look into the DHT per period at most, and only while someone asks
-NETWORK_PERIOD_S: Final = 10.0  # one look at the conductor's map of the network per period at most
-SWARM_RARELY_S: Final = 4.0  # while the end of a long step is far
-LOOK_WAIT_S: Final = 1.0  # how long a caller waits for a look, where there is none or an old one
+SWARM_PERIOD_S: Final = 2.0  # at most one DHT read per period, and only on request
+NETWORK_PERIOD_S: Final = 10.0  # at most one read of the conductor's network map per period
+SWARM_RARELY_S: Final = 4.0  # replaces SWARM_PERIOD_S while the end of a long step is far
+LOOK_WAIT_S: Final = 1.0  # how long a caller waits for a DHT read if there is no copy or an old one
 RATE_WINDOW_S: Final = 5.0
-JOINING_S: Final = 15.0  # so long after it came, a peer that the conductor does not list may be on its way to it
-_WORK: Final = ("step", "held_samples", "samples", "microbatches", "aggregated_bytes")  # of a role that works
+JOINING_S: Final = 15.0  # a peer that joined less than this ago may not be on the conductor's list yet
+_WORK: Final = ("step", "held_samples", "samples", "microbatches", "aggregated_bytes")  # keys of a role that works
 
-Told = dict[str, Any]
+StatusData = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """One role as the supervisor and the role itself tell it."""
+    """State of a role: what the supervisor knows of it, and in `told` the role's own figures."""
 
     name: str
     state: str
     restarts: int
     failure: str
-    told: Told
+    told: StatusData
 
-    def as_dict(self) -> Told:
+    def as_dict(self) -> StatusData:
         fixed = {"role": self.name, "state": self.state, "restarts": self.restarts, "failure": self.failure or None}
         return {"waits_for": None, **self.told, **fixed}
 
-    def posts(self) -> list[Told]:
-        """Each part that works in the run: the posts of a role that has several, with a trainer's replica."""
+    def posts(self) -> list[StatusData]:
+        """The figures of each post of the role, and of a trainer's replica."""
         nested = [self.told[name] for name in ("replica", "member") if isinstance(self.told.get(name), dict)]
         return [post for told in (self.told, *nested) for post in told.get("posts") or [told]]
 
 
 class StatusBoard:
-    """Answers `snapshot`. Its `run` measures rates and looks into the DHT when asked to."""
+    """Builds status snapshots. `run` must be running: it measures rates, and reads the DHT on request."""
 
     def __init__(
         self,
@@ -79,18 +84,18 @@ class StatusBoard:
         self._began = clock.now()
         self._samples: deque[tuple[float, int, int]] = deque()
         self._asked, self._seen = trio.Event(), trio.Event()
-        self._swarm: Told = {}
+        self._swarm: StatusData = {}
         self._looked_at = float("-inf")
-        self._between: Told | None = None  # the network between the peers
+        self._between: StatusData | None = None  # the network between the peers
         self._between_at = float("-inf")
-        self._pulse, self._presence = Pulse(), Presence()
+        self._pulse, self._presence = StandstillDetector(), ListedPosts()
         self._train, self._valid = LossHistory(), LossHistory()
-        self._shares = {key: GrowingShares() for key in ("samples", "brought", "bytes_aggregated")}
-        self._by_count = False  # True once the shares of samples go by a conductor's counts
-        # As this process's roles tell: whether they work in the run, whether it is done, what they wait for.
+        self._shares = {key: ContributionShares() for key in ("samples", "brought", "bytes_aggregated")}
+        self._by_count = False  # True once the shares of samples use a conductor's counts
+        # From this process's roles: whether they work in the run, whether it is complete, and what they wait for.
         self._works, self._complete, self._waits_for = False, False, ""
-        self._step: int | None = None  # the latest that they work at
-        self.reachability: Callable[[], Told] = dict  # tells whether and how others reach us
+        self._step: int | None = None  # the newest step that they work at
+        self.reachability: Callable[[], StatusData] = dict  # returns whether and how others reach this peer
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
@@ -99,12 +104,12 @@ class StatusBoard:
                 nursery.start_soon(self._look, self._run)
             task_status.started()
 
-    async def snapshot(self, roles: Callable[[], Awaitable[list[RoleState]]]) -> Told:
-        """Everything a watcher may want to know, as plain data."""
+    async def snapshot(self, roles: Callable[[], Awaitable[list[RoleState]]]) -> StatusData:
+        """The complete status, as plain data that can be encoded as JSON."""
         await self._refresh()
         states = await roles()
         self.note_roles(states)
-        shown: Told = {
+        shown: StatusData = {
             "version": VERSION,
             "pid": os.getpid(),
             "time": self._clock.wall(),
@@ -123,13 +128,13 @@ class StatusBoard:
         }
         return {key: plain(value) for key, value in shown.items()}
 
-    async def swarm(self) -> Told:
-        """The swarm's part of a snapshot alone."""
+    async def swarm(self) -> StatusData:
+        """Only the swarm's part of a snapshot."""
         await self._refresh()
         return {key: plain(value) for key, value in self._swarm_now().items()}
 
     async def _refresh(self) -> None:
-        """Look again where the last look is too old; wait a little for it where there is nothing better to show."""
+        """Request a DHT read if the last one is old. If it is older than SWARM_RARELY_S, wait up to LOOK_WAIT_S."""
         if self._run is None:
             return
         age_s, due_at = self._clock.now() - self._looked_at, self._swarm.get("next_step_at")
@@ -145,7 +150,7 @@ class StatusBoard:
     # --- what is seen ---------------------------------------------------------------------------------------------
 
     def note_roles(self, states: Iterable[RoleState]) -> None:
-        """Take what the roles tell, about once a second: whether there is work, losses, and who is listed."""
+        """Record the roles' work and losses, and the conductor's list. Called about once a second."""
         states = list(states)
         self._waits_for = next((str(s.told["waits_for"]) for s in states if s.told.get("waits_for")), "")
         posts = [post for state in states for post in state.posts()]
@@ -160,15 +165,15 @@ class StatusBoard:
             return
         self._complete = any(post.get("complete") is True for post in posts)
         now, following = self._clock.now(), self._services.following
-        due = not following.step_in_s  # unknown, or overdue: a step that is foretold for later needs no reason
+        due = not following.step_in_s  # unknown or overdue; a step predicted for later explains the wait by itself
         why = following.waits_for or (following.run_waits_for if due else "")
         work = [[post.get(key) for key in _WORK] for post in working]
         self._pulse.note(now, work, "" if self._complete else why or "")
         if following.members:
             self._presence.note(now, ((member.peer, member.stage) for member in following.members))
 
-    def _note_swarm(self, found: Told, wall: float) -> None:
-        """Take a look's result; one that failed leaves the figures of the look before, which grow old."""
+    def _note_swarm(self, found: StatusData, wall: float) -> None:
+        """Record the result of a DHT read. A failed read keeps the earlier figures, which grow old."""
         if found.get("why") and "stages" in self._swarm:
             self._swarm |= found
             return
@@ -182,26 +187,26 @@ class StatusBoard:
             work = found.get("step"), found.get("microbatches")
             self._pulse.note(self._clock.now(), work, _told_reason(found, wall))
 
-    def _note_shares(self, rows: list[Told], *, counted: bool) -> None:
-        """Take the leader-board's figures: a conductor's counts, or the peers' own word before any."""
+    def _note_shares(self, rows: list[StatusData], *, counted: bool) -> None:
+        """Record the leader-board's figures: a conductor's counts, or the peers' own figures until there are any."""
         if counted and not self._by_count:
             self._by_count = True
-            self._shares |= {key: GrowingShares() for key in ("samples", "brought")}
+            self._shares |= {key: ContributionShares() for key in ("samples", "brought")}
         for key, shares in self._shares.items():
             by_count = self._by_count and key != "bytes_aggregated"
-            if counted or not by_count:  # else the counts of a new conductor are on their way
+            if counted or not by_count:  # else wait for the counts of a new conductor
                 told = [(row["peer"].text, (row["counted"] or {}) if by_count else row) for row in rows]
                 shares.note({peer: figures.get(key) or 0 for peer, figures in told})
 
     # --- what is shown --------------------------------------------------------------------------------------------
 
-    def _swarm_now(self) -> Told:
-        """The last look, as old as it is by now; its forecast is counted down, and who is gone is marked."""
+    def _swarm_now(self) -> StatusData:
+        """Result of the last DHT read, with its current age, the time to the next step, and departed peers marked."""
         swarm, wall, now = self._swarm, self._clock.wall(), self._clock.now()
         if self._run is None or not swarm:
             return swarm
         still = self._pulse.standstill(now)
-        told: Told = {"age_s": max(0.0, now - self._looked_at), "standstill": still, "complete": self._complete}
+        told: StatusData = {"age_s": max(0.0, now - self._looked_at), "standstill": still, "complete": self._complete}
         told["own_wait"] = self._waits_for or None
         if "stages" in swarm:
             told |= summary(swarm["stages"], swarm["trainers"], wall)
@@ -211,22 +216,22 @@ class StatusBoard:
             told["trainers"] = [r | {"age_s": _age_s(r, wall), "own": r["peer"] == own} for r in swarm["trainers"]]
         if swarm.get("next_step_at") is not None:
             told["next_step_in_s"] = max(0.0, swarm["next_step_at"] - wall)
-        if still is not None:  # whatever rate a record still tells: nothing moves
+        if still is not None:  # records may still have the rates from before
             told |= {"samples_per_s": 0.0, "tokens_per_s": 0.0}
         told |= self._ahead(swarm | told, still)
         told["curve"] = {"train": self._train.told(), "valid": self._valid.told()}
         return swarm | told
 
-    def _row(self, row: Told, wall: float, now: float) -> Told:
-        """A stage peer's row; `gone`: the conductor, which knows who lives, lists it no more."""
+    def _row(self, row: StatusData, wall: float, now: float) -> StatusData:
+        """Row of a stage peer. `gone` is True if the conductor no longer lists it."""
         post, age_s = (row["peer"].text, row["stage"]), _age_s(row, wall)
         gone = self._works and self._presence.is_gone(now, post)
         if self._works and self._presence.follows() and not self._presence.is_listed(post):
             gone |= age_s > FRESH_S and wall - row["since"] > JOINING_S
         return row | {"age_s": age_s, "gone": gone, "own": row["peer"] == self._host.id}
 
-    def _ahead(self, swarm: Told, still: Stillness | None) -> Told:
-        """The steps that the run is to make, the time that takes at the present rate, and this peer's shares."""
+    def _ahead(self, swarm: StatusData, still: StandstillState | None) -> StatusData:
+        """The run's total steps, the time that the rest takes at the current rate, and this peer's shares."""
         assert self._run is not None
         total, step = self._run.optimizer.total_steps, swarm.get("step")
         rate = 0.0 if still is not None else swarm.get("samples_per_s") or 0.0
@@ -237,7 +242,7 @@ class StatusBoard:
         shares = {key: shares.of(own) for key, shares in self._shares.items()}
         return {"total_steps": total or None, "left_s": left, "shares": shares}
 
-    def _network(self) -> Told:
+    def _network(self) -> StatusData:
         traffic = self._host.traffic()
         since, bytes_in, bytes_out = self._samples[0] if self._samples else (0.0, 0, 0)
         passed_s = max(self._clock.now() - since, 0.1)
@@ -252,8 +257,8 @@ class StatusBoard:
             "peers": list(traffic.peers.values()),
         }
 
-    def _line(self) -> Told:
-        """Per direction, in Mb/s: the limit, the most that was seen to pass, and what passes now."""
+    def _line(self) -> StatusData:
+        """Per direction, in Mb/s: the limit, the highest measured rate, and the current rate."""
         limits, line = self._run.limits if self._run is not None else LimitsSection(), self._host.line
         return {
             name: {
@@ -270,7 +275,7 @@ class StatusBoard:
     # --- tasks ----------------------------------------------------------------------------------------------------
 
     async def _measure(self) -> None:
-        """Keep the totals of the last few seconds, for the rates."""
+        """Sample the traffic totals of the last RATE_WINDOW_S, to compute rates from."""
         while True:
             traffic, now = self._host.traffic(), self._clock.now()
             self._samples.append((now, traffic.bytes_in, traffic.bytes_out))
@@ -279,7 +284,7 @@ class StatusBoard:
             await trio.sleep(RATE_WINDOW_S / 10)
 
     async def _look(self, run: RunFile) -> None:
-        """Look into the DHT whenever that is asked for."""
+        """Read the DHT, and the network map, whenever that was requested."""
         while True:
             await self._asked.wait()
             self._asked = trio.Event()
@@ -293,12 +298,12 @@ class StatusBoard:
             await trio.sleep(SWARM_PERIOD_S)
 
 
-def _age_s(row: Told, wall: float) -> float:
+def _age_s(row: StatusData, wall: float) -> float:
     return float(max(0.0, wall - row["told_at"]))
 
 
-def _told_reason(swarm: Told, wall: float) -> str:
-    """The reason that a run stands still, by its records, for a watcher that takes no part in it; "" when it moves."""
+def _told_reason(swarm: StatusData, wall: float) -> str:
+    """Why a run waits, by its records, for a peer that takes no part in it. Returns "" if it does not wait."""
     if swarm.get("why"):
         return ""
     empty = [s["stage"] for s in swarm["stages"] if not any(_age_s(row, wall) <= FRESH_S for row in s["peers"])]

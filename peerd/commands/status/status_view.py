@@ -1,6 +1,6 @@
-"""A status snapshot for people: tables in the terminal, printed once.
+"""Formats a status snapshot as tables for the terminal, printed once.
 
-Knows the snapshot's keys and nothing of the daemon. What a snapshot says may have come from strangers: it is shown
+Depends on the snapshot's keys only, not on the daemon. Text in a snapshot may come from untrusted peers: it is printed
 as plain text, never as markup.
 """
 
@@ -21,13 +21,13 @@ from peerd.screen.units import brief, counted, duration, named, number, short, s
 
 EVENTS_SHOWN: Final = 8
 
-_WAYS: Final = {"punched": "by hole punching", "relayed": "over relays"}  # the others' names say it
+_WAYS: Final = {"punched": "by hole punching", "relayed": "over relays"}  # other kinds are shown by name
 
 Snapshot = dict[str, Any]
 
 
 def render(snapshot: Snapshot) -> RenderableType:
-    """The whole snapshot, this daemon first, then the swarm as it sees it."""
+    """Format the whole snapshot: this daemon first, then its view of the swarm."""
     swarm = snapshot.get("swarm") or {}
     parts: list[RenderableType] = [*halt_line(swarm), _headline(snapshot), roles_table(snapshot.get("roles", []))]
     if snapshot.get("alone"):
@@ -52,12 +52,13 @@ def render(snapshot: Snapshot) -> RenderableType:
 
 
 def swarm_of(snapshot: Snapshot) -> Snapshot:
-    """The swarm's part of a snapshot; a sentence about why there is none, where there is none."""
-    return snapshot.get("swarm") or {"run": snapshot.get("run"), "why": "this daemon has not looked yet, or has no run"}
+    """The swarm's part of a snapshot. If there is none, its `why` is the reason."""
+    why = "this daemon has not read the directory yet, or has no run"
+    return snapshot.get("swarm") or {"run": snapshot.get("run"), "why": why}
 
 
 def render_swarm(swarm: Snapshot) -> RenderableType:
-    """A run: its step, the peers of its stages, the network between them, and each peer's contribution."""
+    """Format a run: its step, the peers of its stages, the network between them, and each peer's contribution."""
     parts: list[RenderableType] = [*halt_line(swarm), swarm_line(swarm)]
     if swarm.get("stages"):
         parts.append(peers_table(swarm))
@@ -72,13 +73,13 @@ Render = Callable[[Snapshot], RenderableType]
 
 
 def show(snapshot: Snapshot, render: Render) -> None:
-    """Print it once."""
-    Console().print(render(snapshot), crop=False)  # addresses may be longer than the screen is wide
+    """Print a snapshot, formatted by `render`."""
+    Console().print(render(snapshot), crop=False)  # addresses may be wider than the screen
 
 
 def _headline(snapshot: Snapshot) -> Text:
     peer = snapshot.get("peer", {})
-    text = Text(no_wrap=True, overflow="ignore")  # addresses are there to be copied
+    text = Text(no_wrap=True, overflow="ignore")  # unwrapped, so that users can copy the addresses
     text.append(f"peerd {snapshot.get('version', '?')}", "bold").append(f"  {peer.get('id', '?')}")
     text.append(f"\nup {duration(snapshot.get('uptime_s', 0.0))}, data in {snapshot.get('data_dir', '?')}", "dim")
     reached = snapshot.get("reachability") or {}
@@ -88,14 +89,14 @@ def _headline(snapshot: Snapshot) -> Text:
 
 
 def _at(addr: str, proven: Iterable[str]) -> str:
-    """Words before an address, by the way it can be reached."""
+    """Label of an address: proven reachable, over a relay, or only listening."""
     if "/p2p-circuit" in addr:
         return "over a relay at"
     return "reachable at" if any(addr.startswith(f"{one}/p2p/") for one in proven) else "listening on"
 
 
 def roles_table(roles: Iterable[Snapshot]) -> Table:
-    """A row for each role; for one that holds several posts, a row for each of these."""
+    """Table of the roles, with one row for each post of a role that has several."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("role", "state", "waits", "details"):
         table.add_column(name, overflow="fold")
@@ -136,16 +137,16 @@ def _network(snapshot: Snapshot) -> Text:
 
 
 def _direction(name: str, told: Snapshot | None) -> str:
-    """One direction of the line; nothing where nothing is known."""
+    """Text on one direction of the internet line. Returns "" if neither a limit nor a rate is known."""
     if not told or not (told.get("limit_mbit") or told.get("measured_mbit")):
         return ""
     facts = [f"limit {number(told['limit_mbit'])}"] if told.get("limit_mbit") else []
-    facts += [f"up to {number(told['measured_mbit'])} seen"] if told.get("measured_mbit") else []
+    facts += [f"up to {number(told['measured_mbit'])} measured"] if told.get("measured_mbit") else []
     return f"{name} {number(round(told.get('now_mbit', 0.0), 1))} Mb/s now ({', '.join(facts)})"
 
 
 def _ways(reached: Snapshot, peers: Iterable[Snapshot]) -> Text:
-    """Reachability of this peer, with advice, and the kinds of way on which peers are connected."""
+    """Text on the kinds of connections, on this peer's reachability, with advice, and on its work as a relay."""
     text = Text()
     kinds = Counter(str(peer["way"]) for peer in peers if peer.get("way"))
     if kinds:
@@ -168,9 +169,7 @@ def _ways(reached: Snapshot, peers: Iterable[Snapshot]) -> Text:
 
 
 def fullest_table(budgets: Iterable[Snapshot]) -> Table | None:
-    """Users that have more than half of what they may have, and resources used up by more than half; None: there are
-    none.
-    """
+    """Table of the users and resources that are above half of their limit. Returns None if there are none."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, side in (("fullest", "left"), ("of", "left"), ("has", "right"), ("may have", "right")):
         table.add_column(name, justify="right" if side == "right" else "left")
@@ -188,10 +187,10 @@ def fullest_table(budgets: Iterable[Snapshot]) -> Table | None:
 
 
 def faults_line(faults: Snapshot) -> Text:
-    """Line about faults of peerd's own: worth a report."""
+    """Line about internal errors, which asks the user to report them."""
     errors = {one.get("place"): one.get("error") for one in faults.get("places", [])}
     last = faults.get("last")
-    told = f"{counted(faults['count'], 'fault')} of peerd's own, the last at {last}: {errors.get(last, '?')}"
+    told = f"{counted(faults['count'], 'internal error')} in peerd, the last at {last}: {errors.get(last, '?')}"
     return Text(f"{told}; please report it", "yellow")
 
 
@@ -209,7 +208,7 @@ def swarm_line(swarm: Snapshot) -> Text:
 
 
 def halt_line(swarm: Snapshot) -> list[RenderableType]:
-    """The first line where a run stands still."""
+    """The first line if the run stands still: for how long, and why. Else []."""
     told = swarm_words.halt(swarm, swarm_words.names_of(swarm))
     return [Text(f"run {swarm.get('run', '?')} ", "bold red") + told] if told is not None else []
 
@@ -225,13 +224,13 @@ def _table(heads: Sequence[str], figures: frozenset[int], rows: Iterable[Sequenc
 
 
 def peers_table(swarm: Snapshot) -> Table:
-    """A row for each stage peer and trainer."""
+    """Table of the run's peers, with a row for each stage peer and trainer."""
     rows = swarm_words.peer_rows(swarm, swarm_words.names_of(swarm))
     return _table(swarm_words.PEER_HEADS, swarm_words.PEER_FIGURES, rows)
 
 
 def contributions_table(swarm: Snapshot) -> Table:
-    """The leader-board."""
+    """Table of the leader-board."""
     rows = swarm_words.board_rows(swarm)
     if swarm.get("counted"):
         return _table(swarm_words.COUNTED_HEADS, swarm_words.COUNTED_FIGURES, rows)

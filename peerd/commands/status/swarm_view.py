@@ -1,8 +1,8 @@
-"""The swarm of a run as its directory records show it: steps, losses and rates, peers by stage, contributions.
+"""Reads a run's records in the DHT: steps, losses and rates, peers by stage, contributions.
 
-Records in the DHT are strangers' words: decoded strictly, counted when unreadable. Each is as old as it is: `told_at`
-is when its publisher last spoke, and a rate counts only while it is fresh, so that what stands still shows no speed.
-The leader-board goes by the counts of the conductor that most stage peers follow, beside each peer's own word.
+Records may come from untrusted peers: they are decoded strictly, and unreadable ones are counted. `told_at` is the time
+at which a record was published. Rates of old records are ignored, so that a run that stands still shows no speed.
+The leader-board uses the counts of the conductor that most stage peers follow, and shows each peer's own figures, too.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ from peerd.core.record import Record
 from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.counted_work import PeerWork
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import Gate
+from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.service.swarm.counted_record import CountedTable, read_counted
 
 SWARM_TIMEOUT_S: Final = 5.0
-COPY_AGE_S: Final = 2.0  # many who watch one run make its keys hot: copies on the way will do
-STAGES_SHOWN: Final = 64  # of a swarm view: bounds its look-ups
-FRESH_S: Final = 22.0  # a rate in a record that is older counts no more: peers speak every 20 s at least
-_COUNTED_AS: Final = {"trainer": "brought", "expert": "updates"}  # what a role tells, in the leader-board
-_OWN_WORD: Final = ("samples", "brought", "updates", "bytes_aggregated", "hours", "since")  # what a peer says of itself
+COPY_AGE_S: Final = 2.0  # cached copies up to this age will do, since many watchers make a run's keys hot
+STAGES_SHOWN: Final = 64  # most stages in a swarm view; bounds its lookups
+FRESH_S: Final = 22.0  # rates in older records are ignored; peers publish at least every 20 s
+_COUNTED_AS: Final = {"trainer": "brought", "expert": "updates"}  # role -> its column in the leader-board
+_OWN_WORD: Final = ("samples", "brought", "updates", "bytes_aggregated", "hours", "since")  # a peer's own figures
 
 
-async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None, wall: float = 0.0) -> dict[str, Any]:
-    """The swarm of a run as the DHT shows it at `wall`: its step, each stage's peers, and each peer's contribution."""
+async def swarm_view(dht: Dht, run: RunFile, gate: AccessGuard | None = None, wall: float = 0.0) -> dict[str, Any]:
+    """Read the swarm of a run from the DHT: its step, each stage's peers, and each peer's contribution.
+
+    `wall` is the current Unix time. If the DHT cannot be read, the result has only `run` and the reason, `why`.
+    """
     stages = min(run.pipeline.stages, STAGES_SHOWN)
     keys = [stage_key(run.run, number) for number in range(stages)]
     try:
@@ -69,7 +72,7 @@ async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None, wall: flo
 
 
 def _counted(
-    stages: list[dict[str, Any]], records: list[Record], gate: Gate | None, unreadable: list[Record]
+    stages: list[dict[str, Any]], records: list[Record], gate: AccessGuard | None, unreadable: list[Record]
 ) -> CountedTable | None:
     """The counts of the conductor that most stage peers follow, or None if they cannot be read."""
     followed = followed_most((row["peer"].text, row["conductor"]) for stage in stages for row in stage["peers"])
@@ -78,13 +81,13 @@ def _counted(
 
 
 def _head(counted: CountedTable) -> dict[str, Any]:
-    """Facts about the counts, without the counts."""
+    """The counts' header: who counted, since and until which step, and how many peers are left out."""
     names = ("by", "since_step", "step", "unlisted", "told_at")
     return {name: getattr(counted, name) for name in names}
 
 
 def foretold_by(swarm: dict[str, Any], wall: float) -> float | None:
-    """Seconds until the step under way should end, as the stage peers of `swarm_view` have it; None: nobody knows."""
+    """Predicted seconds until the current step ends, by the stage peers of `swarm_view`. None if unknown."""
     rows = [row for stage in swarm.get("stages", []) for row in stage["peers"]]
     return foretold_in_s([(row["peer"].text, row["conductor"], row["step_at"]) for row in rows], wall)
 
@@ -103,7 +106,7 @@ def _read(records: list[Record], decode: Callable[[bytes], Any], unreadable: lis
 
 
 def _given(records: list[Record], unreadable: list[Record]) -> list[dict[str, Any]]:
-    """Contributions, each with the role in which it was made: the suffix of its record."""
+    """Decode contributions, each with the role in which it was made, which is the suffix of its record."""
     found = []
     for record in records:
         for row in _read([record], decode_contributed, unreadable):
@@ -111,8 +114,8 @@ def _given(records: list[Record], unreadable: list[Record]) -> list[dict[str, An
     return found
 
 
-def _members(rows: list[dict[str, Any]], gate: Gate | None, *roles: str) -> list[dict[str, Any]]:
-    """In a run with tokens: only members' rows, under the names that the organizer signed."""
+def _members(rows: list[dict[str, Any]], gate: AccessGuard | None, *roles: str) -> list[dict[str, Any]]:
+    """The rows with each peer's name. In a run with tokens, only members' rows, with the names the organizer signed."""
     found = []
     for row in rows:
         peer, token = row["peer"], row.pop("token")
@@ -123,12 +126,11 @@ def _members(rows: list[dict[str, Any]], gate: Gate | None, *roles: str) -> list
 
 
 def leader_board(given: list[dict[str, Any]], counted: Mapping[PeerId, PeerWork]) -> list[dict[str, Any]]:
-    """Contributions, one row for each peer over all its roles: the most by the conductor's count first, then by the
-    peers' own word.
+    """Contributions, one row for each peer over all its roles, sorted by the conductor's counts, then by own figures.
 
-    `samples`: those whose gradients a peer says it computed or held; `brought`: those that it says it brought to the
-    stages, as a trainer; `updates`: those of the experts that it hosts. A peer that says nothing has None for each.
-    `counted`: `samples` and `brought` as the conductor counted them, or None if it never counted the peer.
+    A peer's own figures are `samples`, whose gradients it computed or held; `brought`, the samples that it brought to
+    the stages as a trainer; and `updates` of the experts that it hosts. They are None if the peer publishes none.
+    `counted` has `samples` and `brought` by the conductor's count, or is None if it never counted the peer.
     """
     rows: dict[PeerId, dict[str, Any]] = {}
     for told in given:
@@ -153,9 +155,9 @@ def leader_board(given: list[dict[str, Any]], counted: Mapping[PeerId, PeerWork]
 
 
 def summary(stages: list[dict[str, Any]], trainers: list[dict[str, Any]], wall: float) -> dict[str, Any]:
-    """The run's step, loss and speed from what its trainers say; the step from its stages when none is there.
+    """The run's step, loss and speed by its trainers' records. Without trainers, the step is that of the stages.
 
-    Only rates that were told within the last FRESH_S count.
+    Only rates published within the last FRESH_S count.
     """
     steps = [row["step"] for row in trainers] or [peer["step"] for stage in stages for peer in stage["peers"]]
     losses = [row["loss"] for row in trainers if math.isfinite(row["loss"])]

@@ -1,6 +1,6 @@
-"""The swarm's part of a snapshot in words: figures as phrases, and rows of peers. Used by `status` and `--watch`.
+"""Formats the swarm's part of a snapshot as phrases and table rows, for `peerd status` and `peerd status --watch`.
 
-What a snapshot says may have come from strangers: all of it becomes plain text, never markup.
+Text in a snapshot may come from untrusted peers: it is printed as plain text, never as markup.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from peerd.screen import units
 
 Swarm = Mapping[str, Any]
 
-SILENT_S: Final = 25.0  # a peer speaks every 20 s at least
+SILENT_S: Final = 25.0  # a peer with an older record is shown as silent; peers publish at least every 20 s
 PEER_HEADS: Final = ("stage", "peer", "step", "held", "can do", "device", "waits")
 PEER_FIGURES: Final = frozenset({2, 3, 4})
 _BOARD_NAMES: Final = ("", "name", "peer")
@@ -27,20 +27,20 @@ COUNTED_FIGURES: Final = frozenset({0, 3, 4, 5, 6, 7, 8})
 
 
 def names_of(swarm: Swarm) -> dict[str, str]:
-    """Peers' names, as the organizer signed them, by id."""
+    """Names of the peers, as the organizer signed them, by peer id."""
     rows = [row for stage in swarm.get("stages") or [] for row in stage["peers"]]
     rows += swarm.get("contributions") or []
     return {str(row.get("peer")): str(row["name"]) for row in rows if row.get("name")}
 
 
 def peers_of(swarm: Swarm) -> list[str]:
-    """Peers' ids, in the order of their rows."""
+    """Ids of the peers, in the order of their rows."""
     rows = [row for stage in swarm.get("stages") or [] for row in stage["peers"]]
     return [str(row.get("peer")) for row in (*rows, *(swarm.get("trainers") or []))]
 
 
 def halt(swarm: Swarm, names: Mapping[str, str]) -> Text | None:
-    """The reason that the run stands still, and for how long; None while it moves."""
+    """Why the run stands still, and for how long. Returns None while it moves."""
     still = swarm.get("standstill")
     if not still:
         return None
@@ -49,7 +49,7 @@ def halt(swarm: Swarm, names: Mapping[str, str]) -> Text | None:
 
 
 def position(swarm: Swarm) -> str:
-    """The step, of the total where there is one."""
+    """Phrase on the current step, and the total if there is one."""
     if swarm.get("step") is None:
         return "no step yet"
     total = f" of {units.count(swarm['total_steps'])}" if swarm.get("total_steps") else ""
@@ -57,7 +57,7 @@ def position(swarm: Swarm) -> str:
 
 
 def figures(swarm: Swarm) -> list[str]:
-    """Loss, validation, rates, own share, forecast and age."""
+    """Phrases on loss, validation, rates, own share, number of trainers and the time to the next step."""
     told = []
     if units.known(swarm.get("loss")) is not None:
         told.append(f"loss {units.loss(swarm['loss'])}")
@@ -77,27 +77,27 @@ def figures(swarm: Swarm) -> list[str]:
 
 
 def own_share(swarm: Swarm) -> float | None:
-    """This peer's share: of the samples computed; where it computes none, of those brought, else of what was summed."""
+    """This peer's share of the samples computed; without any, of the samples brought; else of the bytes summed."""
     shares = swarm.get("shares") or {}
     told = [part for key in ("samples", "brought", "bytes_aggregated") if (part := units.known(shares.get(key)))]
     return told[0] if told else None
 
 
 def left(swarm: Swarm) -> str:
-    """The time left, where it is known."""
+    """Phrase on the time left, or "" if it is unknown."""
     if swarm.get("complete"):
         return "complete"
     return f"{units.duration(swarm['left_s'])} left" if units.known(swarm.get("left_s")) is not None else ""
 
 
 def seen(swarm: Swarm) -> str:
-    """The age of the figures."""
+    """Phrase on the age of the figures, or "" if it is unknown."""
     age_s = units.known(swarm.get("age_s"))
     return "" if age_s is None else f"seen {units.duration(age_s)} ago" if age_s >= 1 else "seen just now"
 
 
 def peer_rows(swarm: Swarm, names: Mapping[str, str]) -> list[list[Text]]:
-    """A row for each stage peer and trainer, in PEER_HEADS."""
+    """A row for each stage peer and trainer, with the columns of PEER_HEADS."""
     rows = []
     for stage in swarm.get("stages") or []:
         number = str(stage.get("stage"))
@@ -108,7 +108,7 @@ def peer_rows(swarm: Swarm, names: Mapping[str, str]) -> list[list[Text]]:
 
 
 def stage_rows(swarm: Swarm) -> list[list[Text]]:
-    """A row for each stage, where there is no room for all peers."""
+    """A row for each stage, for screens without room for all peers."""
     rows = []
     for stage in swarm.get("stages") or []:
         there = [peer for peer in stage["peers"] if not peer.get("gone")]
@@ -159,7 +159,7 @@ def _silent(peer: Swarm) -> bool:
 
 
 def _state(peer: Swarm, names: Mapping[str, str]) -> str:
-    """The reason that a peer waits; in its place, that it is gone, or for how long it has been silent."""
+    """State of a peer: "gone", how long it has been silent, or the reason that it waits."""
     if peer.get("gone"):
         return "gone"
     if _silent(peer):
@@ -168,19 +168,20 @@ def _state(peer: Swarm, names: Mapping[str, str]) -> str:
 
 
 def board_by(swarm: Swarm) -> str:
-    """Whose figures the leader-board shows."""
+    """Title of the leader-board, which says whose figures it shows."""
     counted = swarm.get("counted")
     if not counted:
-        return "contributions by the peers' own word"
+        return "contributions by the peers' own figures"
     by, since = units.short(str(counted.get("by", "?"))), units.count(counted.get("since_step"))
-    told = f"contributions counted by peer {by} since step {since}, beside each peer's own word"
+    told = f"contributions counted by peer {by} since step {since}, beside each peer's own figures"
     unlisted = counted.get("unlisted")
     return f"{told}; {units.counted(unlisted, 'peer')} with less left out" if unlisted else told
 
 
 def board_rows(swarm: Swarm) -> Iterator[Sequence[Text]]:
-    """The leader-board, in COUNTED_HEADS where there are a conductor's counts, else in BOARD_HEADS; a name in it was
-    signed by the organizer.
+    """Rows of the leader-board: columns COUNTED_HEADS if there are a conductor's counts, else BOARD_HEADS.
+
+    Names in it were signed by the organizer.
     """
     for place, row in enumerate(swarm.get("contributions") or [], 1):
         told = [str(place), str(row.get("name") or units.UNKNOWN), units.short(str(row.get("peer", "?")))]
@@ -196,7 +197,7 @@ def board_rows(swarm: Swarm) -> Iterator[Sequence[Text]]:
 
 
 def board_line(row: Swarm, place: int, *, counted: bool) -> Text:
-    """One line of the leader-board. `counted`: there are a conductor's counts."""
+    """One line of the leader-board. `counted` is True if there are a conductor's counts."""
     name = str(row.get("name") or units.short(str(row.get("peer", "?"))))
     gave = _samples(row)
     gave += [f"{units.count(row['updates'])} updates of experts"] if row.get("updates") else []
@@ -215,7 +216,7 @@ def _samples(figures: Swarm) -> list[str]:
 
 
 def event_line(event: Swarm, names: Mapping[str, str]) -> Text:
-    """An event of this daemon: time, name, facts."""
+    """Line on an event of this daemon: time, name, facts."""
     facts = " ".join(
         f"{key}={units.named(units.brief(value), names)}"
         for key, value in event.items()

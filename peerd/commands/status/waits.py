@@ -1,4 +1,4 @@
-"""The log's words about waits: a reason is told once it lasts from one look to the next, and its end is, too."""
+"""Logs what the parts of a daemon wait for, once a wait lasts from one check to the next, and when it ends."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from peerd.log import EventLog
 
 
-class WaitTeller:
-    """Tells changes in what the parts of a daemon wait for; `look` is called about once a second."""
+class WaitLogger:
+    """Logs changes in what the parts of a daemon wait for. `look` is called about once a second."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -16,7 +16,7 @@ class WaitTeller:
         self._before: dict[str, str | None] = {}
 
     def look(self, reasons: Mapping[str, str | None]) -> None:
-        """Take each part's reason of now; None: it waits for nothing."""
+        """Log what changed. `reasons` has each part's current reason to wait, or None if it does not wait."""
         for part, reason in reasons.items():
             if reason is None and self._told.get(part) is not None:
                 self._log.event("clock.agreed" if part == "clock" else "role.unblocked", part=part)

@@ -1,6 +1,6 @@
-"""`peerd status --watch`: the run on the whole screen, once a second, at whatever size the screen has.
+"""`peerd status --watch`: shows the run on the full screen, redrawn once a second at the terminal's current size.
 
-The loss curve is what the daemon saw since it started; of a backbone that keeps the run's learning curve, all of it.
+The loss curve starts when the daemon started. A backbone that keeps the run's learning curve shows the whole curve.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from peerd.commands.status.curve_file import CurveFile
 from peerd.commands.status.role_words import parts_of
 from peerd.screen import units
 from peerd.screen.chart import Curve, Point
-from peerd.screen.frame import Columns, Parts, Picture, bar
-from peerd.screen.live import FullScreen
+from peerd.screen.frame import Columns, FramePicture, Parts, bar
+from peerd.screen.full_screen import FullScreen
 
 PERIOD_S: Final = 1.0
 BAR: Final = 16  # columns
@@ -30,16 +30,16 @@ _BOARD_LINES: Final = 10  # of the leader-board
 TRAIN, VALID = "cyan", "yellow"
 
 Snapshot = dict[str, Any]
-Draw = Callable[[Snapshot], Picture]
+Draw = Callable[[Snapshot], FramePicture]
 
 
 def watch(ask: Callable[[], Snapshot], *, as_json: bool, draw: Draw) -> None:
-    """Show it again and again until interrupted; with `as_json`, or where nobody looks on, one object per line."""
+    """Show the status until interrupted. With `as_json`, print one JSON object per line instead."""
     if as_json:
         for snapshot in _again_and_again(ask):
             sys.stdout.write(json.dumps(snapshot, ensure_ascii=False) + "\n")
             sys.stdout.flush()
-    first = ask()  # where there is no daemon the message stays on the usual screen
+    first = ask()  # before the full screen, so that an error message remains readable
     with FullScreen(console_of_now()) as screen:
         screen.show(draw(first))
         while True:
@@ -48,32 +48,32 @@ def watch(ask: Callable[[], Snapshot], *, as_json: bool, draw: Draw) -> None:
 
 
 def console_of_now() -> Console:
-    """A console whose size is the terminal's at each moment, whatever the environment says."""
+    """A console that follows the terminal's size and ignores COLUMNS and LINES of the environment."""
     return Console(_environ={key: text for key, text in os.environ.items() if key not in ("COLUMNS", "LINES")})
 
 
 def _again_and_again(ask: Callable[[], Snapshot]) -> Iterator[Snapshot]:
     while True:
         yield ask()
-        time.sleep(PERIOD_S)  # no loop runs in this process, and Ctrl+C, the only end there is, breaks a sleep off
+        time.sleep(PERIOD_S)  # no event loop runs in this process, and Ctrl+C interrupts the sleep
 
 
 class Watcher:
-    """Draws snapshots of one daemon; keeps the learning curve that a backbone writes, read as it grows."""
+    """Draws snapshots of one daemon. Follows the growing learning curve file of a backbone."""
 
     def __init__(self) -> None:
         self._file: CurveFile | None = None
 
-    def draw(self, snapshot: Snapshot) -> Picture:
-        """The daemon's part in its run."""
+    def draw(self, snapshot: Snapshot) -> FramePicture:
+        """Picture of the daemon and its run."""
         swarm = snapshot.get("swarm") or {"run": snapshot.get("run")}
         names = swarm_words.names_of(swarm)
         events = [swarm_words.event_line(event, names) for event in snapshot.get("events") or []]
         facts = [_roles(snapshot, names), _traffic(snapshot)]
         return self._picture(swarm, [parts for parts in facts if parts], events, self._curves(snapshot, swarm))
 
-    def draw_swarm(self, swarm: Snapshot) -> Picture:
-        """The swarm alone, with its leader-board where events would be."""
+    def draw_swarm(self, swarm: Snapshot) -> FramePicture:
+        """Picture of the swarm only, with the leader-board in place of the daemon's events."""
         rows, counted = (swarm.get("contributions") or [])[:_BOARD_LINES], bool(swarm.get("counted"))
         board = [swarm_words.board_line(row, place, counted=counted) for place, row in enumerate(rows, 1)]
         facts = [[Text(swarm_words.board_by(swarm), "dim")]] if board else []
@@ -81,12 +81,12 @@ class Watcher:
 
     def _picture(
         self, swarm: Snapshot, facts: Sequence[Parts], events: Sequence[Text], curves: tuple[list[Point], list[Point]]
-    ) -> Picture:
+    ) -> FramePicture:
         names = swarm_words.names_of(swarm)
         train, valid = curves
         steps = [x for x, _ in (*train, *valid)]
         title = Text.assemble(("loss, nats per token: ", "bold"), ("training", TRAIN), "  ", ("validation", VALID))
-        return Picture(
+        return FramePicture(
             head=_head(swarm, names),
             title=title,
             curves=[Curve(train, TRAIN), Curve(valid, VALID)],
@@ -99,7 +99,7 @@ class Watcher:
             ),
             facts=facts,
             events=events,
-            foot=Text("Ctrl+C ends this view; the daemon goes on", "dim"),
+            foot=Text("Ctrl+C ends this view; the daemon keeps running", "dim"),
             empty="no loss is known yet",
         )
 
@@ -108,7 +108,7 @@ class Watcher:
         return _points(told.get("train")), _points(told.get("valid"))
 
     def _curves(self, snapshot: Snapshot, swarm: Snapshot) -> tuple[list[Point], list[Point]]:
-        """The daemon's own points, behind those that its backbone has written."""
+        """Training and validation points: those of the backbone's file, if any, then newer ones of the snapshot."""
         train, valid = self._told(swarm)
         path = next((role["curve"] for role in snapshot.get("roles") or [] if isinstance(role.get("curve"), str)), None)
         if path is None:
@@ -149,7 +149,7 @@ def _head(swarm: Snapshot, names: dict[str, str]) -> list[Parts]:
 
 
 def _roles(snapshot: Snapshot, names: dict[str, str]) -> Parts:
-    """This peer and its roles' states."""
+    """Texts on this peer, the state of its roles, and its uptime."""
     peer = str((snapshot.get("peer") or {}).get("id", "?"))
     parts = [Text(f"this peer {names.get(peer) or units.short(peer)}", "bold")]
     for role in (part for each in snapshot.get("roles") or [] for part in parts_of(each)):

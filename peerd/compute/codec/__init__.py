@@ -1,1 +1,1 @@
-"""Tensors as they travel: quantization, compression, error feedback."""
+"""Encoding of tensors for sending: quantization, compression, error feedback."""

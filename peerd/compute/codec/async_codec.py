@@ -1,9 +1,9 @@
-"""The tensor coder: makes frames of tensors and tensors of frames in a thread of its own.
+"""Asynchronous tensor codec: encodes tensors into frames and decodes frames into tensors, on a thread of its own.
 
-Neither the trio loop nor the device's thread codes anything; what is small and came uncoded is a tensor as it is. A
-large tensor is coded in chunks of about 1 MiB: its frame is there as soon as the first chunk is, and travels while the
-others are made (`TensorFrame.ready`). How a tensor travels, its sender decides (`policy`); what arrives is checked
-here, whatever its code.
+Neither the trio loop nor the device's thread does this work, except that small uncoded frames are decoded in place. A
+large tensor is encoded in chunks of about 1 MiB: its frame is available after the first chunk, and is sent while the
+other chunks are encoded (`TensorFrame.ready`). The sender chooses the coding (`policy`); received frames are validated
+here, in any coding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import trio
 from torch import Tensor
 
-from peerd.compute.codec.frames import Encoding, begin, decode, sample_of
+from peerd.compute.codec.frames import FrameEncoder, begin, decode, sample_of
 from peerd.compute.codec.policy import choose
 from peerd.compute.tensors import dtype_name
 from peerd.core.errors import LocalError, PeerdError
@@ -26,11 +26,11 @@ from peerd.core.work import Worker
 T = TypeVar("T")
 
 _SMALL_BYTES: Final = 1 << 18
-_AT_ONCE: Final = 4  # small frames of a message
+_AT_ONCE: Final = 4  # small frames of a message that the trio loop decodes
 
 
 class Progress:
-    """Number of a frame's payload bytes that are final: a `core.frame.Ready`."""
+    """Tracks how many bytes of a frame's payload are final: a `core.frame.ReadyBytes`."""
 
     def __init__(self, ready_bytes: int) -> None:
         self.ready_bytes = ready_bytes
@@ -42,7 +42,7 @@ class Progress:
         self._waiting.unpark_all()
 
     def fail(self, reason: str) -> None:
-        """Fail the frame: the rest will never be made."""
+        """Make waiters fail: the rest of the frame will never be encoded."""
         self._failure = reason
         self._waiting.unpark_all()
 
@@ -54,19 +54,19 @@ class Progress:
         return self.ready_bytes
 
 
-class Coder:
-    """Codes for one peer; nothing is coded before `run` has started."""
+class AsyncCodec:
+    """Codec of one peer. Large tensors can be encoded only while `run` is active."""
 
     def __init__(self, worker: Worker, boundary: BoundarySection, device: str = "cpu") -> None:
-        """`worker` must not be the device's own; `device` is where decoded tensors go."""
+        """`worker` must not be the device's own worker; `device` is where decoded tensors are placed."""
         self._worker = worker
         self._boundary = boundary
         self._device = device
         self._nursery: trio.Nursery | None = None
-        self.choices: dict[str, str] = {}  # by tensor: how it travelled last, and why
+        self.choices: dict[str, str] = {}  # by tensor name: the last coding, and the reason for it
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Carry the coding of large tensors until cancelled."""
+        """Run the tasks that finish large tensors, until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -76,25 +76,26 @@ class Coder:
             self._nursery = None
 
     async def encode(self, tensor: Tensor, *, name: str, rate_bytes_per_s: float | None = None) -> TensorFrame:
-        """The tensor as a frame, coded as the run file says; `rate_bytes_per_s` is the line's, where it is known.
+        """Encode the tensor into a frame with the coding that the run file sets.
 
-        Raises `frames.NotFinite` when it holds what cannot be coded. The tensor must not change until the frame's
-        payload is whole; it is the result of a worker's job, so its device has done it.
+        `rate_bytes_per_s` is the link's rate, None if unknown. Raises `frames.NotFinite` if the tensor has a value that
+        cannot be encoded. The tensor must not change until the frame's payload is complete. It is the result of a
+        worker's job, so its device has finished computing it.
         """
         encoding, why = await self._work(partial(self._begin, tensor, name, rate_bytes_per_s), f"code {name}")
         self.choices[name] = why
         if encoding.done:
             return encoding.frame()
         if self._nursery is None:
-            raise LocalError("nothing is coded before Coder.run has started, nor after it has ended")
+            raise LocalError("a large tensor can be encoded only while AsyncCodec.run is active")
         progress = Progress(encoding.ready_bytes)
         self._nursery.start_soon(self._finish, encoding, progress, name)
         return encoding.frame(progress)
 
     async def decode(self, frames: Sequence[TensorFrame], names: Sequence[str]) -> list[Tensor]:
-        """The tensors of a message on this coder's device; ProtocolViolation names the one that cannot be decoded.
+        """Decode the tensors of a message onto this codec's device; ProtocolViolation names the tensor that is invalid.
 
-        Of any shape and dtype: what they must be, whoever computes with them knows.
+        Any shape and dtype is accepted: the code that computes with the tensors checks them.
         """
 
         def job() -> list[Tensor]:
@@ -105,22 +106,22 @@ class Coder:
             return job()
         return await self._work(job, f"decode {', '.join(names)}")
 
-    def _begin(self, tensor: Tensor, name: str, rate_bytes_per_s: float | None) -> tuple[Encoding, str]:
-        """Begin a frame, on the coding thread: choose how the tensor travels, and make the first chunk."""
+    def _begin(self, tensor: Tensor, name: str, rate_bytes_per_s: float | None) -> tuple[FrameEncoder, str]:
+        """Begin a frame on the coding thread: choose the coding, and encode the first chunk."""
         sample = sample_of(tensor) if self._boundary.code == "auto" else None
         plan, why = choose(self._boundary, rate_bytes_per_s, sample, dtype_name(tensor.dtype), tensor.numel())
         return begin(tensor, plan, name=name, computed=True), f"{plan}: {why}"
 
-    async def _finish(self, encoding: Encoding, progress: Progress, name: str) -> None:
-        """Finish a frame chunk after chunk, so that others' tensors are coded in between."""
+    async def _finish(self, encoding: FrameEncoder, progress: Progress, name: str) -> None:
+        """Encode the remaining chunks one by one, so that other tensors are encoded in between."""
         try:
             while not encoding.done:
                 await self._work(encoding.advance, f"code {name}")
                 progress.reached(encoding.ready_bytes)
         except PeerdError as error:
-            progress.fail(f"{name} could not be coded: {error}")
+            progress.fail(f"{name} could not be encoded: {error}")
         except trio.Cancelled:
-            progress.fail("the coder was stopped")
+            progress.fail("the codec was stopped")
             raise
 
     async def _work(self, job: Callable[[], T], name: str) -> T:
@@ -128,6 +129,8 @@ class Coder:
 
 
 def _is_small_and_plain(frame: TensorFrame) -> bool:
-    """True when its tensor shares its memory, or is copied in no time where that is not aligned."""
+    """True if decoding the frame is trivial: its tensor shares the payload's memory, or a small misaligned one is
+    copied.
+    """
     plain = frame.coding == "none" and not frame.lossless and frame.dtype != "bool"
     return plain and memoryview(frame.payload).nbytes <= _SMALL_BYTES

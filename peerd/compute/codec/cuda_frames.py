@@ -1,7 +1,7 @@
-"""Coding of tensors that lie on a GPU: the kernels run there, and only what travels crosses to the host.
+"""Encoding of tensors on a GPU: the kernels run there, and only the encoded bytes are copied to the host.
 
-The same frames as `frames` makes on the CPU, bit for bit. Everything is enqueued on a lane beside the computing
-stream; codes cross in chunks while the first ones are already being sent.
+The frames are bit for bit those that `frames` makes on the CPU. All work is enqueued on a `CopyLane`, a stream beside
+the computing stream. Codes are copied in chunks, so the first chunks are sent while later ones are still being copied.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from peerd.core.frame import CRC_BYTES
 def coded(
     tensor: Tensor, plan: CodingPlan, payload: memoryview, name: str, lane: CopyLane, computed: bool = False
 ) -> Iterator[int]:
-    """Fill `payload` with the coded `tensor`, which is not empty; gives how many bytes are final so far.
+    """Encode `tensor`, which is not empty, into `payload`; yields the number of bytes that are final so far.
 
-    `computed`: the device has done the tensor; what it computes now need not be waited for. Raises NotFinite, before
-    anything is final, when a blockwise code cannot carry a value.
+    `computed`: the device has finished `tensor`, so its computing stream is not waited for. Raises NotFinite, before
+    any byte is final, if a blockwise code cannot represent a value.
     """
     with lane.active():
         lane.follow(tensor, computed=computed)
@@ -39,7 +39,7 @@ def coded(
 
 
 def _quantized(flat: Tensor, plan: CodingPlan, payload: memoryview, name: str, lane: CopyLane) -> Iterator[int]:
-    """All of it is quantized at once: a GPU takes microseconds where the line takes milliseconds."""
+    """Quantize the whole tensor at once, since a GPU takes microseconds where the network takes milliseconds."""
     blocks = scale_count(flat.numel(), plan.block)
     codes = flat.new_empty(code_bytes(flat.numel(), plan.coding), dtype=torch.uint8)
     scales = flat.new_empty(blocks, dtype=torch.float32)
@@ -59,8 +59,9 @@ def _quantized(flat: Tensor, plan: CodingPlan, payload: memoryview, name: str, l
 
 
 def decoded(make: Callable[[Callable[[Tensor], Tensor]], Tensor], device: torch.device, lane: CopyLane) -> Tensor:
-    """The result of `make` on the device, given a function that brings flat tensors there; computing may use it at
-    once.
+    """Return the result of `make` on the device, ready for the computing stream.
+
+    `make` is called with a function that copies a flat host tensor to the device.
     """
 
     def put(source: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""Copies between a GPU's memory and payloads: in chunks through pinned buffers, on a stream beside the one that
-computes.
+"""Copies between GPU memory and payloads: in chunks through pinned buffers, on a stream beside the computing stream.
 
-Copies from and to pinned memory overlap computing, and the copy of one chunk overlaps what the host does with the
-one before. Payloads themselves are not pinned: a step's answers are kept, and pinned memory is scarce. Torch keeps
-pinned buffers that were let go for the next one, so they cost nothing after the first.
+Copies from and to pinned memory overlap computing, and the copy of one chunk overlaps the host's work on the previous
+one. Payloads themselves are not pinned: a step's answers are kept, and pinned memory is scarce. Torch caches freed
+pinned buffers, so reusing them costs nothing.
 
-Whoever calls waits for its own copies only. `CopyLane` hides the device, so that the order of things can be tested
+A caller waits only for its own copies. `CopyLane` hides the device, so that the order of operations can be tested
 without one.
 """
 
@@ -22,33 +21,33 @@ from torch import Tensor
 T = TypeVar("T")
 
 SLOT_BYTES: Final = 1 << 20
-SLOTS: Final = 4  # chunks on their way at once: one that the host reads, and some that keep the line busy
+SLOTS: Final = 4  # chunks in flight: one that the host reads, and others that keep the bus busy
 
 
 class CopyLane(Protocol):
-    """One thread's stream beside a device's computing."""
+    """One thread's copy stream beside a device's computing stream."""
 
     def active(self) -> AbstractContextManager[object]:
-        """Inside this context, what is enqueued goes to this lane."""
+        """Inside this context, operations are enqueued on this lane."""
         ...
 
     def follow(self, *sources: Tensor, computed: bool = False) -> None:
-        """Order what is enqueued from now on after all that computing has enqueued; keeps `sources` alive for it.
+        """Order later operations of this lane after all that the computing stream has enqueued; keeps `sources` alive.
 
-        `computed`: the device has done `sources`, there is nothing to wait for.
+        `computed`: the device has finished `sources`, so there is nothing to wait for.
         """
         ...
 
     def lead(self, *results: Tensor) -> None:
-        """Wait for all that was enqueued; `results` may be used by computing from now on."""
+        """Wait for all enqueued operations; the computing stream may use `results` afterwards."""
         ...
 
     def slot(self) -> Tensor:
-        """Pinned memory of SLOT_BYTES."""
+        """A pinned buffer of SLOT_BYTES."""
         ...
 
     def mark(self) -> Callable[[], None]:
-        """A function that waits for what was enqueued so far."""
+        """Return a function that waits for all operations enqueued so far."""
         ...
 
 
@@ -101,9 +100,9 @@ def lane_of(device: torch.device) -> CopyLane:
 
 
 def download(lane: CopyLane, source: Tensor, target: Tensor) -> Iterator[int]:
-    """Copy `source` (flat, on the device) into `target` (flat, on the CPU, as many bytes); gives the bytes done so far.
+    """Copy `source` (flat, on the device) into `target` (flat, on the CPU, same bytes); yields the bytes done so far.
 
-    The first chunks are on their way when this returns; `source` must not change before the end.
+    The first copies are enqueued when this returns; `source` must not change until the end.
     """
     source, target = source.view(torch.uint8), target.view(torch.uint8)
     slots = [lane.slot() for _ in range(min(SLOTS, -(-source.numel() // SLOT_BYTES)))]
@@ -133,9 +132,10 @@ def _received(
 
 
 def upload(lane: CopyLane, source: Tensor, target: Tensor) -> None:
-    """Enqueue the copy of `source` (flat, on the CPU) into `target` (flat, on the device, as many bytes).
+    """Enqueue the copy of `source` (flat, on the CPU) into `target` (flat, on the device, same number of bytes).
 
-    `source` may be let go afterwards; `lane.lead` waits for the end. Torch keeps a pinned buffer while it is copied.
+    `source` may be freed afterwards; `lane.lead` waits for the end. Torch keeps a pinned buffer while it is being
+    copied.
     """
     source, target = source.view(torch.uint8), target.view(torch.uint8)
     slots = [lane.slot() for _ in range(min(SLOTS, -(-source.numel() // SLOT_BYTES)))]

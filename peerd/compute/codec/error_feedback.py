@@ -1,13 +1,13 @@
-"""Error feedback: what a code takes from a gradient now is added to the next one, so that nothing is lost for good.
+"""Error feedback: the coding error of one gradient is added to the next gradient, so that no part of it is lost.
 
-A peer keeps a residual, as long as its flat gradient: what it meant to send minus what the others could decode, for
-the parts that it sent and for the sums that it returned. The gradient is coded with the residual added ("1-Bit
-Stochastic Gradient Descent", Seide et al. 2014, and "Error Feedback Fixes SignSGD", Karimireddy et al. 2019, which
-shows convergence). So the sum of all that arrives differs from the true sum by the last residuals only, however
-coarse the code, and whoever owns which part.
+A peer keeps a residual as long as its flat gradient: the values that it meant to send minus the values that the
+receivers decode. It covers the parts that it sent and the sums that it returned. The gradient is encoded with the
+residual added ("1-Bit Stochastic Gradient Descent", Seide et al. 2014, and "Error Feedback Fixes SignSGD", Karimireddy
+et al. 2019, which shows convergence). Over a run, the sum of all decoded gradients therefore differs from the true sum
+only by the last residuals, however coarse the code and whichever peer owns which part.
 
-A new residual counts once its round has succeeded (`settle`); of a round that failed nothing remains, and the same
-gradient coded again has the same bits. A peer that dies takes its residual with it, as one rounding.
+A new residual takes effect once its round has succeeded (`settle`). A failed round leaves no residual, and encoding the
+same gradient again gives the same bits. The residual of a peer that dies is lost, which amounts to one rounding error.
 """
 
 from __future__ import annotations
@@ -21,62 +21,65 @@ import torch
 
 from peerd.compute.codec.frames import decode, decode_onto, encode_missing
 from peerd.compute.codec.policy import CodingPlan
-from peerd.compute.kernels.reference import Beside
+from peerd.compute.kernels.reference import CodingOutputs
 from peerd.core.frame import TensorFrame
 from peerd.core.run.runfile import AveragingSection
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 
 
-_PIECE: Final = 1 << 20  # elements: large vectors are added piece by piece
+_PIECE: Final = 1 << 20  # elements; vectors are added in pieces of this size
 
 
 class Pages(Protocol):
-    """Memory for a vector that the system may take back, as a mapped file is (`state_room.StateRoom`)."""
+    """Memory for a vector that the system can write to disk, such as a mapped file (`state_room.StateRoom`)."""
 
     @property
     def row(self) -> memoryview:
-        """All of it."""
+        """The whole memory."""
         ...
 
     def used(self, count: int) -> None:
-        """Take note that so many bytes were read or written."""
+        """Count bytes that were read or written."""
         ...
 
 
-class Missed:
-    """Residual of a round, while it is made. It begins uncleared: that would cost as much as filling it."""
+class RoundResidual:
+    """Residual of a round in progress.
+
+    The vector starts uninitialized, because clearing it would cost as much as filling it.
+    """
 
     __slots__ = ("_begun", "_pages", "values")
 
     def __init__(self, values: Vector, pages: Pages | None = None) -> None:
-        """`pages`: where `values` lie; None: in ordinary memory."""
+        """`pages`: the memory of `values`, or None if they are in ordinary memory."""
         self.values = values
         self._pages = pages
-        self._begun: list[tuple[int, int]] = []  # where something was added: sorted and apart
+        self._begun: list[tuple[int, int]] = []  # initialized spans: sorted, not touching
 
     @property
     def in_pages(self) -> bool:
-        """True when it does not lie in ordinary memory."""
+        """True if the values are in `Pages`, not in ordinary memory."""
         return self._pages is not None
 
     def room(self, begin: int, length: int) -> tuple[Vector, bool]:
-        """The place for the residual of the `length` elements from `begin` on.
+        """View for the residual of the `length` elements from `begin`, and whether it already holds values.
 
-        True: something stands there that it must be added to, as a part may be coded in several rounds.
+        If True, add to these values instead of overwriting them: a part may be encoded in several rounds.
         """
         self._used(length)
         return self.values[begin : begin + length], self._begin(begin, begin + length)
 
     def whole(self) -> Vector:
-        """All of the residual; nothing was missed where nothing was added."""
+        """The whole residual, with zeros wherever no error was recorded."""
         if not self._begin(0, len(self.values)):
             self.values.fill(0)
             self._used(len(self.values))
         return self.values
 
-    def folded(self, others: Iterable[Missed]) -> Missed:
-        """This one, with those of other rounds added for good."""
+    def folded(self, others: Iterable[RoundResidual]) -> RoundResidual:
+        """This residual, after the residuals of `others` were added to it in place."""
         self.whole()
         for other in others:
             other.whole()
@@ -85,7 +88,7 @@ class Missed:
         return self
 
     def add_to(self, target: Vector) -> None:
-        """Add all of the residual to `target`, in place. It must be whole."""
+        """Add the whole residual to `target`, in place. All of its elements must be initialized (`whole`)."""
         for begin in range(0, len(target), _PIECE):
             piece = target[begin : begin + _PIECE]
             np.add(piece, self.values[begin : begin + _PIECE], out=piece)
@@ -96,7 +99,7 @@ class Missed:
             self._pages.used(elements * self.values.itemsize)
 
     def _begin(self, begin: int, end: int) -> bool:
-        """Count these as begun; where some of them were before, which is the answer, the others are cleared."""
+        """Mark the elements as initialized; True if some of them were before, in which case the others are zeroed."""
         begun = self._begun
         first, last = bisect_right(begun, begin, key=lambda span: span[1]), bisect_left(begun, (end,))
         old = begun[first:last]
@@ -112,38 +115,39 @@ class Missed:
 
 
 class ErrorFeedback:
-    """One peer's residual, and the coding of the parts it belongs to (a `PartCoder` of averaging).
+    """One peer's residual, and the coding of the parts that it covers (a `PartCoder` of averaging).
 
-    Synchronous; one thread at a time. Two vectors, the residual and the next one: in memory that is kept from round to
-    round, as new pages cost more than coding, or in pages of the caller's.
+    Synchronous, for one thread at a time. Uses two vectors, the residual and the next one. In ordinary memory they are
+    kept between rounds, because allocating fresh pages costs more than the coding. The caller may provide `Pages`
+    instead.
     """
 
     def __init__(self, plan: CodingPlan, pages: Callable[[int], Pages | None] = lambda size: None) -> None:
-        """`pages`: where a vector of so many bytes should lie; None: in ordinary memory."""
+        """`pages`: returns memory for a vector of the given number of bytes, or None to use ordinary memory."""
         self._plan, self._pages = plan, pages
-        self._residual: Missed | None = None  # None: all zeros
-        self._new: Missed | None = None  # of the round under way
-        self._spare: Missed | None = None
+        self._residual: RoundResidual | None = None  # None: all zeros
+        self._new: RoundResidual | None = None  # of the round in progress
+        self._spare: RoundResidual | None = None
 
     @property
     def residual(self) -> Vector | None:
-        """What the next gradient gets added; None: nothing."""
+        """The vector that is added to the next gradient, or None if nothing is added."""
         return None if self._residual is None else self._residual.values
 
-    def begin(self, gradient: Vector) -> Missed:
-        """A round begins: the residual is added to `gradient`, in place. Gives the new one to be, for `settle`."""
+    def begin(self, gradient: Vector) -> RoundResidual:
+        """Begin a round: add the residual to `gradient`, in place. Returns the round's new residual, for `settle`."""
         if self._residual is not None:
             self._residual.add_to(gradient)
         self._new = self._missed(gradient)
         return self._new
 
-    def go_on(self, vector: Vector) -> Missed:
-        """A sum of such vectors is summed further, in a round of its own: gives what this one misses, for `settle`."""
+    def go_on(self, vector: Vector) -> RoundResidual:
+        """Begin a further round on an already summed vector. Returns the residual of this round alone, for `settle`."""
         self._new = self._missed(vector)
         return self._new
 
-    def settle_further(self, missed: Sequence[Missed]) -> None:
-        """Rounds count to which we brought no gradient, and so no residual: what they missed is added to it."""
+    def settle_further(self, missed: Sequence[RoundResidual]) -> None:
+        """Add the residuals of rounds to which this peer contributed no gradient, and so no residual of its own."""
         others = list(missed)
         if self._residual is None and others:
             self._residual = others.pop(0)
@@ -152,43 +156,46 @@ class ErrorFeedback:
         self._new = None
 
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
-        """Code the part that begins at element `begin`; `seen`, perhaps `values`, gets it as decoded. NotFinite."""
+        """Encode the part that begins at element `begin`.
+
+        `seen` receives the part as the receivers decode it; it may be `values` itself. Raises NotFinite.
+        """
         missed, more = self._new.room(begin, len(values)) if self._new is not None else (None, False)
-        beside = Beside(_tensor(missed), more, _tensor(seen))
+        beside = CodingOutputs(_tensor(missed), more, _tensor(seen))
         return encode_missing(torch.from_numpy(values), self._plan, beside, name="a part of the gradient")
 
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:
-        """A part in the shape and dtype of `like`; ProtocolViolation for anything else."""
+        """Decode a part with the shape and dtype of `like`; raises ProtocolViolation if the frame has others."""
         dtype = torch.from_numpy(like[:0]).dtype
         values: Vector = decode(frame, like.shape, dtype, name="a part of a gradient", finite=True).numpy()
         return values
 
     def decode_into(self, frame: TensorFrame, target: Vector, onto: Vector | None = None) -> None:
-        """As `decode`, into `target`, whose shape and dtype the part must have; with `onto` added, if given."""
+        """Decode a part into `target`, whose shape and dtype it must have; `onto`, if given, is added."""
         decode_onto(frame, torch.from_numpy(target), _tensor(onto), name="a part of a gradient")
 
-    def settle(self, new: Missed | None = None, *further: Missed) -> None:
-        """The round that began with `new`, or the last one, counts: what it missed is added to the next one.
+    def settle(self, new: RoundResidual | None = None, *further: RoundResidual) -> None:
+        """Accept the round that began with `new`, or else the last one: its residual is added to the next gradient.
 
-        `further`: what the rounds after it missed (`go_on`).
+        `further`: residuals of the rounds that continued it (`go_on`).
         """
         new = new or self._new
         self._spare, self._new = self._residual, None
         self._residual = new.folded(further) if new is not None else None
 
     def forget(self) -> None:
-        """Begin anew: the parameters are no longer those that the residual was meant for."""
+        """Drop the residual, because the parameters that it belongs to were replaced."""
         self._spare, self._residual, self._new = self._residual, None, None
 
-    def _missed(self, like: Vector) -> Missed:
-        """An uncleared residual for a vector like this one."""
+    def _missed(self, like: Vector) -> RoundResidual:
+        """An uninitialized residual with the length and dtype of `like`."""
         spare, self._spare = self._spare, None
         if (pages := self._pages(like.nbytes)) is not None:
-            return Missed(np.frombuffer(pages.row, like.dtype), pages)
+            return RoundResidual(np.frombuffer(pages.row, like.dtype), pages)
         values = None if spare is None or spare.in_pages else spare.values
         if values is None or (values.shape, values.dtype) != (like.shape, like.dtype):
             values = np.empty_like(like)
-        return Missed(values)
+        return RoundResidual(values)
 
 
 def _tensor(vector: Vector | None) -> torch.Tensor | None:
@@ -198,6 +205,9 @@ def _tensor(vector: Vector | None) -> torch.Tensor | None:
 def feedback_of(
     averaging: AveragingSection, pages: Callable[[int], Pages | None] = lambda size: None
 ) -> ErrorFeedback | None:
-    """Error feedback for the parts of a run's sums, with its vectors in `pages`; None: they travel as they are."""
-    plain = averaging.code in ("none", "powersgd")  # factors are coded gradients already
+    """Error feedback for a run's gradient parts, with its vectors in `pages` (as in `ErrorFeedback`).
+
+    Returns None if the parts are sent uncoded or as PowerSGD factors.
+    """
+    plain = averaging.code in ("none", "powersgd")  # PowerSGD has its own error feedback
     return None if plain else ErrorFeedback(CodingPlan(averaging.code, averaging.block), pages)

@@ -1,14 +1,15 @@
-"""Coding of tensors as frames, and decoding: codings, blockwise quantization, packing. Synchronous.
+"""Encoding of tensors into frames, and decoding: codings, blockwise quantization, packing. Synchronous.
 
-`begin` makes a frame whose payload has its final place and size at once, and is filled chunk by chunk with `advance`,
-so that coding overlaps sending; `encode` does all of it. Nothing is copied on the way: codes are written where they
-are sent from, and an uncoded CPU tensor's frame shares its memory (it must not change while the frame is sent).
+`begin` creates a frame whose payload has its final place and size at once and is filled chunk by chunk by `advance`, so
+that encoding overlaps sending; `encode` does all of it. Payloads are not copied: codes are written into the buffer that
+is sent, and the frame of an uncoded CPU tensor shares its memory (so the tensor must not change while the frame is
+sent).
 
-What cannot be coded (NaN, infinity) is refused before a byte leaves: `NotFinite` names the tensor. Uncoded and
-half-precision frames carry such values; a caller that must not have them asks `decode` for finite ones.
+Values that a blockwise code cannot represent (NaN, infinity) raise `NotFinite`, which names the tensor, before a byte
+is sent. Uncoded and half-precision frames do carry such values; pass `finite` to `decode` to reject them.
 
-A hostile peer may send: another dtype, shape, coding or block than it may; lengths that do not fit; packed chunks
-that lie; scales whose checksum is wrong, or that are negative, tiny, huge or not numbers. Each raises
+A malicious peer may send another dtype, shape, coding or block size than allowed; lengths that do not fit; corrupt
+packed chunks; and scales whose checksum is wrong, or that are negative, tiny, huge or not numbers. Each raises
 `ProtocolViolation` with the tensor's name, before more than the frame's own size is allocated.
 """
 
@@ -26,30 +27,30 @@ from torch import Tensor
 
 from peerd.compute.codec import lossless
 from peerd.compute.codec.layout import FP16_MAX, ROUNDED, seal_scales
-from peerd.compute.codec.policy import CodingPlan, Sample
+from peerd.compute.codec.policy import CodingPlan, TensorSummary
 from peerd.compute.kernels import ops, tables
-from peerd.compute.kernels.reference import Beside
+from peerd.compute.kernels.reference import CodingOutputs
 from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, fits, raw_bytes, values_of
 from peerd.core.blockwise import BLOCKS, CODES, SCALE_BYTES, scale_count
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.frame import CODINGS, CRC_BYTES, DTYPES, ReadyBytes, TensorFrame, expected_bytes, lossless_bounds
 
-__all__ = ["Encoding", "begin", "decode", "encode", "from_frame", "sample_of", "to_frame"]
+__all__ = ["FrameEncoder", "begin", "decode", "encode", "from_frame", "sample_of", "to_frame"]
 
-CHUNK_BYTES: Final = 1 << 20  # of codes or rounded values, made in one go
+CHUNK_BYTES: Final = 1 << 20  # of codes or rounded values, made in one step
 SAMPLE_VALUES: Final = 1 << 16
-_GOLDEN: Final = (5**0.5 - 1) / 2  # its multiples fall evenly between 0 and 1 and keep no rhythm
+_GOLDEN: Final = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly and without a period
 
-Put = Callable[[Tensor], Tensor]  # brings a flat tensor of the host to where the result shall lie
+Put = Callable[[Tensor], Tensor]  # copies a flat host tensor to the result's device
 
 
-class Encoding:
-    """A frame that is being made. `ready_bytes` of `payload` are final; `advance` makes more of it so."""
+class FrameEncoder:
+    """A frame that is being encoded: `ready_bytes` of `payload` are final, and `advance` encodes more."""
 
     def __init__(
         self, dtype: str, shape: tuple[int, ...], plan: CodingPlan, payload: memoryview, steps: Iterator[int]
     ) -> None:
-        """Each of `steps` makes more of the payload and gives how much is final then; the first is taken here."""
+        """Each of `steps` encodes more of the payload and yields the number of final bytes; the first one runs here."""
         self.dtype = dtype
         self.shape = shape
         self.coding, self.block, self.lossless = plan.coding, plan.block, plan.lossless
@@ -62,30 +63,30 @@ class Encoding:
         return self.ready_bytes == self.payload.nbytes
 
     def advance(self) -> None:
-        """Make about CHUNK_BYTES more of the payload final. The tensor must not have changed since `begin`."""
+        """Encode about CHUNK_BYTES more of the payload. The tensor must not have changed since `begin`."""
         if not self.done:
             self.ready_bytes = next(self._steps)
 
     def frame(self, ready: ReadyBytes | None = None) -> TensorFrame:
-        """The frame as it is sent; `ready` tells the sender how far the payload may be read while this is not done."""
+        """The frame to send. `ready` reports to the sender how much of the payload is final while encoding goes on."""
         return TensorFrame(self.dtype, self.shape, self.payload, self.coding, self.block, self.lossless, ready)
 
 
 def encode(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor") -> TensorFrame:
-    """The tensor as a whole frame; see `begin`."""
+    """Encode the tensor into a complete frame; see `begin`."""
     encoding = begin(tensor, plan, name=name)
     while not encoding.done:
         encoding.advance()
     return encoding.frame()
 
 
-def begin(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor", computed: bool = False) -> Encoding:
-    """The tensor as a frame whose first chunk is made.
+def begin(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor", computed: bool = False) -> FrameEncoder:
+    """Begin to encode the tensor: its first chunk is final on return.
 
-    Any shape, any dtype that frames have; whole numbers and bools travel uncoded. "bf16" and "fp16" round to nearest,
-    a value beyond fp16's range becomes its largest. A tensor of at most one chunk, an uncoded one, and a packed one are
-    done at once. `computed`: the tensor's device has done it, so nothing is waited for there. Raises NotFinite when
-    a blockwise code cannot carry a value; LocalError for a dtype or plan that frames do not have.
+    Accepts any shape and any dtype that frames support; integers and bools are sent uncoded. "bf16" and "fp16" round to
+    nearest; a value beyond fp16's range becomes its largest. A tensor of at most one chunk, an uncoded one, and a
+    packed one are complete on return. `computed`: the tensor's device has finished it, so it is not waited for. Raises
+    NotFinite if a blockwise code cannot represent a value, LocalError for a dtype or plan that frames do not support.
     """
     dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
     plan = _settled(plan, dtype, name)
@@ -101,7 +102,7 @@ def begin(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor", computed:
             pass
         payload = lossless.pack(payload, _itemsize(plan.coding, dtype))
         steps = iter((payload.nbytes,))
-    return Encoding(dtype, shape, plan, payload, steps)
+    return FrameEncoder(dtype, shape, plan, payload, steps)
 
 
 def decode(
@@ -113,11 +114,11 @@ def decode(
     finite: bool = False,
     device: str | torch.device = "cpu",
 ) -> Tensor:
-    """The tensor on `device`; ProtocolViolation when it is not what the caller expects.
+    """Decode the tensor onto `device`; raises ProtocolViolation if it is not what the caller expects.
 
-    `shape`: None stands for any length of that dim, or of all; `dtype`: None for any. With `finite`, NaN and
-    infinity are refused in every coding (blockwise codes have none). On the CPU, the tensor shares memory with a
-    writable, aligned payload that is neither coded nor packed.
+    `shape`: None allows any length of that dimension, or any shape. `dtype`: None allows any. `finite`: reject NaN and
+    infinity in every coding (blockwise codes have none). On the CPU, the tensor shares memory with a writable, aligned
+    payload that is neither coded nor packed.
     """
     found = _expected(frame, shape, dtype, name)
     payload, device = _raw_payload(frame, name), torch.device(device)
@@ -134,7 +135,7 @@ def decode(
 
 
 def to_frame(tensor: Tensor, coding: str = "none") -> TensorFrame:
-    """The tensor as a frame, by `encode`; shares memory with a contiguous CPU tensor when it is not coded."""
+    """Encode the tensor with `encode`; an uncoded frame shares memory with a contiguous CPU tensor."""
     return encode(tensor, CodingPlan(coding))
 
 
@@ -146,14 +147,14 @@ def from_frame(
     name: str = "a tensor",
     finite: bool = False,
 ) -> Tensor:
-    """The tensor on the CPU, by `decode`; ProtocolViolation when it is not what the caller expects."""
+    """Decode the tensor onto the CPU with `decode`; raises ProtocolViolation if it is not what the caller expects."""
     return decode(frame, shape, dtype, name=name, finite=finite)
 
 
-def encode_missing(values: Tensor, plan: CodingPlan, beside: Beside, *, name: str = "a tensor") -> TensorFrame:
-    """As `encode`, of a flat tensor of the CPU, with what it makes `beside`: in one pass where the code is blockwise.
+def encode_missing(values: Tensor, plan: CodingPlan, beside: CodingOutputs, *, name: str = "a tensor") -> TensorFrame:
+    """Like `encode`, for a flat CPU tensor, and also fill `beside`; one pass over the values if the code is blockwise.
 
-    That holds nothing of use when NotFinite is raised.
+    If NotFinite is raised, the contents of `beside` are undefined.
     """
     dtype, count = dtype_name(values.dtype), values.numel()
     plan = _settled(plan, dtype, name)
@@ -169,9 +170,9 @@ def encode_missing(values: Tensor, plan: CodingPlan, beside: Beside, *, name: st
 
 
 def decode_onto(frame: TensorFrame, into: Tensor, base: Tensor | None = None, *, name: str = "a tensor") -> None:
-    """Decode a frame into a flat tensor of the CPU, whose shape and dtype it must have, with `base`, if given, added.
+    """Decode a frame into a flat CPU tensor, whose shape and dtype it must have; `base`, if given, is added.
 
-    `base` may be `into`. NaN and infinity are refused, as with `decode`; then nothing is changed.
+    `base` may be `into`. NaN and infinity are rejected, as by `decode`; `into` is then unchanged.
     """
     blockwise = frame.coding in CODES and not frame.lossless and into.dtype == torch.float32 and into.numel()
     if not blockwise:
@@ -180,17 +181,17 @@ def decode_onto(frame: TensorFrame, into: Tensor, base: Tensor | None = None, *,
         return
     _expected(frame, into.shape, into.dtype, name)
     codes_and_scales = _codes_and_scales(frame, _raw_payload(frame, name), into.dtype, name)
-    assert codes_and_scales is not None  # there are values
+    assert codes_and_scales is not None  # `into` is not empty
     if base is None:
         torch.ops.peerd.dequantize_blockwise.out(*codes_and_scales, frame.coding, frame.block, out=into)
     else:
         ops.dequantize_onto(*codes_and_scales, frame.coding, frame.block, base=base, out=into)
 
 
-def sample_of(tensor: Tensor) -> Sample:
-    """Summary of up to SAMPLE_VALUES of the tensor's values, in blocks of 64 spread over all of it.
+def sample_of(tensor: Tensor) -> TensorSummary:
+    """Summary of up to SAMPLE_VALUES of the tensor's values, in blocks of 64 spread over the whole tensor.
 
-    A GPU must have done the tensor: it is read beside what computes there now.
+    A GPU tensor must be finished: it is read on the copy stream, which does not wait for the computing stream.
     """
     if tensor.device.type == "cuda":
         from peerd.compute.codec import cuda_staging  # not needed where there is no GPU
@@ -200,29 +201,29 @@ def sample_of(tensor: Tensor) -> Sample:
     return _sample_of(tensor)
 
 
-def _sample_of(tensor: Tensor) -> Sample:
+def _sample_of(tensor: Tensor) -> TensorSummary:
     flat = tensor.detach().reshape(-1)
     if not flat.numel() or not flat.is_floating_point():
-        return Sample(0.0)
+        return TensorSummary(0.0)
     block = min(64, flat.numel())
     rows = flat[: flat.numel() // block * block].view(-1, block)
     most = SAMPLE_VALUES // block
-    if len(rows) > most:  # at equal steps, they could all be of the same few channels
+    if len(rows) > most:  # equally spaced rows could all belong to the same few channels
         spread = torch.arange(most, dtype=torch.float64, device=rows.device) * _GOLDEN % 1
         rows = rows[(spread * len(rows)).long()]
     squares = rows.double().square()
     mean = float(squares.mean())
-    return Sample(float(squares.amax(dim=1).mean()) / mean if mean else 0.0)
+    return TensorSummary(float(squares.amax(dim=1).mean()) / mean if mean else 0.0)
 
 
 # --- sending -------------------------------------------------------------------------------------------------------
 
 
 def _settled(plan: CodingPlan, dtype: str, name: str) -> CodingPlan:
-    """The plan as it is for tensors of `dtype`, the block size filled in."""
+    """The plan that applies to tensors of `dtype`, with the block size filled in."""
     coding, block = plan.coding, plan.block
     if dtype not in DTYPES or coding not in CODINGS:
-        raise LocalError(f"no frame for {name} of {dtype} in coding {coding!r}")
+        raise LocalError(f"{name} has dtype {dtype} and coding {coding!r}, which frames do not support")
     if not DTYPES[dtype].floating:
         return CodingPlan("none", 0, plan.lossless)
     if coding not in CODES:
@@ -235,7 +236,7 @@ def _settled(plan: CodingPlan, dtype: str, name: str) -> CodingPlan:
 
 
 def _steps(tensor: Tensor, plan: CodingPlan, payload: memoryview, name: str, computed: bool) -> Iterator[int]:
-    """Steps that code the tensor, on the device where it lies."""
+    """Steps that encode the tensor, on its own device."""
     if tensor.device.type == "cuda":
         from peerd.compute.codec import cuda_frames, cuda_staging  # not needed where there is no GPU
 
@@ -245,7 +246,7 @@ def _steps(tensor: Tensor, plan: CodingPlan, payload: memoryview, name: str, com
 
 
 def _itemsize(coding: str, dtype: str) -> int:
-    """Bytes of the items that packing sorts into planes."""
+    """Bytes per item, by which packing sorts them into planes."""
     return 1 if coding in CODES else 2 if coding in ROUNDED else DTYPES[dtype].itemsize
 
 
@@ -259,7 +260,7 @@ def _rounded(flat: Tensor, plan: CodingPlan, payload: memoryview) -> Iterator[in
 
 
 def _quantized(flat: Tensor, plan: CodingPlan, payload: memoryview, name: str) -> Iterator[int]:
-    """Scales, their checksum, codes. With several chunks all scales are made first, in a pass of their own."""
+    """Write the scales, their checksum and the codes. With several chunks, a pass of its own makes all scales first."""
     count = flat.numel()
     scales, codes = _laid_out(payload, count, plan.block)
     scale_bytes = scales.nbytes
@@ -276,7 +277,7 @@ def _quantized(flat: Tensor, plan: CodingPlan, payload: memoryview, name: str) -
     for at in range(0, count, step):
         chunk = flat[at : at + step]
         part = codes[code_bytes : code_bytes + CHUNK_BYTES]
-        # The same scales are written again over themselves: they may be on their way already, and do not change.
+        # Scales that may already be sent are overwritten here with the same values.
         own = scales[at // plan.block :][: scale_count(chunk.numel(), plan.block)]
         torch.ops.peerd.quantize_blockwise.out(chunk, plan.coding, plan.block, codes=part, scales=own)
         code_bytes += part.numel()
@@ -284,7 +285,7 @@ def _quantized(flat: Tensor, plan: CodingPlan, payload: memoryview, name: str) -
 
 
 def _laid_out(payload: memoryview, count: int, block: int) -> tuple[Tensor, Tensor]:
-    """Views of the scales and codes of `count` values in a blockwise payload; a checksum is between them."""
+    """Views of the scales and codes of `count` values in a blockwise payload; a checksum lies between them."""
     scale_bytes = SCALE_BYTES * scale_count(count, block)
     return values_of(payload[:scale_bytes], torch.float32), values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
 
@@ -295,7 +296,7 @@ def _laid_out(payload: memoryview, count: int, block: int) -> tuple[Tensor, Tens
 def _expected(
     frame: TensorFrame, shape: Sequence[int | None] | None, dtype: torch.dtype | None, name: str
 ) -> torch.dtype:
-    """The frame's dtype, once it and the shape are what the caller expects."""
+    """Check the frame's dtype and shape against what the caller expects; returns the dtype."""
     found = TORCH_DTYPES.get(frame.dtype)
     if found is None or (dtype is not None and found != dtype):
         wanted = f"; expected {dtype_name(dtype)}" if dtype is not None else ""
@@ -307,7 +308,7 @@ def _expected(
 
 
 def _raw_payload(frame: TensorFrame, name: str) -> memoryview:
-    """The payload, unpacked, once its length is what the frame says."""
+    """The payload, unpacked, after checking its length against the frame's header."""
     try:
         expected = expected_bytes(frame.dtype, frame.shape, frame.coding, frame.block)
     except ValueError as error:
@@ -324,7 +325,7 @@ def _raw_payload(frame: TensorFrame, name: str) -> memoryview:
 
 
 def _values(frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: str, put: Put) -> Tensor:
-    """The tensor of any other payload whose length was checked."""
+    """The tensor of a payload that is not blockwise and whose length was checked."""
     if dtype is torch.bool:
         return put(values_of(payload, torch.uint8)).ne(0).view(frame.shape)
     return put(values_of(payload, ROUNDED.get(frame.coding, dtype))).to(dtype).view(frame.shape)
@@ -343,7 +344,7 @@ def _dequantized(frame: TensorFrame, payload: memoryview, dtype: torch.dtype, na
 def _codes_and_scales(
     frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: str
 ) -> tuple[Tensor, Tensor] | None:
-    """Codes and checked scales of a blockwise payload whose length was checked; None: it is empty."""
+    """Codes and checked scales of a blockwise payload whose length was checked, or None if it is empty."""
     if not payload.nbytes:
         return None
     scales, codes = _laid_out(payload, math.prod(frame.shape), frame.block)

@@ -18,11 +18,11 @@ _INFINITY_BITS: Final = 0x7F800000
 
 
 class NotFinite(PeerdError):
-    """A tensor of ours has values that its code cannot carry: NaN, infinity, or beyond 3e38."""
+    """A local tensor has values that its code cannot represent: NaN, infinity, or magnitudes beyond 3e38."""
 
 
 def seal_scales(payload: memoryview, scale_bytes: int, name: str) -> None:
-    """Put the checksum behind the scales; NotFinite when one says that its block could not be coded."""
+    """Write the checksum behind the scales; raises NotFinite if a scale marks its block as not encodable."""
     scales = values_of(payload[:scale_bytes], torch.float32)
     if not ops.all_coded(scales):
         bits = scales.view(torch.int32)

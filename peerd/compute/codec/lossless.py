@@ -1,13 +1,14 @@
-"""Lossless packing of payloads: zstandard chunk by chunk, the bytes of wider items sorted into planes first.
+"""Lossless packing of payloads: zstandard in chunks, after sorting the bytes of multi-byte items into planes.
 
-The payload is cut into chunks of LOSSLESS_CHUNK_BYTES. Each travels as its length (4 bytes, little-endian) and so many
-bytes: a zstandard frame that names its content's size, or, with the length's top bit set, the chunk as it is, where
-zstandard would not make it smaller. Items of 2, 4 or 8 bytes are packed as planes (all first bytes, all second
-bytes, ...): exponents resemble each other, mantissas do not. A chunk that is stored is not sorted.
+The payload is cut into chunks of LOSSLESS_CHUNK_BYTES. Each chunk is sent as a length (4 bytes, little-endian) and that
+number of bytes: a zstandard frame that declares its content's size or, if the length's top bit is set, the raw chunk.
+Chunks that zstandard would not shrink are stored raw. Items of 2, 4 or 8 bytes are packed as planes (all first bytes,
+all second bytes, ...), because exponents resemble each other and mantissas do not. A raw chunk is not sorted into
+planes.
 
-A hostile peer may send: lengths that do not fit, bytes after the end, broken frames, frames that claim another size
-than their chunk has, or none, or a huge window. Each raises `ProtocolViolation`; nothing is allocated beyond the raw
-payload and one chunk. All functions are synchronous and may run in any thread.
+A malicious peer may send lengths that do not fit, bytes after the end, corrupt zstandard frames, and frames that
+declare a wrong content size, none at all, or a huge window. Each raises `ProtocolViolation`; nothing is allocated
+beyond the raw payload and one chunk. All functions are synchronous and may run in any thread.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _UNSIGNED: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<u2"), 4: np.dtype("<
 
 
 class _Zstandard(threading.local):
-    """One compressor and one decompressor a thread: making them costs more than a small chunk."""
+    """One compressor and one decompressor per thread, because creating them costs more than packing a small chunk."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=_LEVEL)
@@ -41,7 +42,7 @@ _ZSTANDARD: Final = _Zstandard()
 
 
 def pack(payload: memoryview, itemsize: int) -> memoryview:
-    """The payload, whose items have `itemsize` bytes, as packed chunks in a new buffer."""
+    """Pack the payload, whose items have `itemsize` bytes, into a new buffer of chunks."""
     packed = bytearray()
     for at in range(0, payload.nbytes, LOSSLESS_CHUNK_BYTES):
         chunk = payload[at : at + LOSSLESS_CHUNK_BYTES]
@@ -55,7 +56,7 @@ def pack(payload: memoryview, itemsize: int) -> memoryview:
 
 
 def unpack(packed: memoryview, raw_bytes: int, itemsize: int, *, name: str) -> memoryview:
-    """The inverse: a payload of exactly `raw_bytes` in a new writable buffer; ProtocolViolation names the tensor."""
+    """The inverse of `pack`: a new writable buffer of exactly `raw_bytes`; ProtocolViolation names the tensor."""
     raw: Bytes = np.empty(raw_bytes, dtype=np.uint8)
     at = 0
     for begin in range(0, raw_bytes, LOSSLESS_CHUNK_BYTES):
@@ -66,7 +67,7 @@ def unpack(packed: memoryview, raw_bytes: int, itemsize: int, *, name: str) -> m
         head = int.from_bytes(packed[at : at + _HEAD_BYTES], "little")
         length, stored = head & (_STORED - 1), bool(head & _STORED)
         at += _HEAD_BYTES
-        # What does not shrink is stored, so only a stored chunk is as long as the raw one.
+        # A chunk that does not shrink is stored raw, so a compressed chunk is always shorter than the raw one.
         if length > packed.nbytes - at or (length != target.nbytes if stored else not 0 < length < target.nbytes):
             raise ProtocolViolation(f"{where} has a wrong length of {length} bytes")
         chunk = packed[at : at + length]
@@ -81,18 +82,18 @@ def unpack(packed: memoryview, raw_bytes: int, itemsize: int, *, name: str) -> m
 
 
 def to_planes(items: memoryview, itemsize: int) -> memoryview:
-    """First bytes of all items, then their second bytes, and so on. Single bytes are not copied."""
+    """The first bytes of all items, then their second bytes, and so on. Items of one byte are returned uncopied."""
     if itemsize == 1:
         return items
     values = np.frombuffer(items, dtype=_UNSIGNED[itemsize])
     planes = np.empty((itemsize, len(values)), dtype=np.uint8)
-    for i in range(itemsize):  # shifting is up to four times as fast as copying with a stride
+    for i in range(itemsize):  # up to four times as fast as a strided copy
         np.right_shift(values, 8 * i, out=planes[i], casting="unsafe")
     return planes.reshape(-1).data
 
 
 def from_planes(planes: bytes, itemsize: int, target: Bytes) -> None:
-    """The inverse of `to_planes`, into `target`, which has as many bytes."""
+    """The inverse of `to_planes`, into `target`, which has the same number of bytes."""
     given = np.frombuffer(planes, dtype=np.uint8).reshape(itemsize, -1)
     items = target.reshape(-1, itemsize)
     for i in range(itemsize):
@@ -100,7 +101,7 @@ def from_planes(planes: bytes, itemsize: int, target: Bytes) -> None:
 
 
 def _decompressed(chunk: memoryview, raw_bytes: int, where: str) -> bytes:
-    """A chunk of exactly `raw_bytes`. The size it claims is checked first, for that much is allocated."""
+    """Decompress a chunk of exactly `raw_bytes`. Checks the declared size first, because it sets the allocation."""
     try:
         claimed = zstandard.frame_content_size(chunk)
         if claimed != raw_bytes:

@@ -1,11 +1,11 @@
-"""Choice of a tensor's code, with the reason: a pure decision of run file, line and a look at the values. No torch.
+"""Choice of a tensor's coding, with the reason: a pure function of run file, link rate and sampled values. No torch.
 
-Stateless: every frame says how it is coded, so a change of mind costs nothing, and two codes in turns harm no one.
+Stateless: every frame declares its coding, so the choice may change from one frame to the next at no cost.
 
-Packing (zstandard) pays when the line's time that it saves exceeds the time it takes at both ends: with a share of
-1 - r saved of each byte, and c and d bytes packed and unpacked a second,
+Packing (zstandard) pays if the transfer time that it saves exceeds the time that it takes at both ends. With a packed
+size of r per byte, and c and d bytes packed and unpacked per second,
 
-    (1 - r) / line > 1 / c + 1 / d
+    (1 - r) / link rate > 1 / c + 1 / d
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from peerd.core.run.runfile import BoundarySection
 
 @dataclass(frozen=True, slots=True)
 class CodingPlan:
-    """The coding of one tensor."""
+    """How one tensor is encoded."""
 
     coding: str = "none"  # one of core.frame.CODINGS
-    block: int = 0  # values that share a scale; 0: the code's own, or no blocks at all
-    lossless: bool = False  # packed on top
+    block: int = 0  # values that share a scale; 0: the code's default, or no blocks
+    lossless: bool = False  # also packed by zstandard
 
     def __str__(self) -> str:
         text = f"{self.coding}/{self.block}" if self.block else self.coding
@@ -33,22 +33,26 @@ class CodingPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Summary of a tensor's values. `crest`: mean square of the blocks' largest magnitudes over mean square of all
-    values, in blocks of 64; 0 when all are zero.
+class TensorSummary:
+    """Summary of a tensor's values.
+
+    `crest`: mean square of the blocks' largest magnitudes, divided by the mean square of all values, in blocks of 64; 0
+    if all values are zero.
     """
 
     crest: float
 
     @property
     def int8_error(self) -> float:
-        """Relative error (RMS) that int8 would make: steps of 1/127 of a block's largest, evenly spread within."""
+        """Relative error (RMS) of int8: steps of 1/127 of a block's largest value, errors uniform within a step."""
         return math.sqrt(self.crest) / (127 * math.sqrt(12))
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
-    """Compression ratio of packing, and the raw bytes a second that one core packs and unpacks."""
+class PackingSpeed:
+    """Compression ratio of packing (packed size / raw size), and the raw bytes that one core packs and unpacks per
+    second.
+    """
 
     ratio: float
     pack_bytes_per_s: float
@@ -56,53 +60,52 @@ class Packing:
 
     @property
     def pays_below_bytes_per_s(self) -> float:
-        """The line from which on packing takes longer than it saves."""
+        """Link rate above which packing takes longer than the transfer time that it saves."""
         return (1 - self.ratio) / (1 / self.pack_bytes_per_s + 1 / self.unpack_bytes_per_s)
 
 
-# Chosen, not measured: below these rates of the line the values are no longer sent as they are: a swarm seldom
-# waits for a faster line.
+# Chosen, not measured: links slower than this get a code, since a swarm seldom waits for faster ones.
 EXACT_FROM_BYTES_PER_S: Final = 1e9
 BF16_FROM_BYTES_PER_S: Final = 250e6
 # Measured by `python scripts/bench.py quantize` ("relative error of dynamic8/64"), for normally distributed
-# values. With heavy tails it is 0.011 (tests/compute/kernels/test_blockwise.py): outliers keep their own steps.
+# values. With heavy tails it is 0.011 (tests/compute/kernels/test_blockwise.py): outliers have steps of their own.
 DYNAMIC8_ERROR: Final = 0.0094
-BLOCK: Final = 64  # the most exact one, at a sixteenth of a byte more for each value
+BLOCK: Final = 64  # the most accurate size, for a sixteenth of a byte more per value
 
-# Measured by that command ("packing of ..."), on normal values, sorting into planes included.
+# Measured by the same command ("packing of ..."), on normally distributed values, including sorting into planes.
 PACKED: Final = {
-    "float64": Packing(0.88, 0.97e9, 1.7e9),
-    "float32": Packing(0.84, 0.75e9, 1.87e9),
-    "bfloat16": Packing(0.68, 0.48e9, 1.35e9),
-    "float16": Packing(0.85, 1.3e9, 1.73e9),
-    "dynamic8": Packing(0.91, 0.88e9, 1.23e9),
-    "int8": Packing(0.95, 0.88e9, 1.23e9),
-    "int4": Packing(0.88, 0.92e9, 1.3e9),
-    "nf4": Packing(0.96, 0.9e9, 1.3e9),
-    "fp8-e4m3": Packing(0.82, 0.92e9, 1.21e9),
+    "float64": PackingSpeed(0.88, 0.97e9, 1.7e9),
+    "float32": PackingSpeed(0.84, 0.75e9, 1.87e9),
+    "bfloat16": PackingSpeed(0.68, 0.48e9, 1.35e9),
+    "float16": PackingSpeed(0.85, 1.3e9, 1.73e9),
+    "dynamic8": PackingSpeed(0.91, 0.88e9, 1.23e9),
+    "int8": PackingSpeed(0.95, 0.88e9, 1.23e9),
+    "int4": PackingSpeed(0.88, 0.92e9, 1.3e9),
+    "nf4": PackingSpeed(0.96, 0.9e9, 1.3e9),
+    "fp8-e4m3": PackingSpeed(0.82, 0.92e9, 1.21e9),
 }
-PACKED_NUMBERS: Final = Packing(0.44, 0.42e9, 0.9e9)  # bytes of a text; as tokens of int64 they shrink to 0.06
+PACKED_NUMBERS: Final = PackingSpeed(0.44, 0.42e9, 0.9e9)  # bytes of a text; as int64 tokens they shrink to 0.06
 _ROUNDED: Final = {"bf16": "bfloat16", "fp16": "float16"}
-PACKED_BYTES_LEAST: Final = 16 << 10  # chosen: a smaller payload is over before it matters
+PACKED_BYTES_LEAST: Final = 16 << 10  # chosen: for smaller payloads the saved time does not matter
 
 
 def choose(
     boundary: BoundarySection,
     rate_bytes_per_s: float | None,
-    sample: Sample | None,
+    sample: TensorSummary | None,
     dtype: str,
     values: int | None = None,
 ) -> tuple[CodingPlan, str]:
-    """The plan for a tensor of `dtype`, and why in words.
+    """Choose the plan for a tensor of `dtype`; returns it and the reason in words.
 
-    `rate_bytes_per_s`: what the line was seen to carry, None or 0 when that is unknown. `sample`: only `auto` looks
-    at it; without one, int8 is not taken. `values`: how many the tensor has, None: many.
+    `rate_bytes_per_s`: measured rate of the link, None or 0 if unknown. `sample`: used by `auto` only, which does not
+    choose int8 without one. `values`: number of values in the tensor, None for many.
     """
     rate = rate_bytes_per_s or None
     if not DTYPES[dtype].floating:
-        coding, why = "none", f"{dtype} travels as it is"
+        coding, why = "none", f"{dtype} is sent uncoded"
     elif boundary.code != "auto":
-        coding, why = boundary.code, "the run file says so"
+        coding, why = boundary.code, "set by the run file"
     else:
         coding, why = _by_line(rate, sample, dtype)
     block = (boundary.block or (BLOCK if boundary.code == "auto" else CODES[coding].block)) if coding in CODES else 0
@@ -111,8 +114,8 @@ def choose(
     return CodingPlan(coding, block, lossless), f"{why}; {because}"
 
 
-def _by_line(rate: float | None, sample: Sample | None, dtype: str) -> tuple[str, str]:
-    line = f"a line of {rate / 1e6:.3g} MB/s" if rate is not None else "a line of unknown speed"
+def _by_line(rate: float | None, sample: TensorSummary | None, dtype: str) -> tuple[str, str]:
+    line = f"a link of {rate / 1e6:.3g} MB/s" if rate is not None else "a link of unknown speed"
     if rate is not None and rate >= EXACT_FROM_BYTES_PER_S:
         return "none", f"{line} needs no code"
     if DTYPES[dtype].itemsize > 4:
@@ -121,15 +124,15 @@ def _by_line(rate: float | None, sample: Sample | None, dtype: str) -> tuple[str
         coding = "bf16" if DTYPES[dtype].itemsize > 2 else "none"
         return coding, f"{line} carries 2 bytes for each value"
     if sample is None:
-        return "dynamic8", f"{line} takes 8 bits; dynamic8 because no one looked at the values"
-    error = f"int8 would be wrong by {100 * sample.int8_error:.2f} %"
+        return "dynamic8", f"{line} takes 8 bits; dynamic8 because the values were not sampled"
+    error = f"int8 would have an error of {100 * sample.int8_error:.2f} %"
     if sample.int8_error <= DYNAMIC8_ERROR:
-        return "int8", f"{line} takes 8 bits; {error}, dynamic8 by {100 * DYNAMIC8_ERROR:.2f} %"
-    return "dynamic8", f"{line} takes 8 bits; outliers: {error}, dynamic8 by {100 * DYNAMIC8_ERROR:.2f} %"
+        return "int8", f"{line} takes 8 bits; {error}, dynamic8 of {100 * DYNAMIC8_ERROR:.2f} %"
+    return "dynamic8", f"{line} takes 8 bits; outliers: {error}, dynamic8 of {100 * DYNAMIC8_ERROR:.2f} %"
 
 
-def packing_of(coding: str, dtype: str) -> Packing:
-    """Effect of packing on such a payload."""
+def packing_of(coding: str, dtype: str) -> PackingSpeed:
+    """Measured ratio and speed of packing for payloads of this coding and dtype."""
     if coding == "none":
         return PACKED[dtype] if DTYPES[dtype].floating else PACKED_NUMBERS
     return PACKED[_ROUNDED.get(coding, coding)]
@@ -139,11 +142,11 @@ def _packed(
     boundary: BoundarySection, rate: float | None, coding: str, dtype: str, size: int | None
 ) -> tuple[bool, str]:
     if boundary.lossless != "auto":
-        return boundary.lossless == "always", f"{boundary.lossless} packed, says the run file"
+        return boundary.lossless == "always", f"{boundary.lossless} packed, set by the run file"
     if size is not None and size < PACKED_BYTES_LEAST:
-        return False, f"not packed, for it is small ({size} bytes)"
+        return False, f"not packed because it is small ({size} bytes)"
     if rate is None:
-        return False, "not packed, for the line's speed is unknown"
+        return False, "not packed because the link's speed is unknown"
     limit = packing_of(coding, dtype).pays_below_bytes_per_s
     if rate < limit:
         return True, f"packed, which pays below {limit / 1e6:.3g} MB/s"

@@ -1,19 +1,19 @@
-"""PowerSGD: of each matrix of a gradient travel two thin factors, whose product comes near the sum of all members'.
+"""PowerSGD: each gradient matrix is sent as two thin factors, whose product approximates the sum over all members.
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (2019).
-One power iteration a round, begun where the last one ended: all sum P = M Q, make its columns orthonormal, sum
-Q = M' P, and step with P Q'. Both are linear in M, so the sums over members are those of the summed matrix. M is the
-gradient and what was missed before: a member keeps M - P (M' P)' of its own, whatever the others brought (the paper's
-error feedback; all members' residuals add up to what the sum misses). Tensors of one dimension, and those whose
-factors would not be smaller, travel whole in the first sum.
+A round is one power iteration that starts from the previous result: the members sum P = M Q, make its columns
+orthonormal, sum Q = M' P, and step with P Q'. Both products are linear in M, so their sums over the members are those
+of the summed matrix. M is the gradient plus the residual. A member's next residual is M - P (M' P)' with its own M,
+independent of the others' M (the paper's error feedback; all members' residuals add up to the error of the sum).
+Tensors of one dimension, and those whose factors would not be smaller, are sent uncompressed in the first sum.
 
-Q belongs to the state of the stage: newcomers download it and checkpoints keep it, since it is what all rounds so far
-have left, and only with the same Q do all mean the same by P. At the start it is a function of (seed, name, shape).
-What must come out the same everywhere (orthonormal columns, P Q') is made element by element of sums that everyone
-has, without a BLAS, whose order of adding is its own; products with our own gradient may differ. A round changes
-nothing before `settle`: what it would leave lies in its `FactoredSum`, so one that fails, or is repeated, never was.
-Synchronous; one thread at a time. Hostile sums: averaging lets only finite ones pass. Whatever they are, the columns
-are of length one or zero, and the total is finite.
+Q is part of the stage's state: newcomers download it and checkpoints keep it, because it carries the progress of all
+previous rounds and P has the same meaning only among members with the same Q. The initial Q is a function of (seed,
+name, shape). Values that must be bitwise equal on all members (orthonormal columns, P Q') are computed element by
+element from the common sums, without a BLAS, whose order of summation varies; products with the local gradient may
+differ. A round changes no state before `settle`: its results are in a `FactoredSum`, so a failed or repeated round has
+no effect. Synchronous, for one thread at a time. Malicious sums: averaging passes only finite values. With any finite
+values the columns have length one or zero, and the total is finite.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peerd.compute.flat import Layout
+from peerd.compute.flat import FlatLayout
 from peerd.core.run.runfile import AveragingSection
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 
 _TAG: Final = "powersgd/"
-_DEPENDENT: Final = 1e-12  # of a column's length: less is left of one that the others make up, in double precision
-_BLOCK_ELEMENTS: Final = 1 << 17  # of a product under way: with the factor that is added, it fits into a core's cache
+_DEPENDENT: Final = 1e-12  # relative length of the rest below which a column depends on the others, in double precision
+_BLOCK_ELEMENTS: Final = 1 << 17  # of one block of a product: with the term that is added, it fits into a core's cache
 
 
 class Matrix(NamedTuple):
-    """One tensor that travels as factors: `rows` x `columns` values from `begin` of the flat gradient."""
+    """A tensor that is sent as factors: `rows` x `columns` values from `begin` of the flat gradient."""
 
     name: str
     begin: int
     rows: int
     columns: int
     rank: int
-    left: int  # where P, rows x rank, lies in the first vector
-    right: int  # where Q, columns x rank, lies in the second
+    left: int  # offset of P, rows x rank, in the first vector
+    right: int  # offset of Q, columns x rank, in the second vector
 
 
-class Whole(NamedTuple):
-    """A piece of the flat gradient that travels as it is, at `at` of the first vector."""
+class UncompressedPiece(NamedTuple):
+    """A piece of the flat gradient that is sent uncompressed, at offset `at` of the first vector."""
 
     begin: int
     end: int
@@ -60,54 +60,55 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FactoredSum:
-    """Result of a round: the sum as all have it, and what stays behind once the step with it is made."""
+    """Result of a round: the sum that all members have, and the state to keep once the step with it is made."""
 
     total: Vector
-    rights: Sequence[Vector] | None  # the next Q of each matrix; None: as it was
+    rights: Sequence[Vector] | None  # the next Q of each matrix; None: unchanged
     missed: Sequence[Tensor]  # the next residual of each matrix
 
 
-class LowRank:
-    """One member's coding of flat gradients of `layout`. `rank` columns of each matrix travel, or fewer if it is small.
+class PowerSgd:
+    """One member's PowerSGD state for flat gradients of `layout`. Sends `rank` columns per matrix, fewer if it is
+    small.
 
-    Memory: two copies of the matrices of a gradient, besides the total.
+    Uses memory for two copies of a gradient's matrices, besides the total.
     """
 
-    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, layout: FlatLayout, rank: int, dtype: torch.dtype, seed: int) -> None:
         self._dtype = dtype
         self._count = layout.count
-        self._matrices, self._wholes, self.elements = sort_out(layout, rank)  # elements of the first and second sum
+        self._matrices, self._wholes, self.elements = sort_out(layout, rank)  # elements of both sums
         self._starts = [_start(matrix, seed, dtype) for matrix in self._matrices]
         self._rights = [torch.from_numpy(start.copy()) for start in self._starts]
         self._residuals: Sequence[Tensor] | None = None  # None: all zeros
         self._spare: Sequence[Tensor] | None = None
-        self._sent: Sequence[Tensor] = ()  # of the round under way: M, then what is missed of it
+        self._sent: Sequence[Tensor] = ()  # of the round in progress: M, later its residual
         self._lefts: list[Vector] = []
         self._first: Vector = np.empty(0)
 
     def state(self) -> dict[str, Tensor]:
-        """Q by name: the live tensors themselves, columns x rank."""
+        """Q of each matrix by name: the live tensors themselves, columns x rank."""
         return {_TAG + matrix.name: right for matrix, right in zip(self._matrices, self._rights, strict=True)}
 
     def outline(self) -> list[tuple[str, torch.dtype, torch.Size]]:
-        """Name, dtype and shape of what `state` gives."""
+        """Name, dtype and shape of each tensor in `state`."""
         return [(name, right.dtype, right.shape) for name, right in self.state().items()]
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over Q of a state that was checked, and forget the residual."""
+        """Copy Q from a state that was checked, and drop the residual."""
         for name, right in self.state().items():
             right.copy_(state[name])
         self.forget()
 
     def residual(self) -> Vector:
-        """The residual so far, yet to be sent, as a flat gradient."""
+        """The residual that is yet to be sent, as a flat gradient."""
         found: Vector = np.zeros(self._count, _numpy(self._dtype))
         for matrix, residual in zip(self._matrices, self._residuals or (), strict=False):
             found[matrix.begin : matrix.begin + residual.numel()] = residual.numpy().reshape(-1)
         return found
 
     def begin(self, gradient: Vector) -> Vector:
-        """A round begins: our part of the first sum. `gradient` is flat, and not needed any more."""
+        """Begin a round: returns this member's part of the first sum. `gradient` is flat, and may be reused then."""
         flat = torch.from_numpy(gradient)
         first = torch.empty(self.elements[0], dtype=self._dtype)
         self._sent, self._spare = self._with_residuals(flat), None
@@ -119,7 +120,7 @@ class LowRank:
         return vector
 
     def project(self, first: Vector) -> Vector:
-        """All have summed the first vector: our part of the second."""
+        """Continue with the first vector, summed over all members: returns this member's part of the second sum."""
         self._first, self._lefts = first, []
         second = torch.empty(self.elements[1], dtype=self._dtype)
         for matrix, sent in zip(self._matrices, self._sent, strict=True):
@@ -134,7 +135,7 @@ class LowRank:
         return vector
 
     def finish(self, second: Vector) -> FactoredSum:
-        """All have summed the second vector, too."""
+        """End a round with the second vector, summed over all members."""
         total: Vector = np.empty(self._count, self._first.dtype)
         for whole in self._wholes:
             total[whole.begin : whole.end] = self._first[whole.at : whole.at + whole.end - whole.begin]
@@ -145,11 +146,11 @@ class LowRank:
             target = total[matrix.begin : matrix.begin + matrix.rows * matrix.columns]
             multiply(left, right, target.reshape(matrix.rows, matrix.columns))
             rights.append(orthonormal(right, start))
-        self._first, self._lefts = self._first[:0].copy(), []  # the memory of sums is used again
+        self._first, self._lefts = self._first[:0].copy(), []  # the caller reuses the memory of the sums
         return FactoredSum(total, rights, self._sent)
 
     def alone(self, gradient: Vector) -> FactoredSum:
-        """A round without others: nothing has to travel, so nothing is missed."""
+        """A round without other members: nothing is sent, so the next residual is zero."""
         flat = torch.from_numpy(gradient)
         total = flat.clone()
         missed = self._with_residuals(flat)
@@ -160,17 +161,19 @@ class LowRank:
         return FactoredSum(total.numpy(), None, missed)
 
     def settle(self, ready: FactoredSum) -> None:
-        """The step with this round's total was made."""
+        """Accept a round after the step with its total: keep its Q and its residual."""
         for right, new in zip(self._rights, ready.rights or (), strict=False):
             right.copy_(torch.from_numpy(new))
         self._spare, self._residuals = self._residuals, ready.missed
 
     def forget(self) -> None:
-        """The parameters are no longer those that the residual was meant for."""
+        """Drop the residual, because the parameters that it belongs to were replaced."""
         self._spare, self._residuals = self._residuals, None
 
     def _with_residuals(self, flat: Tensor) -> Sequence[Tensor]:
-        """M of each matrix, in buffers of their own: what is added in which order does not depend on `flat`'s place."""
+        """M of each matrix, in buffers of its own, so that the order of summation does not depend on `flat`'s
+        alignment.
+        """
         found = self._spare or [torch.empty(m.rows, m.columns, dtype=self._dtype) for m in self._matrices]
         residuals = self._residuals or itertools.repeat(None)
         for matrix, sent, residual in zip(self._matrices, found, residuals, strict=False):
@@ -180,22 +183,21 @@ class LowRank:
         return found
 
 
-def low_rank_of(averaging: AveragingSection, layout: Layout, dtype: torch.dtype, seed: int) -> LowRank | None:
-    """The coding that a run wants for gradients of this layout; None: another one."""
-    return LowRank(layout, averaging.rank, dtype, seed) if averaging.code == "powersgd" else None
+def low_rank_of(averaging: AveragingSection, layout: FlatLayout, dtype: torch.dtype, seed: int) -> PowerSgd | None:
+    """The PowerSGD coding of gradients with this layout, or None if the run uses another code."""
+    return PowerSgd(layout, averaging.rank, dtype, seed) if averaging.code == "powersgd" else None
 
 
-def rights_outline(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each Q that a `LowRank` of this layout keeps."""
+def rights_outline(layout: FlatLayout, rank: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each Q that a `PowerSgd` of this layout keeps."""
     matrices, _, _ = sort_out(layout, rank)
     return {_TAG + matrix.name: (matrix.columns, matrix.rank) for matrix in matrices}
 
 
-def sort_out(layout: Layout, rank: int) -> tuple[list[Matrix], list[Whole], tuple[int, int]]:
-    """Division of tensors into those that travel as factors and those that travel whole, and the elements of the first
-    and the second vector.
+def sort_out(layout: FlatLayout, rank: int) -> tuple[list[Matrix], list[UncompressedPiece], tuple[int, int]]:
+    """Divide the tensors into those sent as factors and those sent whole; also returns the lengths of both vectors.
 
-    A tensor of more than two dimensions is a matrix of its first one and all others.
+    A tensor of more than two dimensions is a matrix of its first dimension by all others.
     """
     matrices: list[Matrix] = []
     spans: list[tuple[int, int]] = []
@@ -212,16 +214,16 @@ def sort_out(layout: Layout, rank: int) -> tuple[list[Matrix], list[Whole], tupl
         begin = end
     wholes = []
     for begin, end in spans:
-        wholes.append(Whole(begin, end, left))
+        wholes.append(UncompressedPiece(begin, end, left))
         left += end - begin
     return matrices, wholes, (left, right)
 
 
 def orthonormal(columns: Vector, instead: Vector | None = None) -> Vector:
-    """An orthonormal basis of the columns' span, [n, r], in their dtype; the same bits wherever numbers are IEEE's.
+    """An orthonormal basis of the columns' span, [n, r], in their dtype; bitwise equal on all IEEE 754 machines.
 
-    Gram and Schmidt, twice, in double precision. A column that the ones before it make up becomes the one of
-    `instead`, without them, or zeros.
+    Uses Gram-Schmidt, twice, in double precision. A column that depends linearly on the previous ones is replaced by
+    the same column of `instead`, made orthonormal too, or by zeros.
     """
     found = columns.T.astype(np.float64, order="C")
     for k in range(len(found)):
@@ -233,13 +235,13 @@ def orthonormal(columns: Vector, instead: Vector | None = None) -> Vector:
 
 
 def _made_unit(rows: Vector, k: int) -> bool:
-    """Row `k` without its parts along the ones before, at length one; False, and zeros, when nothing of it is left."""
+    """Orthonormalize row `k` against the rows before it; False, and zeros, if it depends linearly on them."""
     row, before = rows[k], rows[:k]
     largest = np.abs(row).max(initial=0.0)
     if largest > 0:
-        row /= largest  # so that no square leaves the range of numbers
+        row /= largest  # so that no square overflows or underflows
         whole = _length(row)
-        for _ in range(2):  # what rounding leaves of the others in a short remainder, the second time takes out
+        for _ in range(2):  # the second pass removes what rounding left in a short remainder
             along = np.add.reduce(before * row, axis=1)
             row -= np.add.reduce(before * along[:, None], axis=0)
         left = _length(row)
@@ -255,7 +257,7 @@ def _length(row: Vector) -> float:
 
 
 def multiply(left: Vector, right: Vector, product: Vector) -> None:
-    """left [n, r] times right' [r, m] into `product` [n, m]: each element's terms in order, each rounded by itself."""
+    """Multiply left [n, r] by right' [r, m] into `product` [n, m]: terms in a fixed order, each rounded separately."""
     factors = np.ascontiguousarray(right.T)
     rows = max(1, _BLOCK_ELEMENTS // max(1, product.shape[1]))
     term = np.empty((rows, product.shape[1]), product.dtype)
@@ -268,13 +270,13 @@ def multiply(left: Vector, right: Vector, product: Vector) -> None:
 
 
 def _bounded(right: Vector) -> Vector:
-    """A sum of Q so that no product with it overflows: larger values than this are a liar's."""
+    """Clip a sum of Q so that no product with it overflows: only a malicious peer sends larger values."""
     most = np.finfo(right.dtype).max / (2 * right.shape[1])
     return np.clip(right, -most, most)
 
 
 def _start(matrix: Matrix, seed: int, dtype: torch.dtype) -> Vector:
-    """The first Q: random columns, drawn without logarithms, so that machines agree."""
+    """The initial Q: random orthonormal columns, drawn without logarithms, whose results differ between machines."""
     digest = hashlib.sha256(f"peerd powersgd {seed} {matrix.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     drawn: Vector = (torch.rand((matrix.columns, matrix.rank), generator=generator) - 0.5).to(dtype).numpy()

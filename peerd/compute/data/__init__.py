@@ -1,1 +1,1 @@
-"""Training data: files, streams, mixtures."""
+"""Training data: files, streams and mixtures."""

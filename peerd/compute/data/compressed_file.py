@@ -1,7 +1,7 @@
-"""Text of a file that gzip, bzip2, xz or zstd compressed, read from its begin to its end.
+"""Text of a file compressed by gzip, bzip2, xz or zstd, read sequentially.
 
-A file may be anybody's. It is decompressed a little at a time, so that memory stays bounded however much comes out of
-it; xz and zstd files that ask for a large window are refused. Concatenated files are read one after the other.
+The file may come from anyone. It is decompressed in small steps, so that memory stays bounded at any compression ratio;
+xz and zstd files that need a large window are rejected. Concatenated streams are read one after the other.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MAGICS: Final = {
     "xz": re.compile(rb"\xfd7zXZ\x00"),
     "zstd": re.compile(rb"\x28\xb5\x2f\xfd"),
 }
-_FEED_BYTES: Final = 4096  # read at once: zstd makes at most 128 MiB of so many
-_OUT_BYTES: Final = 1 << 20  # that the others make at once
-_WINDOW_BYTES: Final = 128 << 20  # `zstd --long` takes as much, `xz -9` half
+_FEED_BYTES: Final = 4096  # read at once: zstd expands that to at most 128 MiB
+_OUT_BYTES: Final = 1 << 20  # output of the other formats at once
+_WINDOW_BYTES: Final = 128 << 20  # as `zstd --long` needs; `xz -9` needs half
 
 
 class _Zstd:
-    """One compressed stream. `is_hungry`: it needs input; `unused_data` follows it once `eof` is True."""
+    """One compressed stream. `is_hungry`: it needs input; `unused_data`: the bytes after it once `eof` is True."""
 
     is_hungry = True
 
@@ -82,7 +82,7 @@ _FAULTS: Final = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zst
 
 
 def compression_of(begin: bytes) -> str | None:
-    """The format of a file that begins with these bytes; None if it is not compressed by one that can be read."""
+    """The compression format of a file that begins with these bytes, or None if it is not one of the supported ones."""
     return next((name for name, magic in _MAGICS.items() if magic.match(begin)), None)
 
 
@@ -90,19 +90,19 @@ class CompressedFile(io.RawIOBase):
     """The decompressed bytes of `stream`."""
 
     def __init__(self, stream: BinaryIO, format: str, where: str) -> None:
-        """`where`: the file, for messages."""
+        """`where`: the file's name, for messages."""
         super().__init__()
         self._stream, self._format, self._where = stream, format, where
         self._part = _FORMATS[format]()
         self._out = memoryview(b"")
-        self._left = b""  # read from the file, and not decompressed
-        self._fed = False  # the stream at hand has begun
+        self._left = b""  # read from the file, but not decompressed yet
+        self._fed = False  # the current stream has received input
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` as far as there is text; ConfigError for bytes that cannot be decompressed."""
+        """Fill `buffer` with the available text; raises ConfigError for bytes that cannot be decompressed."""
         while not self._out and self._advance():
             pass
         count = min(len(self._out), len(buffer))
@@ -110,7 +110,7 @@ class CompressedFile(io.RawIOBase):
         return count
 
     def _advance(self) -> bool:
-        """Decompress some more; False at the end of the file."""
+        """Decompress some more; returns False at the end of the file."""
         if self._part.eof:
             self._left, self._part, self._fed = self._part.unused_data, _FORMATS[self._format](), False
         if not self._part.is_hungry:
@@ -118,7 +118,7 @@ class CompressedFile(io.RawIOBase):
         data, self._left = self._left or self._stream.read(_FEED_BYTES), b""
         if not data:
             if self._fed:
-                raise ConfigError(f"{self._where}: its {self._format} data break off; the file is not whole")
+                raise ConfigError(f"{self._where}: its {self._format} data ends early; the file is truncated")
             return False
         if not self._fed:
             data = data.lstrip(b"\0")  # padding between two streams, and after the last

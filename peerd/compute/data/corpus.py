@@ -1,8 +1,8 @@
 """Files of a source, and the part of them that is held out for validation.
 
-Files lie on this machine or under an http(s) address (remote_files.py), and are treated alike. With many files,
-whole ones are held out by the hash of their name: the same on every peer, whatever the order and the folder. With
-few, the last part of every file is. Nothing here remembers a position; readers.py reads.
+Files are on this machine or under an http(s) address (remote_files.py), and are treated alike. With many files, whole
+files are held out by the hash of their name: the same ones on every peer, in any order and folder. With few,
+the end of every file is held out. Keeps no position; readers.py reads the files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 from peerd.compute.data.readers import Cursor, Field, TextPiece, read_jsonl, read_parquet, read_text
-from peerd.compute.data.remote_files import Cache, RemoteFile, default_folder, is_remote, remote_files
+from peerd.compute.data.remote_files import RemoteFile, RemoteFileCache, default_folder, is_remote, remote_files
 from peerd.compute.data.skipped_rows import RowFaults, SkippedRows
 from peerd.compute.data.text_stream import DataFile, FilePart
 from peerd.core.errors import ConfigError
@@ -24,7 +24,7 @@ from peerd.core.run.runfile import SourceSection
 
 Split = Literal["train", "valid"]
 
-FEW_FILES: Final = 50  # below that, a choice of whole files would be far from the share asked for
+FEW_FILES: Final = 50  # below that, a choice of whole files would miss the requested share
 _NOT_LIBRARY: Final = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -52,14 +52,14 @@ class Corpus:
         holdout: float,
         split: Split,
         key: str = "data",
-        cache: Cache | None = None,
+        cache: RemoteFileCache | None = None,
         *,
         strict: bool = False,
     ) -> None:
-        """ConfigError, with the path `key` in the run file, when nothing matches or nothing is left for this split.
+        """Raises ConfigError, with the path `key` in the run file, if no file matches or none is left for this split.
 
-        `cache`: where files under an http(s) address are kept; the user's common one without it. `strict`: a row
-        without text is an error.
+        `cache`: stores files fetched over http(s); by default the user's common cache. `strict`: a row without text
+        raises ConfigError.
         """
         self.skipped = SkippedRows(strict)
         self._source = source
@@ -100,17 +100,17 @@ class Corpus:
         return FilePart() if self._whole_files else FilePart(self._holdout, self._split == "valid")
 
 
-def _list(source: SourceSection, key: str, cache: Cache | None) -> Mapping[str, DataFile]:
+def _list(source: SourceSection, key: str, cache: RemoteFileCache | None) -> Mapping[str, DataFile]:
     if not is_remote(source.path):
         return find_files(source.path, key)
-    return remote_files(source, key, cache or Cache(default_folder()))
+    return remote_files(source, key, cache or RemoteFileCache(default_folder()))
 
 
 def find_files(path: str, key: str = "data") -> dict[str, Path]:
-    """Every file of `path` by its name below the folder that all share; ConfigError when there is none.
+    """All files of `path`, by their names below their common folder; raises ConfigError if there are none.
 
-    `path` may be "stdlib", a file, a folder (all files below it), a glob (`**` goes into folders), or several globs
-    between commas.
+    `path`: "stdlib", a file, a folder (all files below it), a glob (`**` matches folders), or several globs separated
+    by commas.
     """
     if path == "stdlib":
         found = _standard_library()
@@ -134,7 +134,7 @@ def _matches(pattern: str) -> Iterator[Path]:
 
 
 def _standard_library() -> list[Path]:
-    """Python's own sources: real text that every machine has. Tests are left out, and what was installed later."""
+    """Python's own sources: real text that every machine has. Excludes tests and packages installed later."""
     files: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(set(folders) - _NOT_LIBRARY)

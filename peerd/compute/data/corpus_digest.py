@@ -1,10 +1,10 @@
-"""The digest of what a trainer reads: trainers compare it, wherever each of them keeps its text.
+"""Digest of the text that a trainer reads, compared between trainers, wherever each of them keeps its text.
 
-Of files it is made from the SHA-256 of each: below FEW_FILES, where parts of every file are held out, names do not
-count; above, where whole files are, they do. An index under an http(s) address names the SHA-256 of its files, so a
-copy on this machine has the same digest. A run file's `digest` may also be that of the index. Of a `dataset` it is the
-digest of the function's source. Digests of files are remembered by path, size and time of change, so that a large
-corpus is read through once. Python's own sources count as one text, though each version has others.
+For files it is made of the SHA-256 of each. Names count only with FEW_FILES or more, where whole files are held out;
+with fewer, where parts of every file are held out, they do not. An index under an http(s) address contains the SHA-256
+of its files, so a local copy has the same digest. A run file's `digest` may also be that of the index. For a `dataset`
+it is the digest of the function's source. Digests of files are cached by path, size and modification time, so that a
+large corpus is read only once. Python's own sources count as one text, although each version has different ones.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from peerd.compute.data.corpus import FEW_FILES, Corpus, find_files
-from peerd.compute.data.remote_files import Cache, is_remote, remote_files
+from peerd.compute.data.remote_files import RemoteFileCache, is_remote, remote_files
 from peerd.compute.data.text_stream import open_text
 from peerd.compute.file_index import IndexedFile, encode_index, with_pieces
-from peerd.compute.tokenizer import Vocabulary, load_vocabulary
+from peerd.compute.tokenizer import Tokenizer, load_vocabulary
 from peerd.compute.user_code import find_function
 from peerd.contents import source_of
 from peerd.core.errors import ConfigError
@@ -31,13 +31,13 @@ from peerd.core.run.runfile import RunFile, SourceSection, sources_of
 
 _PIECE_BYTES: Final = 8 << 20
 _REMEMBERED: Final = 100_000  # files
-PROMPT_BYTES: Final = 64 << 20  # of files that are not remembered: digested within a second
-_LOOKED_AT: Final = 10_000  # files that are opened before anything is joined; the others are when their turn comes
+PROMPT_BYTES: Final = 64 << 20  # of files without a cached digest; takes less than a second
+_CHECKED: Final = 10_000  # files that are opened before joining; the others when their turn comes
 
 
 @dataclass(slots=True)
 class FileDigests:
-    """SHA-256 of files, remembered in `memory`. `go_on` is asked between pieces; False ends it with Interrupted."""
+    """SHA-256 of files, cached in the file `memory`. `go_on` is called between pieces; if False, raises Interrupted."""
 
     memory: Path | None = None
     go_on: Callable[[], bool] = lambda: True
@@ -45,7 +45,7 @@ class FileDigests:
     _learnt: bool = False
 
     def open(self) -> None:
-        """Read what is remembered; what cannot be read is made anew."""
+        """Load the cache. An unreadable or damaged one is ignored."""
         if self.memory is not None:
             with contextlib.suppress(OSError, ValueError):
                 found = json.loads(self.memory.read_text())
@@ -70,22 +70,22 @@ class FileDigests:
         return whole.hexdigest()
 
     def remembered(self, index: str) -> str | None:
-        """The digest of the index with pieces of files whose index without them has the digest `index`."""
+        """Cached digest of an index with pieces. `index`: the digest of the same files' index without pieces."""
         known = self._known.get(f"index {index}")
         return known[-1] if isinstance(known, list) and known and isinstance(known[-1], str) else None
 
     def remember(self, index: str, with_pieces: str) -> None:
-        """Keep that digest."""
+        """Cache that digest."""
         self._known[f"index {index}"] = [with_pieces]
         self._learnt = True
 
     def knows(self, file: Path) -> bool:
-        """True if the digest of a file is remembered; raises OSError."""
+        """True if the digest of a file is cached; raises OSError."""
         about, known = file.stat(), self._known.get(str(file))
         return isinstance(known, list) and known[:2] == [about.st_size, about.st_mtime_ns]
 
     def save(self) -> None:
-        """Remember; a disk that is full costs the memory only."""
+        """Save the cache. Ignores errors such as a full disk."""
         if self.memory is None or not self._learnt:
             return
         newest = dict(list(self._known.items())[-_REMEMBERED:])
@@ -97,18 +97,18 @@ class FileDigests:
 
 
 def _seal(files: object) -> str:
-    """The digest of what is remembered: a disk that fails must not make one text look like another."""
+    """Digest of the cache's content, so that a faulty disk cannot make one text look like another."""
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 class Interrupted(Exception):
-    """Whoever wanted the digest does not any more."""
+    """The digest is no longer needed."""
 
 
 def takes_long(run: RunFile, digests: FileDigests) -> bool:
-    """True if more than PROMPT_BYTES of the run's text must be read for digests, and the run file names none of them.
+    """True if digests need more than PROMPT_BYTES of text to be read, and the run file contains none of them.
 
-    Text with a digest in the run file is read through first: nothing is contributed from another one.
+    Text with a digest in the run file is always read first, because nothing may be contributed from another text.
     """
     digests.open()
     unread = 0
@@ -133,10 +133,10 @@ def _unreadable(key: str, error: OSError) -> ConfigError:
     return ConfigError(f"{key}.path: {error.filename} cannot be read: {error.strerror}")
 
 
-def corpus_digests(run: RunFile, cache: Cache, digests: FileDigests) -> dict[str, str]:
-    """Digests by which the run's text is compared, by the key of each source; those not compared are left out.
+def corpus_digests(run: RunFile, cache: RemoteFileCache, digests: FileDigests) -> dict[str, str]:
+    """Digests for comparing the run's text, by the key of each source; excludes sources that are not compared.
 
-    ConfigError when a source is not the one that the run file's `digest` names.
+    Raises ConfigError if a source does not match the run file's `digest`.
     """
     digests.open()
     try:
@@ -146,7 +146,7 @@ def corpus_digests(run: RunFile, cache: Cache, digests: FileDigests) -> dict[str
     return {key: digest for key, digest in found.items() if digest}
 
 
-def _digest(key: str, source: SourceSection, cache: Cache, digests: FileDigests) -> str:
+def _digest(key: str, source: SourceSection, cache: RemoteFileCache, digests: FileDigests) -> str:
     if source.digest == "any":
         return ""
     if source.path == "stdlib":
@@ -169,9 +169,9 @@ def _digest(key: str, source: SourceSection, cache: Cache, digests: FileDigests)
 
 
 def _indexes(source: SourceSection, key: str, files: list[IndexedFile], digests: FileDigests) -> list[str]:
-    """Digests of the indexes of these files: without pieces, and, where that is not the one that is sought, with them.
+    """Digests of the indexes of these files: without pieces and, if that does not match, with pieces.
 
-    The latter reads the files once more; it is remembered.
+    The latter reads the files once more, and is cached.
     """
     plain = hashlib.sha256(encode_index(files)).hexdigest()
     if source.digest in (plain, _of_files(files)):
@@ -194,16 +194,17 @@ def _checked(key: str, source: SourceSection, found: str, *indexes: str) -> str:
 
 
 def _of_files(files: list[IndexedFile]) -> str:
-    """The digest of several files; an empty one counts like any."""
+    """The digest of several files; an empty file counts like any other."""
     named = len(files) >= FEW_FILES
     rows = sorted(f"{file.sha256} {file.name if named else ''}".rstrip() for file in files)
     return hashlib.sha256("\n".join(rows).encode(errors="replace")).hexdigest() if len(rows) > 1 else rows[0][:64]
 
 
 def check_text(run: RunFile) -> None:
-    """ConfigError when a source is missing, or has not one sample to train with or no text to evaluate with.
+    """Raises ConfigError if a source is missing, has less than one training sample, or no text to evaluate with.
 
-    Looks at what is on this machine, and reads no more than a sample of it; calls no function of a `dataset`.
+    Checks only what is on this machine, reads no more than one sample of it, and does not call the function of a
+    `dataset`.
     """
     vocab, context = load_vocabulary(run.model.vocab), run.model.context
     evaluates = run.evaluate.every_steps > 0
@@ -226,9 +227,9 @@ def check_text(run: RunFile) -> None:
 
 
 def _check_files(source: SourceSection, key: str) -> None:
-    """ConfigError for a file that is not text, of the first _LOOKED_AT."""
+    """Raises ConfigError if one of the first _CHECKED files is not text."""
     if source.kind in ("text", "jsonl") and source.path != "stdlib":
-        for file in itertools.islice(find_files(source.path, key).values(), _LOOKED_AT):
+        for file in itertools.islice(find_files(source.path, key).values(), _CHECKED):
             try:
                 with open_text(file):
                     pass
@@ -236,8 +237,8 @@ def _check_files(source: SourceSection, key: str) -> None:
                 raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
-def _tokens(corpus: Corpus, vocab: Vocabulary, enough: int) -> tuple[int, int]:
-    """Tokens of a corpus and bytes of its text, counted until there are enough."""
+def _tokens(corpus: Corpus, vocab: Tokenizer, enough: int) -> tuple[int, int]:
+    """Number of tokens of a corpus and of bytes of its text, counted up to `enough` tokens."""
     count = nbytes = 0
     for file in corpus.files:
         for piece in corpus.read(file):

@@ -1,9 +1,9 @@
-"""One file that is fetched by a thread of its own, and may be read meanwhile as far as it has been checked.
+"""Fetch of one file by a thread of its own; checked bytes may be read while it runs.
 
-An index gives the digest of each piece of a file, so that its first samples can be made before its last byte is here,
-and none is ever made of bytes that nobody has checked. A piece that arrives damaged is fetched once more, from where it
-begins. A file without digests of pieces is one piece. A server that sends everything again after a broken line writes
-over nothing that has been checked.
+An index contains the digest of each piece of a file, so that the first samples can be made before the last byte has
+arrived, and never from unchecked bytes. A damaged piece is fetched once more, from its start. A file without piece
+digests is a single piece. If a server sends everything again after a lost connection, checked bytes are not
+overwritten.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import IO, Any, BinaryIO, Final
 
 import outcome
 
-from peerd.compute.data.http_fetch import PassingFault
+from peerd.compute.data.http_fetch import TransientError
 from peerd.compute.file_index import IndexedFile
 from peerd.core.errors import ConfigError
 
-STREAMS: Final = os.name == "posix"  # elsewhere a file that is open cannot be given its name
+STREAMS: Final = os.name == "posix"  # other systems cannot rename an open file
 
 
 class FetchEnded(Exception):
-    """Nobody wants the file any more."""
+    """The file is no longer needed."""
 
 
 class FileFetch:
-    """State of one fetch. The thread tells it the file that it writes and how much of it may be read."""
+    """State of one fetch. Its thread reports the file that it writes and how much of it may be read."""
 
     def __init__(self, size: int, changed: threading.Condition, *, is_ahead: bool) -> None:
-        """`changed`: one for all fetches that wait for each other. `is_ahead`: nobody reads the file yet."""
+        """`changed`: shared by all fetches that wait for each other. `is_ahead`: the file is not being read yet."""
         self.size, self.is_ahead = size, is_ahead
         self._path: Path | None = None
         self._checked = 0
@@ -54,16 +54,16 @@ class FileFetch:
         self._thread = threading.Thread(target=run, name="peerd fetch", daemon=True)
         self._thread.start()
 
-    # --- for the thread -----------------------------------------------------------------------------------------
+    # --- called by the thread -----------------------------------------------------------------------------------
 
     def writes(self, path: Path) -> None:
-        """The fetch writes to the file `path`."""
+        """Report that the fetch writes to the file `path`."""
         with self._changed:
             self._path = path
             self._changed.notify_all()
 
     def checked(self, count: int) -> None:
-        """The first `count` bytes may be read; FetchEnded if nobody wants them."""
+        """Report that the first `count` bytes may be read; raises FetchEnded if they are no longer needed."""
         if self._ended:
             raise FetchEnded
         with self._changed:
@@ -71,37 +71,39 @@ class FileFetch:
             self._changed.notify_all()
 
     def moves(self, path: Path) -> None:
-        """Give the complete file its name."""
+        """Rename the complete file to `path`."""
         with self._changed:
             assert self._path is not None
             os.replace(self._path, path)
             self._path = path
 
-    # --- for others ---------------------------------------------------------------------------------------------
+    # --- called by readers --------------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
         return self._result is not None
 
     def end(self) -> None:
-        """End the fetch at its next bytes, or at once while it waits for another one."""
+        """End the fetch at its next bytes, or at once if it waits for another fetch."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until it is over; raises what the fetch raised."""
+        """Wait until the fetch is over; raises its exception, if any."""
         self.wait_over()
         self._raise()
 
     def wait_over(self, within_s: float | None = None, unless: FileFetch | None = None) -> None:
-        """Wait until it is over, however it ends; or until the fetch `unless`, which waits for it, is to end."""
+        """Wait until the fetch is over, with any result, or until the fetch `unless`, which waits for it, has been
+        ended.
+        """
         with self._changed:
             over = lambda: self._result is not None or (unless is not None and unless._ended)  # noqa: E731
             self._changed.wait_for(over, within_s)
 
     def wait_beyond(self, at: int) -> int:
-        """Wait until more than `at` bytes may be read; returns how many. Raises what the fetch raised before."""
+        """Wait until more than `at` bytes may be read; returns their number. Raises the fetch's exception."""
         with self._changed:
             self._changed.wait_for(lambda: self._result is not None or self._checked > at or at >= self.size)
             if self._checked > at or at >= self.size:
@@ -110,7 +112,7 @@ class FileFetch:
         return self.size
 
     def open(self) -> BinaryIO:
-        """The file as it grows; FileNotFoundError when it is gone already."""
+        """Open the file while it grows; raises FileNotFoundError if it was removed already."""
         with self._changed:
             self._changed.wait_for(lambda: self._path is not None or self._result is not None)
             if self._path is not None and not isinstance(self._result, outcome.Error):
@@ -124,7 +126,7 @@ class FileFetch:
 
 
 class GrowingFile(io.RawIOBase):
-    """A file that is being fetched: a read waits until there are bytes that have been checked."""
+    """A file that is being fetched: a read waits for checked bytes."""
 
     def __init__(self, fetch: FileFetch, file: io.FileIO) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ class GrowingFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` as far as bytes are here; raises what ended the fetch."""
+        """Fill `buffer` with the available bytes; raises the exception that ended the fetch."""
         count = min(len(buffer), max(0, self._fetch.wait_beyond(self._at) - self._at))
         found = os.pread(self._file.fileno(), count, self._at)
         buffer[: len(found)] = found
@@ -158,43 +160,43 @@ class GrowingFile(io.RawIOBase):
 
 
 class CheckedPieces:
-    """Takes the bytes of one file in order. For `Downloader.fetch` it is an empty file."""
+    """Sink of `HttpFetcher.fetch` that checks each piece of one file as its bytes arrive, in order."""
 
     def __init__(self, file: IO[bytes], indexed: IndexedFile, url: str, checked: Callable[[int], None]) -> None:
-        """`checked` is called with the number of bytes from the begin that are right, each time that it has grown.
+        """`checked` is called with the number of checked bytes from the start, each time that it has grown.
 
-        What it raises ends the fetch.
+        An exception that it raises ends the fetch.
         """
         self._file, self._indexed, self._url, self._checked = file, indexed, url, checked
         self.name = str(file.name)
         self._pieces = indexed.pieces or ([indexed.sha256] if indexed.bytes else [])
         self._piece_bytes = indexed.piece_bytes if indexed.pieces else indexed.bytes
-        self._right = 0  # pieces in the file that have been checked
-        self._damaged: int | None = None  # the piece that was damaged last
+        self._right = 0  # number of checked pieces in the file
+        self._damaged: int | None = None  # the last damaged piece
         self.seek(0)
 
     def tell(self) -> int:
         return self._at
 
     def seek(self, at: int) -> int:
-        """Begin again: `at` is 0."""
+        """Start again: `at` is 0."""
         assert at == 0
         self._at, self._hash = 0, hashlib.sha256()
         return 0
 
     def truncate(self) -> int:
-        """Keep the pieces that were checked."""
+        """Does nothing, so that the checked pieces are kept."""
         return self._at
 
     def read(self, count: int) -> bytes:
-        """Bytes of a file that is complete, to compare its digest as a whole."""
+        """Bytes of the complete file, for checking its digest as a whole."""
         self._file.seek(self._at)
         found = self._file.read(count)
         self._at += len(found)
         return found
 
     def write(self, chunk: bytes) -> int:
-        """Take the next bytes; PassingFault for a damaged piece, ConfigError for one that is damaged twice."""
+        """Accept the next bytes; raises PassingFault for a damaged piece, ConfigError if it was damaged before."""
         rest = memoryview(chunk)
         while rest:
             number = self._at // self._piece_bytes
@@ -217,7 +219,7 @@ class CheckedPieces:
             if self._damaged == number:
                 raise ConfigError(self._fault(number))
             self._damaged = number
-            raise PassingFault("what arrived has another SHA-256")
+            raise TransientError("what arrived has another SHA-256")
         if number >= self._right:
             self._file.flush()
             self._right = number + 1

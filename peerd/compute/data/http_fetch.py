@@ -1,11 +1,11 @@
-"""Fetches one address over http(s) into a file: bounded, checked, gone on with where it broke off.
+"""Fetches one http(s) address into a file, with bounds, checks and resumption after a lost connection.
 
-Called in a worker's thread; blocks. The server may be anybody: it can send too little, too much, something else, very
-slowly, for ever, or point elsewhere. So the size is bounded before the first byte and checked after the last; what
-has a digest is believed only with it; certificates are verified; another address may be https, or http as before, and
-nothing else (no file, no ftp); what a stranger named is fetched from the public internet only; each read has a time-out
-and the whole a slowest speed. What may pass (a cut line, a busy server) is tried again after a pause that doubles; what
-will not (404, a wrong certificate) is a ConfigError.
+Called in a worker's thread; blocks. The server is not trusted: it may send too little, too much, other content, very
+slowly, endlessly, or redirect. The size is therefore bounded before the first byte and checked after the last; a known
+digest must match; certificates are verified; a redirect may lead to https, or to http if the request used http, and to
+nothing else (no file, no ftp); addresses given by strangers are fetched from the public internet only. Each read has a
+timeout, and the whole transfer a minimum speed. Temporary failures (a lost connection, a busy server) are retried after
+a pause that doubles. Permanent ones (404, an invalid certificate) raise ConfigError.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from urllib.parse import urlsplit
 from peerd.compute.data.public_connection import PublicHandler
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.limits import HTTP_PAUSE_S, HTTP_REDIRECTS
-from peerd.core.work import ReadInTurn, read_at_once
+from peerd.core.work import RateLimitedRead, read_at_once
 
-READ_TIMEOUT_S: Final = 30.0  # for one read, and for the whole besides what its bytes may take
+READ_TIMEOUT_S: Final = 30.0  # for one read, and for the whole transfer in addition to its bytes
 SLOWEST_BYTES_PER_S: Final = 16 << 10
 PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)  # between attempts
 CHUNK_BYTES: Final = 1 << 20
-PASSING_STATUS: Final = frozenset({408, 416, 425, 429, 500, 502, 503, 504})  # another attempt may be answered
+PASSING_STATUS: Final = frozenset({408, 416, 425, 429, 500, 502, 503, 504})  # another attempt may succeed
 
 
 class DataUnavailable(PeerdError):
-    """A server could not be reached, or broke off each time: perhaps later."""
+    """A server could not be reached, or the connection broke each time; a later attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Expectations of the bytes to be fetched. `size`: exactly, or None where only `most` bounds it."""
+class ExpectedContent:
+    """Expectations of the bytes to be fetched. `size`: exact size, or None if only `most` limits it."""
 
     most: int
     size: int | None = None
     sha256: str = ""
-    told_by: str = "the index"  # where size and digest come from
+    told_by: str = "the index"  # source of size and digest, for messages
 
 
 class FetchSink(Protocol):
-    """Where fetched bytes go: a file, of which only these methods are used."""
+    """Destination of fetched bytes: a file, of which only these methods are used."""
 
     @property
     def name(self) -> str: ...
@@ -71,17 +71,18 @@ class UrlOpener(Protocol):
     def open(self, fullurl: urllib.request.Request, *, timeout: float) -> Any: ...
 
 
-class PassingFault(Exception):
-    """This attempt failed, another may not; `pause_s` is what the server asked for."""
+class TransientError(Exception):
+    """This attempt failed, but another one may succeed; `pause_s` is the pause that the server requested."""
 
     def __init__(self, reason: str, pause_s: float = 0.0) -> None:
         super().__init__(reason)
         self.pause_s = pause_s
 
 
-class Downloader:
-    """Fetches addresses. `in_turn`: how it reads; `public_only`: https to hosts of the public internet, and nothing
-    else. The other arguments are for tests: an opener, a clock, a pause.
+class HttpFetcher:
+    """Fetches addresses. `in_turn`: wraps each read; `public_only`: allow only https to hosts on the public internet.
+
+    The other arguments are for tests: an opener, a clock, a pause.
     """
 
     def __init__(
@@ -89,37 +90,37 @@ class Downloader:
         opener: UrlOpener | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
-        in_turn: ReadInTurn = read_at_once,
+        in_turn: RateLimitedRead = read_at_once,
         public_only: bool = False,
     ) -> None:
         self._public_only = public_only
-        self._opener = opener  # ours is made when first used: it reads all certificates
+        self._opener = opener  # created at first use, since it loads all certificates
         self._clock = clock
         self._pause = pause
         self._in_turn = in_turn
 
-    def fetch(self, url: str, wanted: Wanted, sink: IO[bytes] | FetchSink) -> None:
-        """Write what is at `url` into `sink`, which is empty; ConfigError or DataUnavailable when it cannot be had."""
+    def fetch(self, url: str, wanted: ExpectedContent, sink: IO[bytes] | FetchSink) -> None:
+        """Fetch `url` into `sink`, which is empty; raises ConfigError or DataUnavailable on failure."""
         damaged = False
         for pause_s in (*PAUSES_S, None):
             try:
                 self._attempt(url, wanted, sink)
                 if _fits(wanted, sink):
                     return
-                if damaged:  # once may be a line that damages, twice is the file
+                if damaged:  # the first mismatch may be a transfer error, a second one is the file
                     raise ConfigError(f"{url}: its SHA-256 is not {wanted.sha256}, as {wanted.told_by} says")
                 damaged = True
                 _empty(sink)
-                raise PassingFault("what arrived has another SHA-256")
-            except PassingFault as failure:
+                raise TransientError("what arrived has another SHA-256")
+            except TransientError as failure:
                 if pause_s is None:
                     raise DataUnavailable(f"{url}: {failure} (tried {len(PAUSES_S) + 1} times)") from failure
                 self._pause(max(pause_s, failure.pause_s))
 
-    def _attempt(self, url: str, wanted: Wanted, sink: IO[bytes] | FetchSink) -> None:
-        """Fetch what `sink` does not have yet."""
+    def _attempt(self, url: str, wanted: ExpectedContent, sink: IO[bytes] | FetchSink) -> None:
+        """Fetch the bytes that `sink` does not have yet."""
         if not wanted.sha256:
-            _empty(sink)  # nothing would show that two halves belong together
+            _empty(sink)  # without a digest, two parts cannot be checked to belong together
         have = sink.tell()
         opener = self._opener = self._opener or _safe_opener(self._public_only)
         request = urllib.request.Request(url, headers={"User-Agent": "peerd", "Accept-Encoding": "identity"})
@@ -132,16 +133,16 @@ class Downloader:
                 self._copy(url, answer, wanted, sink)
         except HTTPError as error:
             error.close()
-            if error.code == 416:  # it has no more than we got: begin again
+            if error.code == 416:  # the server has no more bytes than `sink`: start again
                 _empty(sink)
             if error.code in PASSING_STATUS:
-                raise PassingFault(f"the server says {error.code} {error.reason}", _asked_pause(error)) from error
+                raise TransientError(f"the server says {error.code} {error.reason}", _asked_pause(error)) from error
             raise ConfigError(f"{url}: the server says {error.code} {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
             raise _reason(url, error) from error
 
-    def _copy(self, url: str, answer: Any, wanted: Wanted, sink: IO[bytes] | FetchSink) -> None:
-        took_s = 0.0  # of the server's; waiting for our turn is no fault of its
+    def _copy(self, url: str, answer: Any, wanted: ExpectedContent, sink: IO[bytes] | FetchSink) -> None:
+        took_s = 0.0  # only the server's time, without waiting for our turn
         begin = sink.tell()
         _check_length(url, answer, wanted, begin)
 
@@ -157,22 +158,22 @@ class Downloader:
                 raise ConfigError(f"{url}: {_too_large(wanted)}")
             _write(sink, chunk)
             if took_s > READ_TIMEOUT_S + (sink.tell() - begin) / SLOWEST_BYTES_PER_S:
-                raise PassingFault(f"slower than {SLOWEST_BYTES_PER_S >> 10} KiB/s")
+                raise TransientError(f"slower than {SLOWEST_BYTES_PER_S >> 10} KiB/s")
         whole = _content_length(answer)
         expected = wanted.size if wanted.size is not None else None if whole is None else begin + whole
         if expected is not None and sink.tell() < expected:
-            raise PassingFault(f"broke off after {sink.tell()} of {expected} bytes")
+            raise TransientError(f"broke off after {sink.tell()} of {expected} bytes")
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Redirects are followed a few times, and never from https to something weaker."""
+    """Follows a few redirects, never from https to a weaker scheme."""
 
     max_redirections = HTTP_REDIRECTS
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
-        fp.close()  # or what came with the redirect would be read to its end, however long it is
+        fp.close()  # otherwise the redirect's body would be read to its end, however long
         allowed = {"https"} if req.type == "https" else {"http", "https"}
         if urlsplit(newurl).scheme not in allowed:
             raise ConfigError(f"{req.full_url}: the server points to {newurl[:200]}; allowed: {' or '.join(allowed)}")
@@ -180,7 +181,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _safe_opener(public_only: bool) -> UrlOpener:
-    """An opener for http and https and nothing else, by the machine's proxies and certificates."""
+    """An opener for http and https only, with the machine's proxies and certificates."""
     opener, tls = urllib.request.OpenerDirector(), ssl.create_default_context()
     http_and_https = (urllib.request.HTTPHandler(), urllib.request.HTTPSHandler(context=tls))
     for handler in (
@@ -200,8 +201,8 @@ def _empty(sink: IO[bytes] | FetchSink) -> None:
     sink.truncate()
 
 
-def _fits(wanted: Wanted, sink: IO[bytes] | FetchSink) -> bool:
-    """True when the digest is right, or none is known."""
+def _fits(wanted: ExpectedContent, sink: IO[bytes] | FetchSink) -> bool:
+    """True if the digest matches, or none is known."""
     if not wanted.sha256:
         return True
     digest = hashlib.sha256()
@@ -212,11 +213,11 @@ def _fits(wanted: Wanted, sink: IO[bytes] | FetchSink) -> bool:
 
 
 def _goes_on(answer: Any, have: int) -> bool:
-    """True when this is the part that was asked for; a server may also send everything again."""
+    """True if this is the requested part; a server may also send everything again."""
     return answer.status == 206 and str(answer.headers.get("Content-Range", "")).startswith(f"bytes {have}-")
 
 
-def _check_length(url: str, answer: Any, wanted: Wanted, begin: int) -> None:
+def _check_length(url: str, answer: Any, wanted: ExpectedContent, begin: int) -> None:
     length = _content_length(answer)
     if length is None:
         return
@@ -227,7 +228,7 @@ def _check_length(url: str, answer: Any, wanted: Wanted, begin: int) -> None:
         raise ConfigError(f"{url}: has {whole} bytes; {wanted.told_by} says {wanted.size}")
 
 
-def _too_large(wanted: Wanted) -> str:
+def _too_large(wanted: ExpectedContent) -> str:
     return (
         f"more than the {wanted.most} that are allowed"
         if wanted.size is None
@@ -252,13 +253,13 @@ def _reason(url: str, error: OSError | http.client.HTTPException) -> Exception:
     if isinstance(cause, ssl.SSLCertVerificationError):
         return ConfigError(f"{url}: the server's certificate is not valid: {cause.verify_message}")
     if isinstance(cause, TimeoutError):
-        return PassingFault(f"no answer within {READ_TIMEOUT_S:g} s")
+        return TransientError(f"no answer within {READ_TIMEOUT_S:g} s")
     text = str(cause.strerror or cause) if isinstance(cause, OSError) else str(cause)
-    return PassingFault(text[:200] or type(cause).__name__)
+    return TransientError(text[:200] or type(cause).__name__)
 
 
 def _write(sink: IO[bytes] | FetchSink, chunk: bytes) -> None:
-    """A full disk is this machine's fault, and no reason to ask the server again."""
+    """Write a chunk. A full disk is this machine's fault, so it is not retried."""
     try:
         sink.write(chunk)
     except OSError as error:

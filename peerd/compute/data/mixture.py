@@ -1,10 +1,10 @@
-"""Order of draws from several sources, such that at every moment each has had its share.
+"""Order of draws from several sources in which every source has its share at any time.
 
-This is Tijdeman's answer to the chairman assignment problem (Discrete Mathematics 32, 1980): among those that may be
-drawn, the one whose share would be exceeded first. After n draws a source of weight w was drawn n * w times, give or
-take 1 - 1 / (2k - 2) for k sources, for ever. A start that is off by up to 1 / (2k - 2) lets peers begin at different
-places of the order and keeps the distance below 1. It is all in whole numbers: nothing drifts, machines agree, and
-the state is how often each source was drawn.
+This is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): of the sources that may
+be drawn, it picks the one whose share would be exceeded first. After n draws, a source of weight w was drawn n * w
+times, within 1 - 1 / (2k - 2) for k sources, at any n. A random start offset of up to 1 / (2k - 2) lets peers begin at
+different points of the order, and keeps that error below 1. All arithmetic uses integers, so nothing drifts and
+machines agree. The state is the number of draws from each source.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from fractions import Fraction
 from math import lcm
 from typing import Final
 
-_STARTS: Final = 1 << 16  # how finely the start is drawn
+_STARTS: Final = 1 << 16  # resolution of the random start
 
 
 class Mixture:
-    """An endless order of source numbers; `counts` says how often each was drawn; set it to go on from there."""
+    """An endless order of source numbers. `counts` is the number of draws from each; set it to resume from there."""
 
     def __init__(self, weights: Sequence[float], rng: random.Random) -> None:
-        """`weights`: above 0, of any sum; taken as the decimals that they are written in. `rng` draws the start."""
+        """`weights`: positive, of any sum, converted exactly from their decimal text. `rng` draws the start."""
         shares = [Fraction(repr(weight)) for weight in weights]
         scale = lcm(*(share.denominator for share in shares))
         parts = [int(share * scale) for share in shares]
         slack = max(1, 2 * len(parts) - 2)
-        # In units so small that a draw, a share of one and the start are all whole numbers.
+        # In units small enough that a draw, a share of it and the start are all integers.
         self._shares = [part * slack * _STARTS for part in parts]
         self._one = sum(self._shares)
         self._slack = self._one // slack
@@ -35,7 +35,7 @@ class Mixture:
         self.counts = [0] * len(parts)
 
     def draw(self) -> int:
-        """The next source."""
+        """The number of the next source."""
         number = sum(self.counts) + 1
         lead, best = Fraction(0), -1
         for source, (share, start, count) in enumerate(zip(self._shares, self._start, self.counts, strict=True)):
@@ -48,7 +48,7 @@ class Mixture:
         return best
 
     def _draw_start(self, rng: random.Random) -> list[int]:
-        """Initial debt to each source before the first draw: of sum 0, small enough for the bound, not below a
+        """Random initial debt to each source: their sum is 0, each is within the bound, and none is below minus a
         share.
         """
         lowest = [-min(self._slack, share) for share in self._shares]

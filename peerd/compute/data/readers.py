@@ -1,9 +1,9 @@
-"""One file of text in pieces: plain text, JSONL, Parquet. A piece is what lies between two cursors.
+"""Reads a text file in pieces: plain text, JSONL, Parquet. A piece is the text between two cursors.
 
-Reading from a cursor always gives the same piece and the same next cursor, so a reader can go on from any cursor it
-kept. Never more than one piece (of Parquet: 64 rows) is in memory. A document ends with the file (text), the line
-(JSONL) or the row (Parquet). What is wrong with a file is a ConfigError that names file and line; a row that gives no
-text is reported to the `RowFaults` of the read, which decide whether reading goes on.
+Reading from a cursor always gives the same piece and the same next cursor, so a reader can resume from any cursor that
+it kept. At most one piece (for Parquet: 64 rows) is in memory. A document ends with the file (text), the line (JSONL)
+or the row (Parquet). A fault of the file raises ConfigError with file and line; a row without text is reported to the
+read's `RowFaults`, which decides whether reading continues.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from peerd.compute.data.skipped_rows import RowFaults
 from peerd.compute.data.text_stream import DataFile, FilePart, TextStream, open_text
 from peerd.core.errors import ConfigError
 
-PIECE_BYTES: Final = 1 << 16  # of a text file; small, so that the first sample is there at once
+PIECE_BYTES: Final = 1 << 16  # of a text file; small, so that the first sample is available quickly
 LINE_BYTES: Final = 64 << 20  # a longer JSONL line is a broken file
-ROWS: Final = 64  # of Parquet, read at once
+ROWS: Final = 64  # Parquet rows read at once
 
-Text = bytes | npt.NDArray[np.integer[Any]]  # UTF-8, or token numbers already
+Text = bytes | npt.NDArray[np.integer[Any]]  # UTF-8, or token numbers
 
 
 class Field(NamedTuple):
-    """The name of a JSONL field or a Parquet column, and the key of the run file that says so."""
+    """Name of a JSONL field or a Parquet column, and the key in the run file that sets it."""
 
     name: str
     key: str
 
 
 class Cursor(NamedTuple):
-    """A place in one file: `at` counts bytes (text, JSONL) or rows (Parquet), `line` the lines before it (JSONL)."""
+    """A place in one file: `at` counts bytes (text, JSONL) or rows (Parquet), `line` counts the lines before it
+    (JSONL).
+    """
 
     at: int = 0
     line: int = 0
 
 
 class TextPiece(NamedTuple):
-    """Text that starts at a cursor, and whether its document ends with it."""
+    """Text that starts at a cursor. `ends`: its document ends with it."""
 
     start: Cursor
     text: Text
@@ -51,7 +53,7 @@ class TextPiece(NamedTuple):
 
 
 def read_text(file: DataFile, part: FilePart, cursor: Cursor | None) -> Iterator[TextPiece]:
-    """Each span of the part is one document."""
+    """Read a plain text file; each span of the part is one document."""
     first = 0 if cursor is None else cursor.at
     with open_text(file) as stream:
         for start, end in part.spans(stream.size):
@@ -62,7 +64,7 @@ def read_text(file: DataFile, part: FilePart, cursor: Cursor | None) -> Iterator
             while at < end:
                 wanted = min(PIECE_BYTES, end - at)
                 is_last = at + wanted == end
-                begin += stream.read(wanted + (not is_last) - len(begin))  # a byte more: does the file go on?
+                begin += stream.read(wanted + (not is_last) - len(begin))  # one byte more: does the file continue?
                 if not begin:
                     return
                 ends = is_last or len(begin) <= wanted
@@ -72,7 +74,7 @@ def read_text(file: DataFile, part: FilePart, cursor: Cursor | None) -> Iterator
 
 
 def _whole_words(text: bytes) -> bytes:
-    """Up to the last line end, else the last space, else the last whole character: a tokenizer must not see the cut."""
+    """Cut after the last line end, else the last space or whole character, so that no tokenizer sees a split word."""
     for mark in (b"\n", b" "):
         if cut := text.rfind(mark) + 1:
             return text[:cut]
@@ -83,7 +85,7 @@ def _whole_words(text: bytes) -> bytes:
 
 
 class _BadRow(Exception):
-    """A row gives no text. `empty`: its text is null."""
+    """A row without text. `empty`: its text is null."""
 
     def __init__(self, fault: str, *, empty: bool = False) -> None:
         super().__init__(fault)
@@ -97,7 +99,7 @@ class _BadRow(Exception):
 def read_jsonl(
     file: DataFile, part: FilePart, cursor: Cursor | None, field: Field, faults: RowFaults
 ) -> Iterator[TextPiece]:
-    """Each line is an object with a string under `field`; a line belongs to the part in which it starts."""
+    """Read lines that are objects with a string under `field`; a line belongs to the part in which it starts."""
     with open_text(file) as stream:
         spans, start, end = part.spans(stream.size), 0, 0
         at, line = (0, 0) if cursor is None else cursor
@@ -123,7 +125,7 @@ def read_jsonl(
 
 
 def _rest_of_line(stream: TextStream, raw: bytes) -> int:
-    """Read over the rest of a line of which `raw` is as much as is read at once; returns its bytes."""
+    """Skip the rest of a line whose first bytes are `raw`; returns the number of bytes skipped."""
     rest, last = 0, raw
     while len(last) >= LINE_BYTES and not last.endswith(b"\n"):
         last = stream.readline(LINE_BYTES)
@@ -147,7 +149,7 @@ def _document(raw: bytes, field: Field) -> bytes:
 
 
 def _json(raw: bytes, field: Field) -> Any:
-    """A line's value. NaN and Infinity, which many programs write, are taken."""
+    """A line's value. Accepts NaN and Infinity, which many programs write."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -160,7 +162,7 @@ def _json(raw: bytes, field: Field) -> Any:
 def read_parquet(
     file: DataFile, part: FilePart, cursor: Cursor | None, field: Field, faults: RowFaults
 ) -> Iterator[TextPiece]:
-    """Each row's `field` is a document."""
+    """Read rows; each row's `field` is a document."""
     try:
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as error:
@@ -188,11 +190,11 @@ def _check_column(table: Any, field: Field, file: DataFile) -> None:
         raise ConfigError(f"{file}: no column {field.name!r} ({field.key}); there are {', '.join(schema.names)[:200]}")
     kind = str(schema.field(field.name).type)
     if kind not in ("string", "large_string", "string_view"):
-        raise ConfigError(f"{file}: column {field.name!r} ({field.key}) holds {kind}, not text")
+        raise ConfigError(f"{file}: column {field.name!r} ({field.key}) contains {kind}, not text")
 
 
 def _utf8(value: bytes | None) -> bytes:
-    """The text of one row. Parquet does not check what writers call text."""
+    """The text of one row, checked, because Parquet writers may store invalid UTF-8."""
     if value is None:
         raise _BadRow("the text is null", empty=True)
     try:
@@ -203,7 +205,7 @@ def _utf8(value: bytes | None) -> bytes:
 
 
 def _rows(table: Any, field: Field, start: int, end: int) -> Iterator[tuple[int, bytes | None]]:
-    """Rows `start` to `end`, row group by row group; whole groups before `start` are not read."""
+    """Rows `start` to `end`, by row group; skips whole groups before `start` without reading them."""
     row, as_bytes = 0, import_module("pyarrow").large_binary()
     for group in range(table.num_row_groups):
         rows = table.metadata.row_group(group).num_rows

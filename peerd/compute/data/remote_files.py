@@ -1,9 +1,10 @@
-"""Files under an http(s) address: listed by an index, fetched when opened or shortly before, kept in a bounded folder.
+"""Files under an http(s) address: listed by an index, fetched when opened or shortly before, cached in a bounded
+folder.
 
-A file is kept under its SHA-256, so that runs and processes of one user share it, and nothing that a server says can
-name a path on this machine. What was used longest ago makes room. Several processes may use the folder at once: a
-file appears whole or not at all, and one that another process took away is fetched again. A file that is open stays
-readable when it is taken away (where the system does not allow that, it is not taken away).
+A file is stored under its SHA-256, so that all runs and processes of a user share it, and a server cannot choose a path
+on this machine. The least recently used files are deleted first. Several processes may use the folder at once: a file
+appears only when complete, and is fetched again if another process deleted it. An open file stays readable after its
+deletion (on systems that do not allow this, it is not deleted).
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from typing import BinaryIO, Final, Literal
 from urllib.parse import quote, urljoin
 
 from peerd.compute.data.file_fetch import STREAMS, CheckedPieces, FetchEnded, FileFetch
-from peerd.compute.data.http_fetch import Downloader, Wanted
+from peerd.compute.data.http_fetch import ExpectedContent, HttpFetcher
 from peerd.compute.file_index import INDEX_NAME, IndexedFile, parse_index
 from peerd.core.errors import ConfigError
 from peerd.core.limits import INDEX_BYTES
 from peerd.core.run.runfile import SourceSection
 
 CACHE_BYTES: Final = 10 << 30
-ABANDONED_S: Final = 3600.0  # a half-fetched file that nobody wrote to for so long has no owner any more
-_LAST_BYTES_S: Final = 5.0  # for the server of a fetch that is ended to send something
-_TRIES: Final = 5  # to open what other processes may take away
+ABANDONED_S: Final = 3600.0  # a partial file without writes for that long is abandoned
+_LAST_BYTES_S: Final = 5.0  # wait for an ended fetch, until its server sends something
+_TRIES: Final = 5  # attempts to open a file that other processes may delete
 
 
 def is_remote(path: str) -> bool:
-    """True when `data.path` is an http(s) address."""
+    """True if `data.path` is an http(s) address."""
     return path.startswith(("http://", "https://"))
 
 
 def default_folder() -> Path:
-    """This platform's folder for files that programs can fetch again."""
+    """This platform's cache folder."""
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "peerd" / "cache"
     elif sys.platform == "darwin":
@@ -51,22 +52,21 @@ def default_folder() -> Path:
     return base / "data"
 
 
-class Cache:
-    """A folder for fetched files of at most `most_bytes` together. Threads may share it."""
+class RemoteFileCache:
+    """A folder of fetched files, at most `most_bytes` in total. Threads may share it."""
 
-    def __init__(self, folder: Path, most_bytes: int = CACHE_BYTES, downloader: Downloader | None = None) -> None:
+    def __init__(self, folder: Path, most_bytes: int = CACHE_BYTES, downloader: HttpFetcher | None = None) -> None:
         self.folder, self.most_bytes = folder, most_bytes
-        self.downloader = downloader or Downloader()
+        self.downloader = downloader or HttpFetcher()
         self._fetches: dict[str, FileFetch] = {}  # by SHA-256
         self._changed = threading.Condition()  # of all fetches
-        # (key of a source, thread that reads it) -> SHA-256 of the file that was opened last
-        self._read: dict[tuple[str, int], str] = {}
-        self._choosing = threading.Lock()  # held while fetches begin and end, at most _LAST_BYTES_S
+        self._read: dict[tuple[str, int], str] = {}  # (key of a source, thread) -> SHA-256 of the last opened file
+        self._choosing = threading.Lock()  # held while fetches start and end, at most _LAST_BYTES_S
 
     def open(self, url: str, file: IndexedFile, key: str) -> BinaryIO:
-        """The file, which is fetched if it is not here; ConfigError or DataUnavailable when that is not possible.
+        """Open a file, fetching it if it is missing; raises ConfigError or DataUnavailable if that fails.
 
-        It may be read from as soon as its first piece is here; a read waits for bytes that are not.
+        It can be read once its first piece is available; a read waits for missing bytes.
         """
         self._check_size(url, file, key)
         self._read[key, threading.get_ident()] = file.sha256
@@ -77,20 +77,20 @@ class Cache:
                 if os.fstat(stream.fileno()).st_size == file.bytes:
                     _touch(path)
                     return stream
-                stream.close()  # a disk that was full, or somebody's hand
+                stream.close()  # truncated by a full disk, or changed by someone
             with contextlib.suppress(FileNotFoundError, FetchEnded):
                 with self._choosing:
                     fetch = self._fetch(url, file)
                 if STREAMS and file.pieces:
                     return fetch.open()
-                fetch.wait()  # before it is complete nobody knows whether any of it is right
-        raise ConfigError(f"{path}: is taken away as soon as it is there; the cache is too small for its users")
+                fetch.wait()  # without piece digests, it is checked only when complete
+        raise ConfigError(f"{path}: was deleted by another process each time; the cache is too small for its users")
 
     def fetch_ahead(self, url: str, file: IndexedFile) -> None:
-        """Start to fetch a file that will be read next, if it finds room beside what is read now.
+        """Start to fetch a file that will be read next, if there is room beside the files being read.
 
-        At most one is on its way, after those that somebody waits for. A failure is reported when the file is opened,
-        and fetched anew.
+        At most one such fetch exists; it runs after fetches that readers wait for. A failed one is retried, and
+        reported, when the file is opened.
         """
         with self._choosing:
             self._clear()
@@ -108,7 +108,7 @@ class Cache:
             raise ConfigError(f"{key}.path: {url} has {file.bytes} bytes, the cache {self.folder} {self.most_bytes}")
 
     def _fetch(self, url: str, file: IndexedFile) -> FileFetch:
-        """The fetch of a file that somebody wants to read: one that is under way, or a new one."""
+        """The fetch of a file that a reader needs: a running one or a new one."""
         self._clear()
         fetch = self._fetches.get(file.sha256)
         if fetch is not None:
@@ -132,7 +132,7 @@ class Cache:
         return fetch
 
     def _run_ahead(self, url: str, file: IndexedFile, fetch: FileFetch, others: list[FileFetch]) -> None:
-        """A fetch ahead, in its thread."""
+        """Thread of a fetch ahead."""
         for other in others:
             other.wait_over(unless=fetch)
             fetch.checked(0)
@@ -149,7 +149,7 @@ class Cache:
         return [fetch for fetch in list(self._fetches.values()) if fetch is not mine and not fetch.is_over]
 
     def _run(self, url: str, file: IndexedFile, fetch: FileFetch) -> None:
-        """A fetch, in its thread."""
+        """Thread of a fetch."""
         try:
             part = tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False)  # noqa: SIM115
         except OSError as error:
@@ -157,7 +157,7 @@ class Cache:
         try:
             with part:
                 fetch.writes(Path(part.name))
-                wanted = Wanted(most=file.bytes, size=file.bytes, sha256=file.sha256)
+                wanted = ExpectedContent(most=file.bytes, size=file.bytes, sha256=file.sha256)
                 self.downloader.fetch(url, wanted, CheckedPieces(part.file, file, url, fetch.checked))
             fetch.moves(self.folder / file.sha256)
         finally:
@@ -169,7 +169,7 @@ class Cache:
         self._fetches = {digest: fetch for digest, fetch in self._fetches.items() if not fetch.is_over}
 
     def _end_those_ahead(self) -> None:
-        """End them for their room; one whose server sends nothing is not waited for, and frees its room later."""
+        """End fetches ahead to free their room; does not wait long for one whose server sends nothing."""
         ended = {digest: fetch for digest, fetch in self._fetches.items() if fetch.is_ahead}
         for fetch in ended.values():
             fetch.end()
@@ -178,9 +178,9 @@ class Cache:
         self._clear()
 
     def _room_for(self, wanted_bytes: int, beside: Iterable[FileFetch], spared: Collection[str] = ()) -> bool:
-        """Take away what was used longest ago, but for those `spared`, until `wanted_bytes` more fit `beside` fetches.
+        """Delete least recently used files, except `spared`, until `wanted_bytes` more fit `beside` the other fetches.
 
-        Takes away what was abandoned, too. False if the bytes do not fit.
+        Also deletes abandoned files. Returns False if the bytes do not fit.
         """
         kept = sorted(self._kept())
         total = sum(size for _, size, _ in kept) + wanted_bytes + sum(fetch.size for fetch in beside)
@@ -190,7 +190,7 @@ class Cache:
         for size, path in removable:
             if total <= self.most_bytes:
                 break
-            with contextlib.suppress(OSError):  # gone already, or open where that forbids it
+            with contextlib.suppress(OSError):  # already deleted, or open on a system that then forbids it
                 path.unlink()
                 total -= size
         return total <= self.most_bytes
@@ -212,12 +212,12 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """One file of an index; behaves as far as readers need like a Path."""
+    """One file of an index, with the methods of a Path that readers need."""
 
     url: str
     indexed: IndexedFile
     key: str  # of the source in the run file, for messages
-    cache: Cache
+    cache: RemoteFileCache
 
     @property
     def name(self) -> str:
@@ -234,12 +234,16 @@ class RemoteFile:
         self.cache.fetch_ahead(self.url, self.indexed)
 
 
-def remote_files(source: SourceSection, key: str, cache: Cache) -> dict[str, RemoteFile]:
-    """Every file of the index under `source.path`, by name; ConfigError or DataUnavailable when it cannot be had."""
+def remote_files(source: SourceSection, key: str, cache: RemoteFileCache) -> dict[str, RemoteFile]:
+    """All files of the index under `source.path`, by name; raises ConfigError or DataUnavailable if it cannot be
+    fetched.
+    """
     base = source.path if source.path.endswith("/") else f"{source.path}/"
     url, raw = urljoin(base, INDEX_NAME), io.BytesIO()
     try:
-        cache.downloader.fetch(url, Wanted(most=INDEX_BYTES, sha256=source.digest, told_by=f"{key}.digest"), raw)
+        cache.downloader.fetch(
+            url, ExpectedContent(most=INDEX_BYTES, sha256=source.digest, told_by=f"{key}.digest"), raw
+        )
         files = parse_index(raw.getvalue(), url)
     except ConfigError as error:
         raise ConfigError(f"{key}.path: {error}") from error
@@ -249,6 +253,6 @@ def remote_files(source: SourceSection, key: str, cache: Cache) -> dict[str, Rem
 
 
 def _touch(path: Path) -> None:
-    now_ns = time.time_ns()  # finer than what the file system would write by itself
+    now_ns = time.time_ns()  # finer resolution than the file system's own timestamps
     with contextlib.suppress(OSError):
         os.utime(path, ns=(now_ns, now_ns))

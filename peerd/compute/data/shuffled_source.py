@@ -1,14 +1,14 @@
 """An endless stream of samples from one source: files in random order, cut into samples, shuffled.
 
-The text of all documents, with separators, is cut into samples of context + 1 tokens; a sample's last token is the
-next one's first, so every token is predicted once. Samples are shuffled in blocks of `shuffle_buffer`: while one
-block is handed out in random order the next is read, one or two samples for each that leaves, so there is never a
-long wait, and at most two blocks are in memory. The first block is cut short where reading it would take long, and
-the next double in size, so the first sample is there at once. After the last file a new epoch starts in a new order,
-so a small source serves as often as it is asked.
+The text of all documents, with separators, is cut into samples of context + 1 tokens. The last token of a sample is the
+first of the next one, so every token is predicted once. Samples are shuffled in blocks of `shuffle_buffer`. While the
+samples of one block are returned in random order, the next block is read, one or two samples for each sample returned,
+so there is never a long wait, and at most two blocks are in memory. The first block is smaller if reading it would take
+long, and the next ones double in size, so the first sample is available quickly. After the last file a new epoch starts
+in a new order, so a small source can supply any number of samples.
 
-Everything follows from the name of the random numbers: the same name gives the same samples. A position is a few
-numbers: where the block at hand begins and how much of it is used up. Resuming reads that block again (at most
+The name of the random numbers determines the samples: equal names give equal samples. A position is a few numbers: the
+start of the current block and how many of its samples were taken. Resuming reads that block again (at most
 `block_samples`), not the stream from its start. ConfigErrors name file and line.
 """
 
@@ -26,20 +26,20 @@ import numpy.typing as npt
 
 from peerd.compute.data.corpus import Corpus, Documents, Split
 from peerd.compute.data.readers import Cursor, TextPiece
-from peerd.compute.data.remote_files import Cache
+from peerd.compute.data.remote_files import RemoteFileCache
 from peerd.compute.data.skipped_rows import SkippedRows
 from peerd.compute.data.user_dataset import Dataset
-from peerd.compute.tokenizer import Vocabulary
+from peerd.compute.tokenizer import Tokenizer
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import SourceSection
 
-_LOOK_AHEAD: Final = 32  # pieces between two looks whether the next file can be fetched
+_LOOK_AHEAD: Final = 32  # pieces between two attempts to fetch the next file ahead
 
 Tokens = npt.NDArray[Any]
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Start of a sample: `skip` tokens into the piece at a cursor of the n-th file of an epoch's order."""
+    """Start of a sample: `skip` tokens into the piece at a cursor, in the n-th file of an epoch's order."""
 
     epoch: int = 0
     file: int = 0
@@ -48,7 +48,7 @@ class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class StreamPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Position of a stream: the block at hand, its size and where it begins, and how many of it were taken."""
+    """Position of a stream: number, size and start of the current block, and how many of its samples were taken."""
 
     block: int
     size: int
@@ -57,7 +57,7 @@ class StreamPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Run(NamedTuple):
-    """The tokens of one piece, where they begin, and the file that they are from."""
+    """The tokens of one piece, their start, and their file."""
 
     place: _Place
     tokens: Tokens
@@ -65,7 +65,7 @@ class _Run(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The tokens of one sample, and where it begins: a token of the piece at a cursor of a file."""
+    """The tokens of one sample, and its start: a token of the piece at a cursor of a file."""
 
     tokens: Tokens
     file: str
@@ -74,32 +74,32 @@ class _Sample(NamedTuple):
 
     @property
     def origin(self) -> str:
-        """Where it begins, for messages: the line of a JSONL file, else the byte or row of the piece; and the token."""
+        """The start as text: the line of a JSONL file, or the byte or row of the piece, and the token."""
         at, line = self.cursor
         piece = f"line {line + 1}" if line else f"text at {at}"
         return f"{self.file}, {piece}, token {self.token}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
-    """Rules for cutting a source into samples, and the names to use."""
+class SampleCutter:
+    """Settings for cutting a source into samples."""
 
-    vocab: Vocabulary
+    vocab: Tokenizer
     context: int
     split: Split
     holdout: float
     first_samples: int  # of the first block
-    block_samples: int  # of later ones
+    block_samples: int  # of later blocks
     name: str  # of the random numbers
     key: str  # of the source in the run file, for messages
-    cache: Cache | None = None
-    strict: bool = False  # a row without text is an error
+    cache: RemoteFileCache | None = None
+    strict: bool = False  # a row without text raises ConfigError
 
 
 class SourceStream:
-    """Samples of one source. `next` reads files: call it on a worker."""
+    """Samples of one source. `next` reads files, so call it on a worker."""
 
-    def __init__(self, source: SourceSection, cutting: Cutting) -> None:
+    def __init__(self, source: SourceSection, cutting: SampleCutter) -> None:
         self._documents = _documents(source, cutting)
         self._cutting = cutting
         self._vocab = cutting.vocab
@@ -122,19 +122,19 @@ class SourceStream:
         return StreamPosition(self._block, self._size, self._taken, self._block_place)
 
     def has(self, position: StreamPosition) -> bool:
-        """True when this stream could stand at `position`, as far as can be seen without reading."""
+        """True if `position` is valid for this stream, as far as can be checked without reading."""
         place = position.place
         if place.epoch < 0 or position.block < 0 or not 0 <= place.file < self.files or place.skip < 0:
             return False
         return 0 <= position.taken <= position.size <= self._most and (place.cursor is None or min(place.cursor) >= 0)
 
     def go_to(self, position: StreamPosition) -> None:
-        """Go on from there: read the block of `position` and use up what was taken of it."""
+        """Move to `position`: read its block, and drop the samples that were taken."""
         self._runs = self._tokens(position.place)
         self._run = _Run(position.place, np.empty(0, dtype=np.uint8))
         self._at = position.place.skip  # tokens of self._run used up
-        self._fresh: list[_Sample] = []  # the next block, as far as it was read
-        self.origin = ""  # where the sample that was taken last begins, for messages
+        self._fresh: list[_Sample] = []  # the part of the next block read so far
+        self.origin = ""  # where the last taken sample begins, for messages
         self._block, self._size = position.block, position.size
         self._fresh_place = position.place
         self._fill(position.size)
@@ -143,7 +143,7 @@ class SourceStream:
             self.next()
 
     def _begin(self, block: int, size: int) -> None:
-        """Hand out what was read, in random order, and start to read the block after it."""
+        """Make the block just read the current one, shuffled, and start to read the next block."""
         self._block, self._size, self._taken = block, size, 0
         self._block_place, self._ready, self._fresh = self._fresh_place, self._fresh, []
         self._rng(f"block {block}").shuffle(self._ready)
@@ -154,7 +154,7 @@ class SourceStream:
     def next(self) -> Tokens:
         """The next sample, context + 1 tokens.
 
-        One out, so many in that the next block is there when this one is used up.
+        Reads enough samples each time that the next block is complete when this one is used up.
         """
         if not self._ready:
             self._begin(self._block + 1, self._next_size)
@@ -170,7 +170,7 @@ class SourceStream:
             self._fresh.append(self._cut())
 
     def _cut(self) -> _Sample:
-        """The next context + 1 tokens of the text; the last of them will be the first of the sample after."""
+        """The next context + 1 tokens of the text; the last one is also the first of the following sample."""
         parts: list[Tokens] = []
         missing = self._cutting.context + 1
         self._locate()
@@ -186,7 +186,7 @@ class SourceStream:
             self._at += len(part)
 
     def _locate(self) -> None:
-        """Have at least one token of the present run left."""
+        """Move to the next run if the current one has no tokens left."""
         while self._at >= len(self._run.tokens):
             self._at -= len(self._run.tokens)
             self._run = next(self._runs)
@@ -219,7 +219,7 @@ class SourceStream:
             epoch, file = epoch + 1, 0
 
     def _order(self, epoch: int) -> list[int]:
-        """The files of an epoch, in the order in which they are read."""
+        """Indices of the files of an epoch, in reading order."""
         order = list(range(self.files))
         self._rng(f"epoch {epoch}").shuffle(order)
         return order
@@ -232,7 +232,7 @@ class SourceStream:
         return tokens
 
     def _checked(self, tokens: Tokens, at: Cursor) -> Tokens:
-        """Token numbers that somebody else made, if the vocabulary has them all."""
+        """Token numbers from the user's dataset; raises ConfigError if the vocabulary lacks one."""
         size = self._vocab.size
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
             raise ConfigError(
@@ -245,7 +245,7 @@ class SourceStream:
         return random.Random(hashlib.sha256(f"{self._cutting.name} {purpose}".encode()).digest())
 
 
-def _documents(source: SourceSection, cutting: Cutting) -> Documents:
+def _documents(source: SourceSection, cutting: SampleCutter) -> Documents:
     if source.kind == "dataset":
         return Dataset(source.path, f"{cutting.key}.path", cutting.split, cutting.name)
     return Corpus(source, cutting.holdout, cutting.split, cutting.key, cutting.cache, strict=cutting.strict)

@@ -1,7 +1,7 @@
-"""Rows of JSONL and Parquet files that give no text: left out and counted, or an error (`data.strict`).
+"""Rows of JSONL and Parquet files without text: skipped and counted, or an error (`data.strict`).
 
-`SkippedRows` is shared by all reads of a source. A row counts once, although a stream that resumes, and each epoch,
-reads it again; only the first _REMEMBERED rows are told apart that way.
+All reads of a source share one `SkippedRows`. A row counts once, although resumed streams and later epochs read it
+again; only the first _REMEMBERED rows are recognised that way.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from typing import Final
 
 from peerd.core.errors import ConfigError
 
-NOTHING_ROWS: Final = 1000  # a file that begins with so many broken rows has another format
+NOTHING_ROWS: Final = 1000  # a file that begins with that many broken rows has another format
 _REMEMBERED: Final = 10_000
 
 
 class SkippedRows:
-    """Counts the rows that were left out, and keeps the first fault and the newest."""
+    """Counts skipped rows, and keeps the first fault and the newest."""
 
     def __init__(self, strict: bool = False) -> None:
-        """`strict`: the first row without text is a ConfigError."""
+        """`strict`: the first row without text raises ConfigError."""
         self.strict = strict
         self.count = 0
         self.first = self.newest = ""
         self._seen: set[str] = set()
 
     def note(self, fault: str) -> None:
-        """Count a row. `fault` names file and row, and says why the row gives no text."""
+        """Count a row. `fault` names file and row, and the reason why the row has no text."""
         if self.strict:
             raise ConfigError(f"{fault} (data.strict: false leaves such rows out)")
         if fault in self._seen:
@@ -37,19 +37,19 @@ class SkippedRows:
 
 
 class RowFaults:
-    """What is done about the rows of one read of a file that give no text."""
+    """Handles the rows without text in one read of a file."""
 
     def __init__(self, skipped: SkippedRows, from_begin: bool) -> None:
-        """`from_begin`: the read begins with the first row of its part of the file."""
+        """`from_begin`: the read starts at the first row of its part of the file."""
         self._skipped = skipped
         self._in_a_row = 0 if from_begin else None
 
     def empty(self, fault: str) -> None:
-        """A row whose text is null."""
+        """Report a row whose text is null."""
         self._skipped.note(fault)
 
     def broken(self, fault: str) -> None:
-        """A row that cannot be read; ConfigError where no row of the file can be."""
+        """Report a row that cannot be read; raises ConfigError if the file's first NOTHING_ROWS rows are all broken."""
         if self._in_a_row is not None:
             self._in_a_row += 1
             if self._in_a_row >= NOTHING_ROWS:
@@ -57,12 +57,12 @@ class RowFaults:
         self._skipped.note(fault)
 
     def good(self) -> None:
-        """A row that gave text."""
+        """Report a row with text."""
         self._in_a_row = None
 
 
 class RefusedRows(RowFaults):
-    """Ends a read at the first broken row; rows without text are left out."""
+    """Ends a read at the first broken row; skips rows whose text is null."""
 
     def __init__(self) -> None:
         super().__init__(SkippedRows(), False)

@@ -1,13 +1,13 @@
-"""A peer's endless stream of training samples, from one source or from several that are mixed by weight.
+"""A peer's endless stream of training samples, from one source or from several mixed by weight.
 
-Which source a sample comes from follows a fixed order in which every source has its share at any moment
-(mixture.py); within a source samples are shuffled (source.py), and a source that ends begins again in a new order.
-What is held out for validation is held out of each source. The shuffle buffer is divided by the weights.
+The source of each sample follows a fixed order, in which every source has its share at any time (mixture.py). Within a
+source, samples are shuffled (shuffled_source.py); a source that ends restarts in a new order. Validation data is held
+out of each source. The sources share the shuffle buffer by weight.
 
-Everything follows from (seed, peer, split): the same three give the same samples. A position is a few numbers for
-each source; to resume reads at most a shuffle buffer, not the stream from its start (a `dataset` runs through what
-came before). ConfigErrors name key, file and line. DataUnavailable says that a server did not answer: nothing is lost
-by it, the next `take` asks again for the same samples.
+The samples are a function of (seed, peer, split). A position is a few numbers per source; resuming rereads at most a
+shuffle buffer, not the stream from its start (except that a `dataset` iterates again over all earlier documents).
+ConfigErrors name key, file and line. DataUnavailable reports that a server did not answer: no sample is lost, since the
+next `take` requests the same samples again.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ import torch
 from torch import Tensor
 
 from peerd.compute.data.corpus import Split
-from peerd.compute.data.http_fetch import DataUnavailable, Downloader
+from peerd.compute.data.http_fetch import DataUnavailable, HttpFetcher
 from peerd.compute.data.mixture import Mixture
-from peerd.compute.data.remote_files import Cache, default_folder, is_remote
-from peerd.compute.data.shuffled_source import Cutting, SourceStream, StreamPosition
-from peerd.compute.tokenizer import Vocabulary, load_vocabulary
+from peerd.compute.data.remote_files import RemoteFileCache, default_folder, is_remote
+from peerd.compute.data.shuffled_source import SampleCutter, SourceStream, StreamPosition
+from peerd.compute.tokenizer import Tokenizer, load_vocabulary
 from peerd.core.decoders import convert
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import DataSection, RunFile, sources_of
-from peerd.core.work import ReadInTurn, read_at_once
+from peerd.core.work import RateLimitedRead, read_at_once
 
-FIRST_BLOCK_S: Final = 0.25  # what reading the first blocks may take; a short first block is from few files
-FIRST_BLOCK_SAMPLES: Final = 256  # at least, over all sources
+FIRST_BLOCK_S: Final = 0.25  # for reading the first blocks; a shorter first block covers fewer files
+FIRST_BLOCK_SAMPLES: Final = 256  # minimum, over all sources
 
 
 class _Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Position of a mixed stream: the number of draws from each source, and the position of each."""
+    """Position of a mixed stream: the number of samples drawn from each source, and the position of each."""
 
     drawn: list[int]
     sources: list[StreamPosition]
 
 
 class SampleStream:
-    """Samples of one peer. `take` reads files: call it on a worker."""
+    """Samples of one peer. `take` reads files, so call it on a worker."""
 
     def __init__(
         self,
         section: DataSection,
-        vocab: Vocabulary,
+        vocab: Tokenizer,
         context: int,
         seed: int,
         peer: str,
         split: Split = "train",
         *,
-        cache: Cache | None = None,
+        cache: RemoteFileCache | None = None,
     ) -> None:
-        """`peer`: any name; peers of different names see the files in different orders.
+        """`peer`: any name; peers with different names read the files in different orders.
 
-        `cache`: where files under an http(s) address are kept; without it, a folder that all of this user's share.
+        `cache`: stores files fetched over http(s); by default a folder that all runs of this user share.
         """
         self._context = context
-        self.origins: list[str] = []  # where the samples that were taken last begin, for messages
-        self._left_at: dict[str, Any] | None = None  # the position to go back to, after a server did not answer
+        self.origins: list[str] = []  # where the last taken samples begin, for messages
+        self._left_at: dict[str, Any] | None = None  # position to return to after a server did not answer
         name = f"peerd data {seed} {peer} {split}"
         sources = sources_of(section)
         total = sum(source.weight for _, source in sources)
@@ -73,7 +73,7 @@ class SampleStream:
         self._streams = [
             SourceStream(
                 source,
-                Cutting(
+                SampleCutter(
                     vocab=vocab,
                     context=context,
                     split=split,
@@ -91,22 +91,22 @@ class SampleStream:
 
     @property
     def files(self) -> int:
-        """Number of files that the stream reads, of all sources."""
+        """Number of files that the stream reads, over all sources."""
         return sum(stream.files for stream in self._streams)
 
     @property
     def skipped(self) -> int:
-        """Number of rows that were left out because they give no text."""
+        """Number of rows that were left out because they have no text."""
         return sum(stream.skipped.count for stream in self._streams)
 
     @property
     def newest_faults(self) -> list[str]:
-        """The newest fault of a row that was left out, of each source that has one."""
+        """The newest fault of a skipped row, for each source that has one."""
         return [stream.skipped.newest for stream in self._streams if stream.skipped.newest]
 
     @property
     def drawn(self) -> list[int]:
-        """Number of samples taken from each source; with one source, since it was opened."""
+        """Number of samples taken from each source; with a single source, since it was opened."""
         return list(self._mixture.counts)
 
     def take(self, count: int) -> Tensor:
@@ -128,17 +128,17 @@ class SampleStream:
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
     def position(self) -> dict[str, Any]:
-        """The stream's position, as a few plain numbers fit for JSON."""
+        """The stream's position as plain values that JSON can represent."""
         places = [stream.position() for stream in self._streams]
         position = places[0] if len(places) == 1 else _Places(self.drawn, places)
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(position))
         return plain
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Go on from a `position()` of a stream with the same files and settings.
+        """Continue from a `position()` of a stream with the same files and settings.
 
-        ConfigError for anything else, before anything is changed. A ConfigError for a fault in the text that is read
-        leaves a stream of no use.
+        Raises ConfigError for any other position, before a change. After a ConfigError about the text itself, the
+        stream is unusable.
         """
         drawn, places = self._parsed(position)
         if not all(stream.has(place) for stream, place in zip(self._streams, places, strict=True)) or min(drawn) < 0:
@@ -160,18 +160,18 @@ class SampleStream:
         return found.drawn, found.sources
 
 
-def samples_of(run: RunFile, peer: str, split: Split = "train", cache: Cache | None = None) -> SampleStream:
-    """The stream of a peer in a run. `cache`: as `cache_of` returns it, for streams that share one."""
+def samples_of(run: RunFile, peer: str, split: Split = "train", cache: RemoteFileCache | None = None) -> SampleStream:
+    """The stream of a peer in a run. `cache`: from `cache_of`, for streams that share one."""
     cache = cache or cache_of(run)
     vocab = load_vocabulary(run.model.vocab)
     return SampleStream(run.data, vocab, run.model.context, run.seed, peer, split, cache=cache)
 
 
-def cache_of(run: RunFile, in_turn: ReadInTurn = read_at_once) -> Cache:
-    """The folder of what a run's peer fetches, which all of this user's share."""
-    own_address = run.line is None or is_remote(run.line.data)  # the user's own word may lead into their own network
-    downloader = Downloader(in_turn=in_turn, public_only=not own_address)
-    return Cache(default_folder(), run.limits.data_cache_mb << 20, downloader)
+def cache_of(run: RunFile, in_turn: RateLimitedRead = read_at_once) -> RemoteFileCache:
+    """The cache of files that this peer fetches, in a folder shared by all runs of this user."""
+    own_address = run.line is None or is_remote(run.line.data)  # only their own address may be private
+    downloader = HttpFetcher(in_turn=in_turn, public_only=not own_address)
+    return RemoteFileCache(default_folder(), run.limits.data_cache_mb << 20, downloader)
 
 
 def _rng(name: str) -> random.Random:

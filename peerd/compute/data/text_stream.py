@@ -1,7 +1,7 @@
-"""A file of text or JSONL as it is read: from any place on, and decompressed where it is compressed.
+"""A text or JSONL file opened for reading from any position, with decompression if needed.
 
-Positions count bytes of the text. The size of a compressed file's text is not known before its end, so what is held out
-of it lies in many places (`spans`). A file that is not text is refused by its first bytes, wherever it comes from.
+Positions count bytes of the text. The text size of a compressed file is unknown before its end, so its held-out part is
+spread over many spans (`spans`). A file that is not text is rejected by its first bytes, whether it is local or remote.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import BinaryIO, Final, Literal, NamedTuple, Protocol
 from peerd.compute.data.compressed_file import CompressedFile, compression_of
 from peerd.core.errors import ConfigError
 
-_LOOK_BYTES: Final = 8192  # of a file's begin
+_LOOK_BYTES: Final = 8192  # at the start of a file
 _SKIP_BYTES: Final = 1 << 20
-_FIRST_SPAN: Final = 4096  # bytes of text: the share that is held out lies at its end
+_FIRST_SPAN: Final = 4096  # bytes of text, of which the end is held out
 _LONGEST_SPAN: Final = 16 << 20
 _KNOWN: Final = {
     b"PK\x03\x04": "a zip archive",
@@ -34,7 +34,7 @@ _KNOWN: Final = {
 
 
 class DataFile(Protocol):
-    """A Path, or a file that is fetched when it is opened; its str says where it lies."""
+    """A Path, or a file that is fetched when opened; its str is its location."""
 
     @property
     def name(self) -> str: ...
@@ -50,18 +50,18 @@ class TextSpan(NamedTuple):
 
 
 class FilePart(NamedTuple):
-    """The part of each file that is read. `holdout`: the share of it that is held out, or 0 for the whole file."""
+    """The part of each file that is read. `holdout`: the held-out share of the file, or 0 for the whole file."""
 
     holdout: float = 0.0
-    held_out: bool = False  # the part is what is held out
+    held_out: bool = False  # select the held-out part
 
     def span(self, size: int) -> TextSpan:
-        """The part of a file of `size` bytes or rows: what is held out is its end."""
+        """The part of a file with `size` bytes or rows; its end is held out."""
         cut = size - int(size * self.holdout)
         return TextSpan(cut, size) if self.held_out else TextSpan(0, cut)
 
     def spans(self, size: int | None) -> Iterator[TextSpan]:
-        """The part of a file of text, in order; without end where the size is not known."""
+        """The part of a text file as spans, in order; endless if `size` is None (unknown)."""
         if size is not None or not self.holdout:
             yield self.span(sys.maxsize if size is None else size)
             return
@@ -76,14 +76,14 @@ class FilePart(NamedTuple):
 
 
 class TextStream:
-    """An open file of text. `size`: of its text; None if that is not known."""
+    """An open text file. `size`: bytes of its text; None if unknown."""
 
     def __init__(self, text: BinaryIO, size: int | None) -> None:
         self.size = size
         self._text, self._at = text, 0
 
     def go_to(self, at: int) -> None:
-        """Go to a place; of a compressed file that is to read what comes before it, and never backwards."""
+        """Move to a position; a compressed file reads up to it, and cannot go back."""
         if self.size is not None:
             self._at = self._text.seek(at)
             return
@@ -96,7 +96,7 @@ class TextStream:
         return self._counted(self._text.read(count))
 
     def readline(self, most: int) -> bytes:
-        """The rest of the line, up to `most` bytes of it; empty at the end of the file."""
+        """The rest of the line, at most `most` bytes; empty at the end of the file."""
         return self._counted(self._text.readline(most))
 
     def _counted(self, text: bytes) -> bytes:
@@ -106,7 +106,7 @@ class TextStream:
 
 @contextlib.contextmanager
 def open_text(file: DataFile) -> Iterator[TextStream]:
-    """The text of a file; ConfigError for a file that is not text, OSError for one that cannot be read."""
+    """Open the text of a file; raises ConfigError if it is not text, OSError if it cannot be read."""
     with file.open("rb") as stream:
         begin = stream.read(_LOOK_BYTES)
         compression = compression_of(begin)
@@ -123,7 +123,7 @@ def open_text(file: DataFile) -> Iterator[TextStream]:
 
 
 def _check_text(begin: bytes, file: DataFile) -> None:
-    """ConfigError for a file whose first bytes, `begin`, are not those of a text: no text has bytes of value 0."""
+    """Raise ConfigError if `begin`, the first bytes of a file, is not text; text contains no bytes of value 0."""
     what = next((name for magic, name in _KNOWN.items() if begin.startswith(magic)), None)
     if what is None and b"\0" in begin:
         what = "binary: it has bytes of value 0"

@@ -1,17 +1,18 @@
-"""A source that is a torch IterableDataset of the user's own, named as `module:function` of a local file.
+"""A data source that is a user's own torch IterableDataset, named as `module:function` of a local file.
 
-The function is called as `function(split, seed)`: `split` is "train" or "valid", `seed` differs between peers and
-epochs, so that each sees its own order. It returns an IterableDataset, or anything else that can be iterated. Each
-item is one document: str, bytes (UTF-8), or a 1-D tensor or array of token numbers. When it ends, the next epoch
-calls the function again. What is held out is the function's own matter.
+The function is called as `function(split, seed)`: `split` is "train" or "valid"; `seed` differs between peers and
+epochs, so that each has its own order. It returns an IterableDataset or any other iterable. Each item is one document:
+str, bytes (UTF-8), or a 1-D tensor or array of token numbers. When it ends, the next epoch calls the function again.
+The function itself decides which documents are held out for validation.
 
-A position is a count of documents: to go on from it is to run through the documents before it, so equal seeds must
-give equal documents, and a far position takes time.
+A position is a count of documents. To resume, all documents before it are iterated again, so equal seeds must give
+equal documents, and resuming late in an epoch takes time.
 
-What the user's code raises is reported by the name of the function, with file and line. A lost connection or a server
-that is too slow is DataUnavailable, and the stream asks again for the same document. Anything else is a ConfigError.
-Libraries that fetch have exceptions of their own, of which few are OSErrors. `may_pass` knows such a class by the
-package and the name of one of its bases, so that no library is imported that the user's code has not loaded.
+Errors of the user's code are reported with the name of the function, the file and the line. A temporary failure, such
+as a lost connection or a server that is too slow, raises DataUnavailable, and the stream requests the same document
+again. Any other error raises ConfigError. Libraries that fetch data define their own exceptions, and few of these are
+OSErrors. `may_pass` recognizes such a class by its package and the name of one of its bases, so that peerd imports no
+library that the user's code has not imported.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _LASTING: Final = (
     TypeError,
 )
 _PASSING: Final = (OSError, http.client.IncompleteRead, http.client.BadStatusLine)
-# Bases of exceptions of a network, by package.
+# Names of base classes of temporary network errors, by package.
 _PASSING_BASES: Final[Mapping[str, frozenset[str]]] = {
     "aiohttp": frozenset({"ClientConnectionError", "ClientPayloadError"}),
     "botocore": frozenset({"ConnectionError", "HTTPClientError"}),
@@ -53,12 +54,12 @@ _PASSING_BASES: Final[Mapping[str, frozenset[str]]] = {
     "multiprocessing": frozenset({"TimeoutError"}),
     "urllib3": frozenset({"MaxRetryError", "NewConnectionError", "ProtocolError", "ProxyError", "TimeoutError"}),
 }
-# Exceptions that another attempt does not mend, though they are OSErrors or have such a base.
+# Names of permanent errors that are OSErrors or have a base in _PASSING_BASES, by package.
 _LASTING_BASES: Final[Mapping[str, frozenset[str]]] = {
     "aiohttp": frozenset({"ServerFingerprintMismatch"}),
     "requests": frozenset({"InvalidJSONError", "TooManyRedirects", "URLRequired"}),
 }
-# Exceptions for an answer with a status.
+# Names of errors that report a response with an HTTP status, by package.
 _ANSWERS: Final[Mapping[str, frozenset[str]]] = {
     "aiohttp": frozenset({"ClientResponseError"}),
     "httpx": frozenset({"HTTPStatusError"}),
@@ -68,10 +69,10 @@ _ANSWERS: Final[Mapping[str, frozenset[str]]] = {
 
 
 class Dataset:
-    """The documents of one split, epoch by epoch; to a stream it looks like a corpus of one file."""
+    """The documents of one split, epoch by epoch; the stream uses it like a corpus with one file."""
 
     def __init__(self, path: str, key: str, split: Split, name: str) -> None:
-        """`path`: module:function; `key`: of the run file, for messages; `name`: of this stream's random numbers."""
+        """`path`: module:function; `key`: in the run file, for messages; `name`: of this stream's random numbers."""
         self._function = find_function(path, key)
         self._where = f"{key} {path}"
         self._split = split
@@ -96,10 +97,10 @@ class Dataset:
                 yield TextPiece(Cursor(number), self._text(document, number), True)
 
     def fetch_ahead(self, file: str) -> None:
-        """The user's code prepares what it likes."""
+        """Does nothing: prefetching is up to the user's code."""
 
     def _asked(self, job: Callable[[], Any], place: str) -> Any:
-        """Returns the result of the user's code."""
+        """Run a job that calls the user's code; returns its result."""
         result = outcome.capture(job)
         if isinstance(result, outcome.Value):
             return result.value
@@ -120,16 +121,16 @@ class Dataset:
         if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu":
             return tokens
         found = repr(document) if not isinstance(tokens, np.ndarray) else f"{tokens.dtype} {list(tokens.shape)}"
-        allowed = "str, bytes or a 1-D tensor of whole numbers"
+        allowed = "str, bytes or a 1-D tensor of integers"
         raise ConfigError(f"{self._where}, document {number}: expected {allowed}, found {found[:200]}")
 
 
 def may_pass(error: Exception) -> bool:
-    """True for a fault of a network or a server: the same call may succeed later.
+    """True for a temporary failure of the network or a server: the same call may succeed later.
 
-    False for errors of the code or the settings, such as an address that makes no sense or a certificate that is not
-    valid: these are ValueErrors or TypeErrors, also where they are OSErrors. An answer with a status, such as 404, goes
-    by the status.
+    False for errors in the code or the settings, such as a malformed address or an invalid certificate: these are
+    ValueErrors or TypeErrors, even if they are OSErrors, too. If `error` reports an HTTP status, the status decides:
+    503 is temporary, 404 is not.
     """
     if isinstance(error, _LASTING) or _is_one_of(error, _LASTING_BASES):
         return False
@@ -139,12 +140,12 @@ def may_pass(error: Exception) -> bool:
 
 
 def _is_one_of(error: Exception, bases: Mapping[str, frozenset[str]]) -> bool:
-    """True if the class of `error`, or a base of it, is one of `bases`."""
+    """True if the class of `error`, or one of its bases, is in `bases` (package to class names)."""
     return any(kind.__name__ in bases.get(kind.__module__.partition(".")[0], ()) for kind in type(error).__mro__)
 
 
 def _status(error: Exception) -> int | None:
-    """The status of the answer that `error` reports; None if it does not say."""
+    """HTTP status of the response that `error` reports, or None if it has no status."""
     response = getattr(error, "response", None)
     found = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None))
     return next((status for status in found if isinstance(status, int)), None)

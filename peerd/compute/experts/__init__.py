@@ -1,1 +1,1 @@
-"""Experts of a run: their blocks, an expert at work on its host, and the layer that mixes the answers of many."""
+"""Experts of a run: their blocks, a hosted expert, and the layer that mixes the outputs of many experts."""

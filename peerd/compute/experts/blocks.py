@@ -1,11 +1,12 @@
-"""Blocks: the module that every expert of a run is, and its starting weights.
+"""Blocks: the modules of a run's experts, and their initial weights.
 
-`ffn` and `ffn1` act on the last axis of a sample and have no residual: the layer that asks adds its own. `transformer`
-is a whole layer, causal, with its residuals. `module:function` of a local file (or an installed module) is called with
-the run and returns one torch module, which maps samples [S, *input] to [S, *output]; it computes in eval mode.
+`ffn` and `ffn1` act on the last axis of a sample and have no residual; the calling layer adds its own. `transformer` is
+a whole causal layer with residuals. `module:function` of a local file (or an installed module) is called with the run
+and returns one torch module, which maps samples [S, *input] to [S, *output]; it computes in eval mode.
 
-Starting weights are a pure function of (run.seed, uid): whoever makes an expert anew makes the same one. Those of the
-blocks here are drawn from whole numbers and one multiplication, as in `model/partition`, so that machines agree, too.
+Initial weights are a pure function of (run.seed, uid), so every peer creates an expert with the same weights. Those of
+the blocks here are drawn from integers with one multiplication, as in `model/partition`, so that they are equal on all
+machines.
 
 Shapes: S samples, L tokens, D width, F units of a hidden layer.
 """
@@ -28,11 +29,11 @@ from peerd.core.experts.grid import Uid, sample_shapes
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.local_code import guarded
 
-NORM_EPS = 1e-5  # torch's own
+NORM_EPS = 1e-5  # torch's default
 
 
 class FeedForward(nn.Module):
-    """Feed-forward D - F - F - D with layer norm and ReLU after each hidden product (Learning@home, section 4.1)."""
+    """Feed-forward D - F - F - D with layer norm and ReLU after each hidden layer (Learning@home, section 4.1)."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class FeedForward(nn.Module):
 
 
 class ShallowFeedForward(nn.Module):
-    """Feed-forward D - F - D with ReLU, as inside a transformer."""
+    """Feed-forward D - F - D with ReLU, as in a transformer."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class ShallowFeedForward(nn.Module):
 
 
 class TransformerExpert(nn.Module):
-    """Transformer layer, normalised before each part: causal attention, then feed-forward D - F - D."""
+    """Pre-norm transformer layer: causal attention, then feed-forward D - F - D."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class TransformerExpert(nn.Module):
 
 
 def build_block(run: RunFile, uid: Uid) -> nn.Module:
-    """The block of expert `uid` on the CPU, in float32, with its starting weights; ConfigError when there is none."""
+    """The block of expert `uid` on the CPU, in float32, with initial weights; ConfigError if it cannot be built."""
     section = _section(run)
     if is_function(section.block):
         return _own(run, uid)
@@ -91,7 +92,7 @@ def build_block(run: RunFile, uid: Uid) -> nn.Module:
 
 
 def block_outline(run: RunFile) -> nn.Module:
-    """A block with shapes in place of values: it takes no memory. Of one's own it is built where it must be."""
+    """A block on the meta device, without memory. A user's own block that fails there is built with values."""
     section = _section(run)
     if not is_function(section.block):
         return _outline(run, section)
@@ -105,21 +106,21 @@ def block_outline(run: RunFile) -> nn.Module:
 
 
 def try_block(run: RunFile) -> None:
-    """Run one sample through a block, forward and backward; ConfigError says what does not fit the run file."""
+    """Run one sample through a block, forward and backward; raises ConfigError if it does not fit the run file."""
     block, (into, out) = _section(run).block, sample_shapes(run)
     module = build_block(run, Uid(0, (0,) * len(_section(run).grid)))
     x = torch.zeros((1, *into), requires_grad=True)
     y = guarded(lambda: module(x), f"experts.block {block} failed on a sample {list(into)}")
     if not isinstance(y, Tensor) or tuple(y.shape) != (1, *out):
         found = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise ConfigError(f"experts.block {block} gives {found} for a batch of 1; expected {[1, *out]}")
+        raise ConfigError(f"experts.block {block} returns {found} for a batch of 1; expected {[1, *out]}")
     if not y.requires_grad:
-        raise ConfigError(f"experts.block {block} gives an output without gradients")
+        raise ConfigError(f"experts.block {block} returns an output without gradients")
     guarded(y.sum().backward, f"experts.block {block} failed backward")
 
 
 def seed_of(seed: int, uid: Uid, name: str = "") -> int:
-    """Seed of a stream of numbers that this expert alone has."""
+    """Seed of a random stream that is specific to this expert and name."""
     digest = hashlib.sha256(f"peerd start {seed} expert {uid} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
@@ -145,7 +146,7 @@ def _outline(run: RunFile, section: ExpertsSection) -> nn.Module:
 
 
 def _start(seed: int, uid: Uid, name: str, shape: torch.Size) -> Tensor:
-    """Starting value: gains 1, biases 0, matrices uniform with a standard deviation of one over the root of fan-in."""
+    """Initial value: gains 1, biases 0, matrices uniform with a standard deviation of 1 / sqrt(fan-in)."""
     if name.endswith((".gain", "norm.weight")):
         return torch.ones(shape)
     if name.endswith(".bias"):

@@ -1,16 +1,16 @@
-"""DMoE: a torch module whose experts live on other people's machines (Learning@home, section 3.1).
+"""DMoE: a torch module whose experts run on other peers (Learning@home, section 3.1).
 
     layer = DMoE(run, layer=0, caller=caller)
     y = x + layer(x)
     loss = task_loss(y) + layer.balance_loss
 
-The module has the gate alone as parameters. It knows no network: `caller` carries its calls, and blocks the thread
-while they are under way. Any number of threads may be inside at once, each with a forward of its own; the experts'
-updates happen during `backward`, in whatever order the calls come. Gradients reach the input and the gate through the
-answers that came; an expert whose backward failed counts as a constant.
+The module's only parameters are those of the gate. It is independent of the network: `caller` makes its calls, and
+blocks the thread until they end. Any number of threads may run a forward at the same time. Experts update their weights
+during `backward`, in the order in which calls arrive. Gradients flow to the input and the gate through the answers that
+arrived; an expert whose backward failed counts as a constant.
 
-A sample has the shape `experts.input`; all axes of the batch before that are free. The gate looks at the mean over a
-sample's own axes but the last.
+A sample has the shape `experts.input`; the batch may have any number of axes before that. The gate sees the mean over a
+sample's own axes except the last.
 
 Shapes: N samples, K experts for each, G places in all dimensions of the grid together, D width.
 """
@@ -30,19 +30,19 @@ from peerd.compute.experts.blocks import seed_of
 from peerd.compute.experts.exchange import Exchange
 from peerd.compute.experts.expert_mixture import imbalance, mixed
 from peerd.core.errors import ConfigError
-from peerd.core.experts.contract import ExpertCaller
+from peerd.core.experts.expert_network import ExpertCaller
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.run.runfile import RunFile
 
 _log = logging.getLogger(__name__)
-_of_thread = threading.local()  # a thread's last balancing loss of each layer: forwards of others must not take it
+_of_thread = threading.local()  # each layer's last balancing loss by thread, since threads run separate forwards
 
 
 class DMoE(nn.Module):
-    """Layer `layer` of experts of a run."""
+    """Layer `layer` of a run's experts."""
 
     def __init__(self, run: RunFile, layer: int, caller: ExpertCaller) -> None:
-        """The gate's starting weights are a function of (run.seed, layer); ConfigError where there is no such layer."""
+        """The gate's initial weights depend on (run.seed, layer) alone; ConfigError if there is no such layer."""
         super().__init__()
         if run.experts is None:
             raise ConfigError("this run has no experts: its run file lacks the section experts")
@@ -66,7 +66,7 @@ class DMoE(nn.Module):
         return found if found is not None else self.gate.weight.new_zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        """The experts' mean [..., *output] for samples [..., *input]. Raises what the calls raise: TooFewExperts."""
+        """The experts' weighted mean [..., *output] for samples [..., *input]; TooFewExperts if too few answer."""
         axes = len(self._input)
         if x.ndim <= axes or tuple(x.shape[-axes:]) != self._input:
             raise ValueError(
@@ -80,14 +80,14 @@ class DMoE(nn.Module):
         try:
             outputs = exchange.outputs(replies)
         finally:
-            self._tell(exchange)
+            self._log_wrong(exchange)
         outputs = _Answers.apply(self, exchange, outputs, samples, _anchor(x))  # type: ignore[no-untyped-call]
         y = mixed(scores_NG, exchange.choice.columns, exchange.came, outputs.to(scores_NG.dtype))
         self._keep_balance(scores_NG)
         return y.to(x.dtype).view(*x.shape[:-axes], *self._output)
 
     def scores(self, samples: Tensor) -> Tensor:
-        """Scores [N, G] of the grid's places, for samples [N, *input]; in float32 at least."""
+        """Scores [N, G] of the grid's places, for samples [N, *input]; in float32 or wider."""
         pooled_ND = samples.flatten(1, -2).mean(1) if samples.ndim > 2 else samples
         scores_NG: Tensor = self.gate(pooled_ND.to(self.gate.weight.dtype))
         return scores_NG if scores_NG.dtype.itemsize > 2 else scores_NG.float()
@@ -99,11 +99,11 @@ class DMoE(nn.Module):
         return self._caller.choose(self.layer, [part.contiguous().numpy() for part in parts], top_k)
 
     def give_back(self, exchange: Exchange, gradients: Tensor) -> Tensor:
-        """Gradients of the samples, once the experts have had those of their outputs."""
+        """Send the outputs' gradients to the experts; returns the gradients of the samples."""
         replies = self._caller.backward(exchange.backward_asks(gradients))
-        told = len(exchange.wrong)
+        logged = len(exchange.wrong)
         found = exchange.input_gradients(replies)
-        self._tell(exchange, told)
+        self._log_wrong(exchange, logged)
         return found
 
     def extra_repr(self) -> str:
@@ -116,13 +116,13 @@ class DMoE(nn.Module):
         loss = weight * imbalance(scores_NG, self.grid.sides) if weight else scores_NG.new_zeros(())
         _of_thread.losses[self] = loss
 
-    def _tell(self, exchange: Exchange, since: int = 0) -> None:
+    def _log_wrong(self, exchange: Exchange, since: int = 0) -> None:
         for wrong in exchange.wrong[since:]:
-            _log.warning("layer %d: an expert's answer was not used: %s", self.layer, wrong)
+            _log.warning("layer %d: ignored an expert's answer: %s", self.layer, wrong)
 
 
 class _Answers(torch.autograd.Function):
-    """Outputs that came from experts, as a function of the samples that went to them."""
+    """The experts' outputs as a function of the samples sent to them."""
 
     @staticmethod
     def forward(ctx: Any, layer: DMoE, exchange: Exchange, outputs: Tensor, samples: Tensor, anchor: Tensor) -> Tensor:
@@ -137,5 +137,5 @@ class _Answers(torch.autograd.Function):
 
 
 def _anchor(x: Tensor) -> Tensor:
-    """A tensor that wants gradients: experts get theirs even where the samples want none."""
+    """An empty tensor that requires gradients, so that backward reaches the experts even if the samples need none."""
     return torch.empty(0, device=x.device, requires_grad=True)

@@ -1,9 +1,9 @@
-"""Era of a microbatch: the parameters of the trunk that all its segments are computed with.
+"""Era of a microbatch: the parameters of the trunk that all its segments use.
 
-In a synchronous run these are the parameters of now, or in a delayed run of the step before. With an asynchronous trunk
-the parameters go on while a microbatch waits for experts, so it holds a snapshot: a copy of the parameters is made when
-a step changes them, once for all microbatches that began with them. It is freed with the last of these, or as soon as
-none of them could use it any more: when it is too old, or when the memory is needed.
+In a synchronous run these are the current parameters, or in a delayed run those of the previous step. With an
+asynchronous trunk, parameters change while a microbatch waits for experts, so it uses a snapshot: when a step changes
+the parameters, they are copied once for all microbatches that began with them. The copy is freed with the last of
+these, or earlier if it is too old to be used or if memory is short.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from torch import Tensor
 
 from peerd.compute.model.served_stage import Stale
 
-new_load = itertools.count(1).__next__  # a number for each state that a trunk takes; no two trunks share one
+new_load = itertools.count(1).__next__  # numbers the states that trunks load, uniquely in this process
 
 
 class TooOld(Stale):
-    """The parameters of a microbatch are further behind than an asynchronous trunk allows, or were let go for want of
-    memory.
-    """
+    """The parameters of a microbatch are older than an asynchronous trunk allows, or were freed to save memory."""
 
 
 class Snapshot:
-    """Parameters of one step, flat; `flat` is None until a step has changed them, and again once `is_gone`."""
+    """Flat parameters of one step; `flat` is None until a step has changed them, and again once `is_gone`."""
 
     __slots__ = ("__weakref__", "flat", "is_gone")
 
@@ -36,22 +34,22 @@ class Snapshot:
         self.is_gone = False
 
     def let_go(self) -> None:
-        """Free the copy: nobody can compute with these parameters any more."""
+        """Free the copy; these parameters can no longer be used."""
         self.flat, self.is_gone = None, True
 
 
 class EarlierParameters:
-    """The snapshots of earlier steps that microbatches still hold, oldest first."""
+    """Snapshots of earlier steps that microbatches still use, oldest first."""
 
     def __init__(self) -> None:
         self._kept = deque[tuple[int, weakref.ref[Snapshot]]]()
 
     def __len__(self) -> int:
-        """Copies that are held now."""
+        """Number of copies in memory."""
         return sum(1 for _, ref in self._kept if (snapshot := ref()) is not None and snapshot.flat is not None)
 
     def add(self, at: int, snapshot: Snapshot) -> None:
-        """Note the snapshot of step `at`, the newest one."""
+        """Add the snapshot of step `at`, which must be the newest."""
         self._kept.append((at, weakref.ref(snapshot)))
 
     def let_go_before(self, step: int) -> None:
@@ -67,7 +65,7 @@ class EarlierParameters:
         return False
 
     def _pop(self) -> bool:
-        """Free the first snapshot, and forget it. Returns False if no microbatch held it."""
+        """Remove the oldest snapshot and free its copy. Returns False if no microbatch used it any more."""
         snapshot = self._kept.popleft()[1]()
         if snapshot is None:
             return False
@@ -82,7 +80,7 @@ class EarlierParameters:
 
 @dataclass(frozen=True, slots=True)
 class Era:
-    """The parameters that a microbatch is computed with: those of `at` global steps, since they were loaded last."""
+    """The parameters of a microbatch: those after `at` global steps, with load number `loads`."""
 
     at: int
     loads: int

@@ -1,11 +1,11 @@
-"""Exchange of one batch with experts: rows grouped by expert into frames, and answers back into their places.
+"""Exchange of one batch with experts: groups rows by expert into frames, and puts the answers back into place.
 
-Rows of all samples that chose one expert travel in one call (in several where `experts.max_batch` is less), coded as
-the run file says. Synchronous, without a network: whoever has one carries the calls. An exchange is used once, by one
-thread at a time, in this order: `forward_asks`, `outputs`, `backward_asks`, `input_gradients`.
+All samples that chose the same expert are sent in one call (in several if `experts.max_batch` is smaller), encoded as
+the run file sets. Synchronous and independent of the network: the caller of this class makes the calls. An exchange is
+used once, by one thread at a time, in this order: `forward_asks`, `outputs`, `backward_asks`, `input_gradients`.
 
-A hostile expert may answer with other rows, another shape or dtype, or values that are not finite: its answer counts
-as one that never came, and `wrong` names it.
+A malicious expert may answer with other rows, another shape or dtype, or values that are not finite. Its answer is
+treated as missing, and `wrong` reports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from peerd.compute.codec.policy import CodingPlan
 from peerd.compute.experts.expert_mixture import ChosenColumns, choice_of
 from peerd.compute.tensors import TORCH_DTYPES, all_finite
 from peerd.core.errors import ProtocolViolation, TooFewExperts
-from peerd.core.experts.contract import ExpertAsk, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.frame import TensorFrame
 from peerd.core.run.runfile import ExpertsSection, RunFile
@@ -29,21 +29,21 @@ from peerd.core.run.runfile import ExpertsSection, RunFile
 
 @dataclass(slots=True)
 class _Call:
-    """One call; `slots` tells for each of its samples which of the sample's experts this one is."""
+    """One call. `slots`: for each of its samples, the slot of this expert among the sample's experts."""
 
-    ask: ExpertAsk
+    ask: ExpertCall
     samples: Tensor  # int64 [rows]
     slots: Tensor  # int64 [rows]
-    reply: ExpertReply | None = None  # to the forward, if it counts
+    reply: ExpertReply | None = None  # to the forward, if valid
 
 
 class Exchange:
-    """The calls for one batch. `came` [N, K] tells whose outputs are in, once they are."""
+    """The calls for one batch. `came` [N, K] marks the outputs that have arrived."""
 
     def __init__(self, run: RunFile, chosen: Sequence[Sequence[Uid]], device: torch.device | str = "cpu") -> None:
-        """`chosen`: the experts of each sample, best first; `device`: where samples, outputs and gradients lie."""
-        self.wrong: list[str] = []  # answers that could not be used, with whoever sent them
-        self.stale = 0  # the most updates that others made between a forward and its backward, over all experts
+        """`chosen`: the experts of each sample, best first. `device`: of samples, outputs and gradients."""
+        self.wrong: list[str] = []  # invalid answers, with their senders
+        self.stale = 0  # maximum over all experts of others' updates between a forward and its backward
         self._section = run.experts or ExpertsSection()
         self._dtype = TORCH_DTYPES[self._section.dtype]
         self._device = torch.device(device)
@@ -58,18 +58,18 @@ class Exchange:
     def samples(self) -> int:
         return len(self._chosen)
 
-    def forward_asks(self, x: Tensor) -> list[ExpertAsk]:
-        """Calls for the outputs of samples [N, *input]; ValueError when they are not finite."""
+    def forward_asks(self, x: Tensor) -> list[ExpertCall]:
+        """Calls for the outputs of samples [N, *input]; raises ValueError if they are not finite."""
         rows = self._outgoing(x, "samples")
         for uid, places in self._grouped().items():
             for part in torch.split(torch.tensor(places), self._section.max_batch):
                 samples, slots = part.unbind(1)
                 frame = self._frame(rows[samples.to(self._device)], "samples")
-                self._calls.append(_Call(ExpertAsk(uid, tuple(samples.tolist()), (frame,)), samples, slots))
+                self._calls.append(_Call(ExpertCall(uid, tuple(samples.tolist()), (frame,)), samples, slots))
         return [call.ask for call in self._calls]
 
     def outputs(self, replies: Sequence[ExpertReply | None]) -> Tensor:
-        """Outputs [N, K, *output], zeros where none came; TooFewExperts for a sample with fewer than k_min."""
+        """Outputs [N, K, *output], zeros where none arrived; raises TooFewExperts if a sample has fewer than k_min."""
         shape = (*self.came.shape, *self._output)
         outputs = torch.zeros(shape, dtype=self._dtype, device=self._device)
         for call, reply in zip(self._calls, replies, strict=True):
@@ -80,13 +80,13 @@ class Exchange:
         self._need_enough()
         return outputs
 
-    def backward_asks(self, gradients: Tensor) -> list[ExpertAsk]:
-        """Calls that bring the gradients of the outputs [N, K, *output] to the experts that answered."""
+    def backward_asks(self, gradients: Tensor) -> list[ExpertCall]:
+        """Calls that send the gradients of the outputs [N, K, *output] to the experts that answered."""
         rows, asks = self._outgoing(gradients, "gradients"), []
         for call in self._answered():
             assert call.reply is not None
             frame = self._frame(rows[call.samples.to(self._device), call.slots.to(self._device)], "gradients")
-            asks.append(ExpertAsk(call.ask.uid, call.ask.samples, (*call.ask.frames, frame), call.reply.served))
+            asks.append(ExpertCall(call.ask.uid, call.ask.samples, (*call.ask.frames, frame), call.reply.served))
         return asks
 
     def input_gradients(self, replies: Sequence[ExpertReply | None]) -> Tensor:
@@ -97,7 +97,7 @@ class Exchange:
             if values is not None and reply is not None:
                 parts[call.samples.to(self._device), call.slots.to(self._device)] = values.float()
                 self.stale = max(self.stale, reply.stale)
-        return parts.sum(1)  # in the order of slots, whatever that of the calls
+        return parts.sum(1)  # in the order of the slots, independent of the order of the calls
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Exchange:
         return encode(rows.contiguous(), CodingPlan(self._section.code), name=f"{what} for an expert")
 
     def _values(self, call: _Call, reply: ExpertReply | None, sample: tuple[int, ...]) -> Tensor | None:
-        """A reply's tensor; None where there is none that can be used."""
+        """A reply's tensor, or None if the reply is missing or invalid."""
         if reply is None:
             return None
         name, shape = f"the answer of expert {call.ask.uid}", (len(call.samples), *sample)
@@ -135,7 +135,7 @@ class Exchange:
         found = self.came.sum(1).tolist()
         least = min(found, default=self._section.k_min)
         if least < self._section.k_min:
-            asked = ", ".join(map(str, self._chosen[found.index(least)])) or "none, since none lives"
+            asked = ", ".join(map(str, self._chosen[found.index(least)])) or "none, since none is alive"
             wrong = f": {'; '.join(self.wrong[:3])}" if self.wrong else ""
             needs = f"sample {found.index(least)} has {least} answers and needs {self._section.k_min}"
             raise TooFewExperts(f"{needs}; experts asked: {asked}{wrong}")

@@ -1,12 +1,12 @@
-"""Mixture of experts: what an expert's score is, the mean of the outputs that came, and the balance of the gate.
+"""Mixture of experts: scores of experts, the weighted mean of the outputs that arrived, and the balance of the gate.
 
-Product keys (Lample et al. 2019; Learning@home, section 3.2): a gate gives scores for the places of each dimension of
-the grid, side by side in one tensor; an expert's score is the sum over its coordinates. The softmax runs over the
-experts that answered, so that one which failed is as if it had not been asked; gradients reach the scores of the
-others alone. Sums run over the slots of a sample in their order: equal inputs give equal bits on any device.
+Product keys (Lample et al. 2019; Learning@home, section 3.2): a gate scores the places of each dimension of the grid,
+concatenated in one tensor; an expert's score is the sum over its coordinates. The softmax covers only the experts that
+answered, as if the others had not been called, and only their scores get gradients. Sums run over the slots of a sample
+in order, so equal inputs give equal bits on any device.
 
-Shapes: N samples, K slots of a sample, for the experts that it chose; G places in all dimensions together; d
-dimensions; *S shape of one output.
+Shapes: N samples, K slots per sample for its chosen experts, G places in all dimensions together, d dimensions, *S
+shape of one output.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from peerd.core.experts.grid import Uid
 
 @dataclass(frozen=True, slots=True)
 class ChosenColumns:
-    """The experts that each sample chose: `columns` are their places among the scores."""
+    """The experts that each sample chose: `columns` are their coordinates as columns of the scores."""
 
     columns: Tensor  # int64 [N, K, d]; zeros in empty slots
-    taken: Tensor  # bool [N, K]: slots that hold an expert
+    taken: Tensor  # bool [N, K]: slots with an expert
 
 
 def choice_of(chosen: Sequence[Sequence[Uid]], sides: Sequence[int], slots: int) -> ChosenColumns:
-    """ChosenColumns of each sample, its first `slots` experts."""
+    """ChosenColumns of the first `slots` experts of each sample."""
     columns = torch.zeros(len(chosen), slots, len(sides), dtype=torch.int64)
     taken = torch.zeros(len(chosen), slots, dtype=torch.bool)
     starts = [sum(sides[:i]) for i in range(len(sides))]
@@ -47,14 +47,14 @@ def expert_scores(scores_NG: Tensor, columns_NKd: Tensor) -> Tensor:
 
 
 def weights_of(scores_NG: Tensor, columns_NKd: Tensor, came_NK: Tensor) -> Tensor:
-    """Weights [N, K] of the experts that answered, 1 in all for each sample; zeros where none did."""
+    """Weights [N, K] of the experts that answered, with a sum of 1 per sample; zeros if none answered."""
     found_NK = expert_scores(scores_NG, columns_NKd).masked_fill(~came_NK, -torch.inf)
-    some_N1 = came_NK.any(1, keepdim=True)  # a softmax of nothing would be NaN, and its gradient too
+    some_N1 = came_NK.any(1, keepdim=True)  # a softmax over nothing would be NaN, and so would its gradient
     return found_NK.masked_fill(~some_N1, 0.0).softmax(1).masked_fill(~some_N1, 0.0)
 
 
 def mixed(scores_NG: Tensor, columns_NKd: Tensor, came_NK: Tensor, outputs: Tensor) -> Tensor:
-    """The mean of the outputs [N, K, *S] that came, weighted by the softmax of their experts' scores: [N, *S]."""
+    """The mean [N, *S] of the outputs [N, K, *S] that arrived, weighted by the softmax of their experts' scores."""
     weights = weights_of(scores_NG, columns_NKd, came_NK)
     return (weights.view(*weights.shape, *[1] * (outputs.ndim - 2)) * outputs).sum(1)
 
@@ -62,7 +62,7 @@ def mixed(scores_NG: Tensor, columns_NKd: Tensor, came_NK: Tensor, outputs: Tens
 def imbalance(scores_NG: Tensor, sides: Sequence[int]) -> Tensor:
     """Squared coefficient of variation of the mean softmax over samples, summed over the grid's dimensions.
 
-    0 where all places get the same on average; `side - 1` for a dimension where one place gets everything.
+    0 if all places have the same mean; `side - 1` for a dimension in which one place gets everything.
     """
     total = scores_NG.new_zeros(())
     for scores, side in zip(torch.split(scores_NG, list(sides), 1), sides, strict=True):

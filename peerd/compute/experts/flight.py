@@ -1,13 +1,13 @@
-"""Flight of one microbatch through trunk and experts and back: what is computed between two calls, and what is kept.
+"""Flight of one microbatch through trunk and experts and back: the computations between calls, and their state.
 
-Synchronous; each method is one job of the device's worker, and whoever flies it makes the calls in between:
+Synchronous; each method is one job of the device's worker, and its caller makes the calls in between:
 
     scores = depart(); while scores: ask(chosen) -> calls -> go_on(replies) -> scores
     asks = turn();     while asks:   calls -> go_back(replies) -> asks
 
-Experts get gradients of the microbatch's mean loss, as from a plain loop. Hostile input: replies that cannot be used
-count as not come, and are named (`wrong`), by `exchange`. A sample with fewer answers than
-`experts.k_min` is TooFewExperts, a microbatch whose parameters are gone Stale: then it has to begin again.
+Experts receive gradients of the microbatch's mean loss, as in a plain loop. Malicious input: `exchange` treats invalid
+replies as missing, and reports them (`wrong`). A sample with fewer answers than `experts.k_min` raises TooFewExperts. A
+microbatch whose parameters are gone raises Stale and must start again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from peerd.compute.experts.era import Era
 from peerd.compute.experts.exchange import Exchange
 from peerd.compute.experts.trunk import Answers, Junction, TrunkModule
-from peerd.core.experts.contract import ExpertAsk, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid
 
 Scores = list[np.ndarray]
@@ -30,24 +30,24 @@ Scores = list[np.ndarray]
 
 @dataclass(slots=True)
 class _Stop:
-    """A junction that the microbatch has come through."""
+    """A junction that the microbatch has reached."""
 
     junction: Junction
     exchange: Exchange | None = None
     answers: Answers | None = None
 
 
-class Flight:
-    """See the module's header. `era` None: each segment with the parameters of when it is computed, for evaluation."""
+class TrunkMicrobatch:
+    """One microbatch. With `era` None, for evaluation, each segment uses the parameters of the time it runs."""
 
     def __init__(self, trunk: TrunkModule, tokens: Tensor, targets: Tensor, era: Era | None) -> None:
         self._trunk, self._given = trunk, era
         self.tokens, self.targets = trunk.checked(tokens, targets)
         self.loss_sum = 0.0
-        self.gradients: dict[int, Tensor] = {}  # of parameters, by number; all of them in the end
-        self.wrong: list[str] = []  # replies that did not count, with whoever sent them
+        self.gradients: dict[int, Tensor] = {}  # of parameters, by number; complete at the end
+        self.wrong: list[str] = []  # invalid replies, with their senders
         self._stops: list[_Stop] = []
-        self._after: Junction | None = None  # gradients at the junction whose backward calls are under way
+        self._after: Junction | None = None  # gradients at the junction whose backward calls are in progress
 
     @property
     def era(self) -> Era:
@@ -56,28 +56,28 @@ class Flight:
 
     @property
     def layer(self) -> int:
-        """The layer of experts that it has come to."""
+        """The layer of experts that it has reached."""
         return len(self._stops) - 1
 
     @property
     def samples(self) -> int:
-        """Samples of each layer of experts."""
+        """Number of samples for each layer of experts."""
         return self._stops[-1].junction.scores.shape[0]
 
-    # --- there --------------------------------------------------------------------------------------------------
+    # --- forward ------------------------------------------------------------------------------------------------
 
     def depart(self) -> Scores:
-        """The first segment; the scores of the first layer, as `ExpertNetwork.choose` takes them."""
+        """Forward of the first segment; returns the scores of the first layer for `ExpertNetwork.choose`."""
         return self._arrive_at(self._trunk.depart(self.tokens, self.era))
 
-    def ask(self, chosen: Sequence[Sequence[Uid]]) -> list[ExpertAsk]:
-        """The calls for experts of each sample."""
+    def ask(self, chosen: Sequence[Sequence[Uid]]) -> list[ExpertCall]:
+        """The calls to the chosen experts of each sample."""
         stop, trunk = self._stops[-1], self._trunk
         stop.exchange = Exchange(trunk.run, chosen, trunk.device)
         return stop.exchange.forward_asks(stop.junction.samples)
 
     def go_on(self, replies: Sequence[ExpertReply | None]) -> Scores | None:
-        """The next segment, up to the next layer; None: that was the last, and the loss comes next."""
+        """Forward of the next segment; returns the scores of the next layer, or None if only the loss is left."""
         stop, trunk = self._stops[-1], self._trunk
         exchange = stop.exchange
         assert exchange is not None
@@ -92,23 +92,25 @@ class Flight:
         return self._arrive_at(trunk.go_on(self.layer + 1, stop.junction, answers, self.era))
 
     def loss(self) -> float:
-        """The loss, summed over the samples of text; the flight ends here."""
+        """The loss, summed over the samples of text; ends an evaluation."""
         stop = self._stops[-1]
         assert stop.answers is not None
         return self._trunk.final_loss(stop.junction, stop.answers, self.targets, self.era)
 
-    # --- and back -----------------------------------------------------------------------------------------------
+    # --- backward -----------------------------------------------------------------------------------------------
 
-    def turn(self) -> list[ExpertAsk]:
-        """The loss and the last segment's gradients; the backward calls of the last layer."""
+    def turn(self) -> list[ExpertCall]:
+        """Compute the loss and the last segment's gradients; returns the backward calls of the last layer."""
         stop = self._stops[-1]
         assert stop.answers is not None
         found, self._after, back, self.loss_sum = self._trunk.turn(stop.junction, stop.answers, self.targets, self.era)
         self.gradients |= found
         return self._backward_asks(back)
 
-    def go_back(self, replies: Sequence[ExpertReply | None]) -> list[ExpertAsk] | None:
-        """The segment before; the backward calls of the layer where it begins, None at the start of all."""
+    def go_back(self, replies: Sequence[ExpertReply | None]) -> list[ExpertCall] | None:
+        """Backward of the previous segment; returns the backward calls of the layer where it begins, or None at the
+        start.
+        """
         stop, after = self._stops.pop(), self._after
         assert after is not None
         assert stop.exchange is not None
@@ -132,8 +134,8 @@ class Flight:
         self._stops.append(_Stop(junction))
         return [part.float().cpu().numpy() for part in torch.split(junction.scores, list(self._trunk.sides), 1)]
 
-    def _backward_asks(self, gradients: Tensor) -> list[ExpertAsk]:
-        """Inputs and gradients for each expert whose answer counted."""
+    def _backward_asks(self, gradients: Tensor) -> list[ExpertCall]:
+        """Inputs and gradients for each expert whose answer was used."""
         exchange = self._stops[-1].exchange
         assert exchange is not None
         return exchange.backward_asks(gradients / self.tokens.shape[0])

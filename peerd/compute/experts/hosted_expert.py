@@ -1,13 +1,13 @@
-"""An expert at work on its host: forward, backward with an update at once, snapshots.
+"""An expert on its host: forward, backward with an immediate update, snapshots.
 
-Synchronous: jobs of one device worker, one at a time. Requests of several callers are computed as one batch; a
-backward of such a batch is one update, with the gradient summed over all its samples, and the forward is computed
-again with the weights of now (Learning@home, section 3.1). Weights and moments are float32; samples in bfloat16 are
-computed with torch's autocast.
+Synchronous: jobs of one device worker, one at a time. Requests of several callers are computed as one batch. A backward
+of such a batch is one update, with the gradient summed over all its samples; it recomputes the forward with the current
+weights (Learning@home, section 3.1). Weights and moments are float32; samples in bfloat16 are computed with torch's
+autocast.
 
-A hostile caller may send: another shape or dtype, values that are not finite, gradients so large that the update or
-the moments would overflow. Each is `BadRequest`, a ValueError that says which request of the batch it was, before
-anything is changed. A state to load may have other names or shapes, NaN, or lie about its size: ValueError.
+A malicious caller may send another shape or dtype, values that are not finite, or gradients so large that the update or
+the moments would overflow. Each raises `BadRequest`, a ValueError with the request's index in the batch, before
+anything changes. A state to load may have other names or shapes, NaN, or a wrong size; that raises ValueError.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from peerd.compute.codec.frames import decode, encode
 from peerd.compute.codec.layout import NotFinite
 from peerd.compute.codec.policy import CodingPlan
 from peerd.compute.experts.blocks import build_block
-from peerd.compute.flat import Layout
-from peerd.compute.model.optim import Optimizer
+from peerd.compute.flat import FlatLayout
+from peerd.compute.model.optimizer import Optimizer
 from peerd.compute.model.precision import Precision
 from peerd.compute.tensors import TORCH_DTYPES, all_finite
 from peerd.core.errors import ProtocolViolation
@@ -33,13 +33,13 @@ from peerd.core.experts.grid import Uid, sample_shapes
 from peerd.core.frame import TensorFrame
 from peerd.core.run.runfile import ExpertOptimizerSection, ExpertsSection, OptimizerSection, RunFile
 
-LARGEST_NORM: Final = 1e18  # of a gradient: its square is within float32, and so are moments made of it
-_HEADER_BYTES: Final = 1 << 20  # of a snapshot: its names and shapes
-_LAST_VERSION: Final = 1 << 53  # the messages carry less
+LARGEST_NORM: Final = 1e18  # of a gradient: float32 can represent its square, and moments made of it
+_HEADER_BYTES: Final = 1 << 20  # of a snapshot's names and shapes
+_LAST_VERSION: Final = 1 << 53  # messages carry smaller numbers
 
 
 class BadRequest(ValueError):
-    """One request of a batch that cannot be computed: the one at `index`. Nothing was changed."""
+    """The request at `index` of a batch cannot be computed. Nothing was changed."""
 
     def __init__(self, message: str, index: int) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class HostedExpert:
     """Expert `uid` of a run on `device`. `version` counts its updates."""
 
     def __init__(self, run: RunFile, uid: Uid, device: str = "cpu") -> None:
-        """Begins with the starting weights of (run.seed, uid); ConfigError when the block cannot be built."""
+        """Starts with the initial weights of (run.seed, uid); raises ConfigError if the block cannot be built."""
         self.uid = uid
         self.version = 0
         self.device = torch.device(device)
@@ -62,7 +62,7 @@ class HostedExpert:
         self._module = build_block(run, uid).to(self.device)
         named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         self._parameters = list(named.values())
-        self._layout = Layout(tuple(named), tuple(p.shape for p in self._parameters))
+        self._layout = FlatLayout(tuple(named), tuple(p.shape for p in self._parameters))
         self._flat = torch.cat([p.detach().reshape(-1) for p in self._parameters])
         for parameter, view in zip(self._parameters, self._layout.views(self._flat), strict=True):
             parameter.data = view
@@ -70,7 +70,7 @@ class HostedExpert:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it holds between jobs: weights, moments and buffers."""
+        """Bytes of memory used between jobs: weights, moments and buffers."""
         return sum(tensor.nbytes for tensor in self._views().values())
 
     @torch.no_grad()
@@ -80,7 +80,7 @@ class HostedExpert:
         return self._frames(self._compute(torch.cat(inputs)), inputs, "outputs")
 
     def backward(self, pairs: Sequence[tuple[TensorFrame, TensorFrame]]) -> list[TensorFrame]:
-        """Gradients of the samples for several requests (samples, gradients of outputs), and one update for all."""
+        """One update for several requests (samples, gradients of outputs); returns the gradients of their samples."""
         inputs = [self._decoded(x, "samples", self._input, i) for i, (x, _) in enumerate(pairs)]
         slopes = [self._decoded(g, "gradients", self._output, i) for i, (_, g) in enumerate(pairs)]
         for index, (x, g) in enumerate(zip(inputs, slopes, strict=True)):
@@ -89,7 +89,7 @@ class HostedExpert:
         of_x, of_weights = self._gradients(torch.cat(inputs), torch.cat(slopes))
         if not _is_usable(of_weights):
             raise BadRequest(
-                f"expert {self.uid}: an update by these gradients overflows", self._culprit(inputs, slopes)
+                f"expert {self.uid}: an update with these gradients overflows", self._culprit(inputs, slopes)
             )
         answers = self._frames(of_x, inputs, "gradients of samples")
         self._optimizer.update(self._flat, of_weights, self.version)
@@ -99,18 +99,18 @@ class HostedExpert:
     def snapshot(self) -> bytes:
         """Weights, moments and version as safetensors; equal states give equal bytes."""
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in self._views().items()}
-        # The weights lie in one flat tensor: safetensors wants each by itself.
+        # The weights are views of one flat tensor, but safetensors needs separate tensors.
         state = {name: tensor.clone() for name, tensor in state.items()}
         data: bytes = safetensors.torch.save(state | {"version": torch.tensor(self.version, dtype=torch.int64)})
         return data
 
     def load(self, data: bytes | bytearray) -> None:
-        """Take over a snapshot; ValueError, before any change, says what does not fit."""
+        """Load a snapshot; raises ValueError, before any change, if it does not fit."""
         mine = self._views()
         if len(data) > self.nbytes + _HEADER_BYTES:
             raise ValueError(f"the state of expert {self.uid} has {len(data)} bytes; expected about {self.nbytes}")
         try:
-            state = safetensors.torch.load(bytes(data))  # no copy of what came as bytes
+            state = safetensors.torch.load(bytes(data))  # does not copy if `data` is bytes
         except (safetensors.SafetensorError, KeyError) as error:
             raise ValueError(f"the state of expert {self.uid} is no safetensors file: {error}") from None
         version = _version_in(state, self.uid)
@@ -123,7 +123,7 @@ class HostedExpert:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _views(self) -> dict[str, Tensor]:
-        """The live tensors under the names that a snapshot has."""
+        """The live tensors, by their names in a snapshot."""
         names = self._layout.names
         views = {f"param/{name}": view for name, view in zip(names, self._layout.views(self._flat), strict=True)}
         for moment, flat in self._optimizer.moments.items():
@@ -148,19 +148,19 @@ class HostedExpert:
         return y.to(self._dtype)
 
     def _gradients(self, x: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the samples, and of the weights, flat."""
+        """Gradients of the samples, and flat gradient of the weights."""
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             found = torch.autograd.grad(self._compute(x), [x, *self._parameters], slope, materialize_grads=True)
         return found[0], torch.cat([g.reshape(-1) for g in found[1:]])
 
     def _culprit(self, inputs: Sequence[Tensor], slopes: Sequence[Tensor]) -> int:
-        """The request to blame for a gradient that overflows: one that does so alone, else the largest."""
+        """The request to blame for an overflowing gradient: one that overflows alone, else the largest."""
         norms = [_norm(self._gradients(x, g)[1]) for x, g in zip(inputs, slopes, strict=True)]
         return next((i for i, norm in enumerate(norms) if not norm < LARGEST_NORM), norms.index(max(norms)))
 
     def _frames(self, joined: Tensor, inputs: Sequence[Tensor], what: str) -> list[TensorFrame]:
-        """A frame for each request; BadRequest where its rows are not finite."""
+        """One frame per request; raises BadRequest if the rows of a request are not finite."""
         parts = torch.split(joined, [len(x) for x in inputs])
         for index, part in enumerate(parts):
             if not all_finite(part):
@@ -170,12 +170,12 @@ class HostedExpert:
     def _frame(self, values: Tensor, what: str, index: int) -> TensorFrame:
         try:
             return encode(values, self._plan, name=f"{what} by expert {self.uid}")
-        except NotFinite as error:  # what a code cannot carry ends a little below what float32 can
+        except NotFinite as error:  # codes have a slightly smaller range than float32
             raise BadRequest(str(error), index) from None
 
 
 def optimizer_section(section: ExpertOptimizerSection) -> OptimizerSection:
-    """The same optimizer as the run's own sections have it: an expert's updates are its steps."""
+    """The same optimizer as a section of the run; an expert's updates are its steps."""
     return OptimizerSection(
         name=section.name,
         lr=section.lr,
@@ -197,14 +197,14 @@ def _norm(gradient: Tensor) -> float:
 
 
 def _is_usable(gradient: Tensor) -> bool:
-    return _norm(gradient) < LARGEST_NORM  # not NaN either
+    return _norm(gradient) < LARGEST_NORM  # also False for NaN
 
 
 def _version_in(state: dict[str, Tensor], uid: Uid) -> int:
-    """The count of updates, which is taken out of the state."""
+    """Remove the update count from the state and return it."""
     version = state.pop("version", None)
     if version is None or version.shape != () or version.dtype != torch.int64 or not 0 <= version < _LAST_VERSION:
-        raise ValueError(f"the state of expert {uid} has no count of updates")
+        raise ValueError(f"the state of expert {uid} has no valid update count")
     return int(version)
 
 

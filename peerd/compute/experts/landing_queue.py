@@ -1,9 +1,9 @@
-"""Queue of gradients that have come back and wait for a place in the batch of an asynchronous trunk.
+"""Queue of completed gradients that wait for a slot in the batch of an asynchronous trunk.
 
-If more microbatches come back than the trunk's batches have places for, several share a place: it counts as one
-microbatch, with the mean of their gradients. So the queue has a fixed length, and no microbatch waits for a step. A
-place is as old as the oldest microbatch in it, so an old one shares no place with younger ones, unless that is the next
-to be taken. All methods but `len` add tensors, and run on the device's worker.
+If more microbatches complete than the trunk's batches have slots for, several share a slot: it counts as one
+microbatch, with the mean of their gradients. The queue therefore has a fixed length, and no microbatch waits for a
+step. A slot is as old as its oldest microbatch, so an old microbatch does not join a slot with younger ones, unless
+that slot is the next to be taken. All methods but `len` add tensors, and run on the device's worker.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peerd.compute.experts.flight import Flight
+from peerd.compute.experts.flight import TrunkMicrobatch
 
 
 @dataclass(slots=True)
 class LandedFlights:
-    """Microbatches that share a place; `gradients` and `loss_sum` are sums over them."""
+    """Microbatches that share a slot; `gradients` and `loss_sum` are sums over them."""
 
     gradients: dict[int, Tensor]  # of parameters, by number
-    oldest: int  # global steps of the oldest parameters that one was computed with
+    oldest: int  # step of the oldest parameters that computed one of them
     loads: int
     flights: int
     loss_sum: float
 
     @torch.no_grad()
     def join(self, other: LandedFlights) -> None:
-        """Share the place with another one."""
+        """Add the microbatches of another one to this slot."""
         sums = {number: self.gradients[number] + gradient for number, gradient in other.gradients.items()}
-        self.gradients |= sums  # all, or none where there is no memory for them
+        self.gradients |= sums  # all at once, so that a lack of memory changes nothing
         self.oldest = min(self.oldest, other.oldest)
         self.flights += other.flights
         self.loss_sum += other.loss_sum
 
 
-class LandingQueue:
-    """At most `most` places wait, the oldest first."""
+class GradientQueue:
+    """Queue of at most `most` slots, the oldest first."""
 
     def __init__(self, most: int) -> None:
         self._most = max(1, most)
         self._waiting = deque[LandedFlights]()
-        # Microbatches that were dropped: they waited for too many steps, or the trunk has another state,
+        # Dropped microbatches: they waited for too many steps, or the trunk has loaded another state,
         self.too_old = 0
         self.unusable = 0  # or their gradients could not be summed
-        self.shared = 0  # microbatches that found no place of their own
+        self.shared = 0  # microbatches that joined an occupied slot
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, flight: Flight, loads: int) -> None:
-        """Take the gradients of a microbatch that has come back, unless it is of another load than the trunk's."""
+    def add(self, flight: TrunkMicrobatch, loads: int) -> None:
+        """Add the gradients of a completed microbatch, unless the trunk has loaded another state since."""
         era = flight.era
-        while self._waiting and self._waiting[0].loads != loads:  # the trunk has taken over another state
+        while self._waiting and self._waiting[0].loads != loads:  # the trunk has loaded another state
             self.too_old += self._waiting.popleft().flights
         if era.loads != loads:
             self.too_old += 1
@@ -68,9 +68,9 @@ class LandingQueue:
             self.shared += 1
 
     def take(self, loads: int, least: int) -> LandedFlights | None:
-        """The oldest one computed with parameters of load `loads` and step `least` or later, or None.
+        """Take the oldest slot computed with parameters of load `loads` and step `least` or later, or None.
 
-        Those that are older are dropped, and counted in `too_old`.
+        Older ones are dropped, and counted in `too_old`.
         """
         while self._waiting:
             landed = self._waiting.popleft()

@@ -1,8 +1,8 @@
-"""Experts in this process, behind both contracts: the reference that a network of experts is measured against.
+"""Experts in this process, behind both contracts: the reference for measuring a network of experts.
 
-Every expert of the grid lives here, made when it is first asked. Each call is one job: an expert makes one update for
-each call, as a host does when nothing merges. `choose` is exact, where a beam search over a network with dead experts
-may not be. `LocalExperts` is for plain threads, any number at once; `LocalNetwork` is the same for trio tasks.
+Every expert of the grid is in this process, created at its first call. Each call is one job: an expert makes one update
+per call, like a host that merges no calls. `choose` is exact, while a beam search over a network with dead experts may
+not be. `LocalExperts` is for threads, any number at once; `LocalNetwork` is the same for trio tasks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertAsk, ExpertReply, Served
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.core.work import Worker
@@ -24,28 +24,28 @@ T = TypeVar("T")
 
 HOST = "local"
 
-Answers = Callable[[ExpertAsk], bool]  # False: this call fails
+Answers = Callable[[ExpertCall], bool]  # False: this call fails
 
 
-def _always(_: ExpertAsk) -> bool:
+def _always(_: ExpertCall) -> bool:
     return True
 
 
 class LocalExperts:
-    """Implements `ExpertCaller`. `experts` are those that were asked so far."""
+    """Implements `ExpertCaller`. `experts` are those called so far."""
 
     def __init__(self, run: RunFile, device: str = "cpu", answers: Answers = _always) -> None:
         """`answers` decides for each call whether it succeeds."""
         self.experts: dict[Uid, HostedExpert] = {}
         self.dead: set[Uid] = set()  # experts that are never chosen
-        self.stale: list[int] = []  # of each backward: updates since its forward
+        self.stale: list[int] = []  # per backward: number of updates since its forward
         self._run, self._device, self._answers = run, device, answers
         self._section = run.experts or ExpertsSection()
         self._grid = grid_of(run)
         self._lock = threading.Lock()
 
     def expert(self, uid: Uid) -> HostedExpert:
-        """An expert of the grid."""
+        """An expert of the grid, created if needed; raises ValueError if the grid has none with this uid."""
         if uid not in self.experts:
             if not self._grid.is_expert(uid):
                 raise ValueError(f"{uid} is no expert of a grid of {list(self._grid.sides)}")
@@ -54,7 +54,7 @@ class LocalExperts:
 
     def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
         whole = np.zeros((len(scores[0]), 1), np.float32)
-        for part in scores:  # the sums over the grid's dimensions, row by row as experts are numbered
+        for part in scores:  # sums over the grid's dimensions, in the order of the experts' numbers
             whole = (whole[:, :, None] + part[:, None, :]).reshape(len(part), -1)
         for uid in self.dead:
             if uid.layer == layer:
@@ -66,7 +66,7 @@ class LocalExperts:
             for sample, row in enumerate(best)
         ]
 
-    def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+    def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
         replies = [self._forward(ask) for ask in asks]
         counts = [0] * samples
         for ask, reply in zip(asks, replies, strict=True):
@@ -74,22 +74,22 @@ class LocalExperts:
                 counts[sample] += 1
         for sample, count in enumerate(counts):
             if count < self._section.k_min:
-                asked = ", ".join(str(ask.uid) for ask in asks if sample in ask.samples) or "none, since none lives"
+                asked = ", ".join(str(ask.uid) for ask in asks if sample in ask.samples) or "none, since none is alive"
                 raise TooFewExperts(f"sample {sample} has {count} answers; experts asked: {asked}")
         return replies
 
-    def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+    def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
         return [self._backward(ask) for ask in asks]
 
-    def _forward(self, ask: ExpertAsk) -> ExpertReply | None:
+    def _forward(self, ask: ExpertCall) -> ExpertReply | None:
         with self._lock:
             if not self._answers(ask):
                 return None
             expert = self.expert(ask.uid)
             (frame,) = expert.forward([ask.frames[0]])
-            return ExpertReply(frame, Served(HOST, 0, expert.version))
+            return ExpertReply(frame, ServedBy(HOST, 0, expert.version))
 
-    def _backward(self, ask: ExpertAsk) -> ExpertReply | None:
+    def _backward(self, ask: ExpertCall) -> ExpertReply | None:
         with self._lock:
             expert = self.expert(ask.uid)
             stale = expert.version - (ask.served.version if ask.served is not None else 0)
@@ -98,11 +98,11 @@ class LocalExperts:
                 return None
             (frame,) = expert.backward([(ask.frames[0], ask.frames[1])])
             self.stale.append(stale)
-            return ExpertReply(frame, Served(HOST, 0, expert.version), stale)
+            return ExpertReply(frame, ServedBy(HOST, 0, expert.version), stale)
 
 
 class LocalNetwork:
-    """Implements `ExpertNetwork` over the same experts; computes on `worker`."""
+    """Implements `ExpertNetwork` with the same experts; computes on `worker`."""
 
     def __init__(self, local: LocalExperts, worker: Worker) -> None:
         self.local = local
@@ -111,10 +111,10 @@ class LocalNetwork:
     async def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
         return await self._run(lambda: self.local.choose(layer, scores, k), "choose")
 
-    async def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+    async def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
         return await self._run(lambda: self.local.forward(asks, samples), "forward")
 
-    async def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+    async def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
         return await self._run(lambda: self.local.backward(asks), "backward")
 
     async def _run(self, job: Callable[[], T], name: str) -> T:

@@ -1,8 +1,8 @@
-"""Memory that experts take on their host, and how many of them fit.
+"""Memory that experts need on their host, and how many of them fit.
 
-Counts what an expert holds between jobs (weights and moments), once for all experts what one job takes (gradients, and
-what the backward of `experts.max_batch` samples keeps of the forward), and the copy that a snapshot is. Shapes are
-those of the block itself, built without values, so nothing here takes memory.
+Counts what each expert keeps between jobs (weights and moments), plus, once for all experts, the memory of one job
+(gradients, and what the backward of `experts.max_batch` samples keeps of the forward) and of a snapshot. Shapes are
+those of the block itself, built on the meta device, so nothing here takes memory.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from peerd.core.experts.grid import grid_of, sample_shapes
 from peerd.core.model.stage_memory import moment_names
 from peerd.core.run.runfile import ExpertsSection, RunFile
 
-FREE_SHARE: Final = 0.8  # of the memory that is free now, where the user names no limit: others live there, too
+FREE_SHARE: Final = 0.8  # of the free memory, without a user's limit: other programs need some, too
 _FLOAT_BYTES: Final = 4
-_GRADIENT_COPIES: Final = 3  # each tensor's, all in one flat tensor, and what the update makes of it
-_SNAPSHOT_COPIES: Final = 2  # the tensors, and the file made of them
+_GRADIENT_COPIES: Final = 3  # each tensor's, the flat tensor of all, and the update's copy
+_SNAPSHOT_COPIES: Final = 2  # the tensors, and the file's bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertFootprint:
-    """Bytes that the experts of a run take."""
+    """Bytes that the experts of a run need."""
 
     parameters: int  # of one expert
-    held_bytes: int  # each expert, between jobs
-    job_bytes: int  # once for all, where they compute
-    snapshot_bytes: int  # once for all, in main memory
+    held_bytes: int  # per expert, between jobs
+    job_bytes: int  # once for all experts, on their device
+    snapshot_bytes: int  # once for all experts, in host memory
 
 
 def expert_footprint(run: RunFile) -> ExpertFootprint:
-    """Footprint of the experts of `run`; ConfigError when the block cannot be built."""
+    """Memory of the experts of `run`; raises ConfigError if the block cannot be built."""
     section = run.experts or ExpertsSection()
     module = block_outline(run)
     learnt = sum(p.numel() for p in module.parameters() if p.requires_grad)
@@ -50,7 +50,7 @@ def expert_footprint(run: RunFile) -> ExpertFootprint:
 
 
 def kept_for_backward(run: RunFile, module: nn.Module) -> int:
-    """Bytes that a backward keeps of the forward for each sample, its input and output included."""
+    """Bytes per sample that a backward keeps of the forward, including input and output."""
     into, out = sample_shapes(run)
     own = {id(p) for p in module.parameters()}
     found: dict[tuple[int, ...], int] = {}
@@ -67,14 +67,14 @@ def kept_for_backward(run: RunFile, module: nn.Module) -> int:
         y = module(x)
     del y
     ends = _FLOAT_BYTES * (torch.Size(into).numel() + torch.Size(out).numel())
-    return sum(found.values()) // rows + 2 * ends  # each with its gradient or its frame
+    return sum(found.values()) // rows + 2 * ends  # each with its gradient or frame
 
 
 def experts_that_fit(run: RunFile, device: str = "cpu", hosted: int = 0) -> int:
-    """Number of experts that this peer can host beside the `hosted` ones that it has: `limits.experts`, else by memory.
+    """Number of experts that this peer can host in addition to its `hosted` ones.
 
-    With limits.memory_gb the process may take so much, what it holds now included; without, a share of what is free.
-    Never more than the grid has.
+    It is set by `limits.experts`, or else by memory: limits.memory_gb minus the memory that the process uses now, or
+    without that limit a share of the free memory. At most the number of the grid.
     """
     grid = grid_of(run)
     most = grid.layers * grid.places - hosted
@@ -88,7 +88,7 @@ def experts_that_fit(run: RunFile, device: str = "cpu", hosted: int = 0) -> int:
 
 
 def _room(run: RunFile, device: str) -> float:
-    """Bytes that experts may take where they compute."""
+    """Bytes available to experts on their device."""
     limit = run.limits.memory_gb * 1e9
     if device.startswith("cuda"):
         free, _ = free_bytes(device)  # within the limit, if there is one

@@ -1,12 +1,11 @@
-"""Trunk of a model with experts: all but the experts themselves, cut into segments between the calls to them.
+"""Trunk of a model with experts: all layers but the experts, cut into segments at the calls to them.
 
-A segment ends where samples go to a layer of experts, at a junction, and the next one begins with their answers; the
-last ends with the loss. Each call computes one segment, so between two calls any number of other microbatches may have
-theirs computed: nothing waits inside. As in `stage_module`, the forward is computed again for the backward, and a
-microbatch is computed with the parameters of one step from its beginning to its end (`era`; when it ends, these may be
-one step old in a delayed run, and `optimizer.most_stale` steps with an asynchronous trunk). Gradients are those of the
-sum over samples of each sample's mean loss, the balancing loss of the gates included; the loss that is told is without
-it.
+A segment ends where samples are sent to a layer of experts, at a junction, and the next one begins with their answers;
+the last one ends with the loss. Each call computes one segment, so other microbatches can be computed between two
+calls, and no call waits for experts. As in `stage_module`, the forward is recomputed for the backward. A microbatch
+uses the parameters of one step from start to end (`era`); at its end these may be one step old in a delayed run, and
+`optimizer.most_stale` steps old with an asynchronous trunk. Gradients are those of the sum over samples of each
+sample's mean loss, including the balancing loss of the gates; the reported loss excludes it.
 
 Shapes: B samples of text, L tokens, D d_model, V vocabulary; N samples of the experts (tokens, or whole texts) of shape
 S, K experts for each, G places in all dimensions of their grid together.
@@ -39,24 +38,24 @@ from peerd.core.run.runfile import ExpertsSection, RunFile
 
 @dataclass(frozen=True, slots=True)
 class Junction:
-    """The end of a segment, where samples go to experts; or the gradients of all three."""
+    """End of a segment, where samples are sent to experts; also used for the gradients of its three tensors."""
 
-    residual: Tensor  # [B, L, D]: what the experts' mean is added to
+    residual: Tensor  # [B, L, D]; the experts' mean is added to it
     samples: Tensor  # [N, *S]
     scores: Tensor  # [N, G]
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The experts' answers to a junction's samples; with gradients in place of outputs, what goes back to them."""
+    """The experts' outputs for a junction's samples; also used for the gradients of these outputs."""
 
-    outputs: Tensor  # [N, K, *S], zeros where none came
+    outputs: Tensor  # [N, K, *S], zeros where no answer arrived
     columns: Tensor  # int64 [N, K, d]: each expert's coordinates, as columns of the scores
     came: Tensor  # bool [N, K]
 
 
 class TrunkModule(StageModule):
-    """The only stage of a run with experts, in segments 0 to `layers`; segment i ends at the layer i of experts."""
+    """The only stage of a run with experts, in segments 0 to `layers`; segment i ends at layer i of experts."""
 
     def __init__(self, run: RunFile, device: str = "cpu") -> None:
         check_trunk(run)
@@ -64,10 +63,10 @@ class TrunkModule(StageModule):
         self.section = run.experts or ExpertsSection()
         self.sides = grid_of(run).sides
         self.layers = grid_of(run).layers
-        self.loads = new_load()  # of the state that the parameters come from
+        self.loads = new_load()  # number of the loaded state
         self.asynchronous = run.optimizer.asynchronous
         self.most_stale = run.optimizer.most_stale if self.asynchronous else self.ahead  # steps
-        self._snapshot: weakref.ref[Snapshot] | None = None  # of the parameters of now
+        self._snapshot: weakref.ref[Snapshot] | None = None  # of the current parameters
         self._earlier = EarlierParameters()
         self.sample_shape, _ = sample_shapes(run)
         self._segments = _segments(run, [name for name, _ in self._piece.steps])
@@ -78,7 +77,7 @@ class TrunkModule(StageModule):
 
     @property
     def era(self) -> Era:
-        """The parameters of now."""
+        """The current parameters."""
         if not self.asynchronous:
             return Era(self.step, self.loads)
         snapshot = self._snapshot() if self._snapshot is not None else None
@@ -88,8 +87,8 @@ class TrunkModule(StageModule):
         return Era(self.step, self.loads, snapshot)
 
     def apply(self, gradient: Tensor, samples: int = 1) -> None:
-        """As a stage's; microbatches under way keep the parameters that they began with, while they may count and there
-        is memory for these.
+        """Like a stage's; microbatches in progress keep the parameters that they began with, unless these get too old
+        or memory is short.
         """
         snapshot = self._snapshot() if self._snapshot is not None else None
         before = self._copied() if snapshot is not None else None
@@ -101,28 +100,28 @@ class TrunkModule(StageModule):
         self._earlier.let_go_before(self.step - self.most_stale)
 
     def _copied(self) -> Tensor | None:
-        """Copy the parameters. Frees the oldest copies first if memory is short; returns None if that is not enough."""
+        """A copy of the parameters, or None if memory is short even after the oldest copies were freed."""
         while not self._has_room():
             if not self._earlier.let_go_oldest():
                 return None
         return self._flat.clone()
 
     def _has_room(self) -> bool:
-        """True if there is memory for a copy, beside what a step takes."""
+        """True if there is memory for a copy in addition to what a step needs."""
         nbytes = self._flat.nbytes
         if is_gpu(self._flat.device):
             return free_bytes(self._flat.device)[0] >= 2 * nbytes
         return spare_bytes(self.run, nbytes) >= nbytes
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """As a stage's; microbatches under way are of another era from now on."""
+        """Like a stage's; microbatches in progress belong to an earlier era afterwards."""
         super().load_state(state)
         self.loads = new_load()
         self._snapshot = None
         self._earlier.clear()
 
     def checked(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """A microbatch, int64 [B, L] both, on the device; ValueError says what is wrong with it."""
+        """A checked microbatch, both tensors int64 [B, L], on the device; raises ValueError if it is invalid."""
         x = self._input(tokens)
         return x, self._targets(targets, x)
 
@@ -130,27 +129,29 @@ class TrunkModule(StageModule):
 
     @torch.no_grad()
     def depart(self, tokens: Tensor, era: Era) -> Junction:
-        """Segment 0, forward."""
+        """Forward of segment 0."""
         with self._as_of(era):
             return self._junction(0, tokens, None)
 
     @torch.no_grad()
     def go_on(self, index: int, before: Junction, answers: Answers, era: Era) -> Junction:
-        """A segment between two layers of experts, forward."""
+        """Forward of a segment between two layers of experts."""
         with self._as_of(era):
             return self._junction(index, before, answers)
 
     @torch.no_grad()
     def final_loss(self, before: Junction, answers: Answers, targets: Tensor, era: Era) -> float:
-        """The last segment, forward: the loss, summed over samples."""
+        """Forward of the last segment: the loss, summed over samples."""
         with self._as_of(era):
             return float(self._final(before, answers, targets))
 
     def turn(
         self, before: Junction, answers: Answers, targets: Tensor, era: Era
     ) -> tuple[dict[int, Tensor], Junction, Tensor, float]:
-        """The last segment with its backward: gradients of parameters by number, of the residual and the scores at
-        `before` (none of the samples yet), of the answers' outputs, and the loss sum.
+        """Forward and backward of the last segment.
+
+        Returns the gradients of its parameters by number, those of residual and scores at `before` (with zeros for the
+        samples, whose gradients the experts have yet to return), those of the answers' outputs, and the loss sum.
         """
         given, outputs = _leaves(before, answers)
         with self._as_of(era):
@@ -165,7 +166,9 @@ class TrunkModule(StageModule):
     def go_back(
         self, index: int, before: Junction, answers: Answers, after: Junction, era: Era
     ) -> tuple[dict[int, Tensor], Junction, Tensor]:
-        """A segment between two layers, backward, from the gradients of its end `after`; results as `turn`'s."""
+        """Backward of a segment between two layers, from the gradients `after` of its end; returns the same as `turn`,
+        without the loss.
+        """
         given, outputs = _leaves(before, answers)
         with self._as_of(era):
             _, found, back = self._backward(
@@ -179,7 +182,7 @@ class TrunkModule(StageModule):
         return found, Junction(back[0], torch.zeros_like(before.samples), back[1]), back[2]
 
     def arrive(self, tokens: Tensor, after: Junction, era: Era) -> dict[int, Tensor]:
-        """Segment 0, backward: gradients of its parameters by number."""
+        """Backward of segment 0: gradients of its parameters by number."""
         with self._as_of(era):
             _, found, _ = self._backward(
                 0, (), lambda: self._against(self._junction(0, tokens, None), after), _largest(after)
@@ -187,8 +190,10 @@ class TrunkModule(StageModule):
         return found
 
     def add(self, gradients: Mapping[int, Tensor], ahead: int, share: float = 1.0) -> None:
-        """Add `share` times a microbatch's gradients to the sum of the step under way, or of the one after it.
-        ValueError, and no change, for what cannot be summed.
+        """Add `share` times a microbatch's gradients to the sum of the current step, or of the next one if `ahead` is
+        1.
+
+        Raises ValueError, without a change, if they cannot be summed.
         """
         whole = [gradients[i] for i in range(len(self._parameters))]
         if share * largest_in(whole) > self.largest:
@@ -198,13 +203,13 @@ class TrunkModule(StageModule):
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _as_of(self, era: Era) -> AbstractContextManager[None]:
-        age, told = self.step - era.at, f"the trunk is at step {self.step}, the microbatch at {era.at}"
+        age, reason = self.step - era.at, f"the trunk is at step {self.step}, the microbatch at {era.at}"
         if era.loads != self.loads or age < 0:
-            raise Stale(told)
+            raise Stale(reason)
         if age > self.most_stale:
-            raise TooOld(f"{told}; allowed: {self.most_stale} behind") if self.asynchronous else Stale(told)
+            raise TooOld(f"{reason}; allowed: {self.most_stale} behind") if self.asynchronous else Stale(reason)
         if era.snapshot is not None and era.snapshot.is_gone:
-            raise TooOld(f"{told}, and there was no memory to keep its parameters")
+            raise TooOld(f"{reason}, and there was no memory to keep its parameters")
         return self.as_of(era.at) if era.snapshot is None else self._with(era.snapshot)
 
     @contextmanager
@@ -223,7 +228,7 @@ class TrunkModule(StageModule):
                 parameter.data = data
 
     def _junction(self, index: int, source: Tensor | Junction, answers: Answers | None) -> Junction:
-        """The end of a segment, in the dtype of the run."""
+        """The end of a segment, in the run's dtype."""
         with self._precision.casting():
             *first, last = self._segments[index]
             x = self._enter(source, answers)
@@ -246,7 +251,7 @@ class TrunkModule(StageModule):
         return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum") / targets_BL.shape[1]
 
     def _enter(self, source: Tensor | Junction, answers: Answers | None) -> Tensor:
-        """A segment's input: tokens, or the sum so far and the experts' mean."""
+        """A segment's input: tokens, or the residual plus the experts' mean."""
         if isinstance(source, Tensor):
             return source
         assert answers is not None
@@ -255,16 +260,16 @@ class TrunkModule(StageModule):
         )
 
     def _against(self, end: Junction, after: Junction) -> Tensor:
-        """A number whose gradient is that of the loss: the segment's end times the gradients of it, and the balance."""
+        """A scalar with the gradient of the loss: the segment's end times its gradients, plus the balancing loss."""
         total = (end.residual * after.residual).sum() + (end.samples * after.samples).sum()
         total = total + (end.scores * after.scores).sum()
-        weight = self.section.balance * end.residual.shape[0]  # each sample's loss has it once
+        weight = self.section.balance * end.residual.shape[0]  # the loss of each sample contains it once
         return total + weight * imbalance(end.scores, self.sides) if weight else total
 
     def _backward(
         self, index: int, inputs: Sequence[Tensor], compute: Callable[[], Tensor], largest: float
     ) -> tuple[Tensor, dict[int, Tensor], Sequence[Tensor]]:
-        """Value of `compute`, and its gradients: of the segment's parameters by number, and of `inputs`."""
+        """The value of `compute`, and its gradients for the segment's parameters (by number) and for `inputs`."""
         parameters = [self._parameters[i] for i in self._places[index]]
         value, gradients = self._precision.backward(compute, [*parameters, *inputs], None, largest)
         if not all(map(all_finite, gradients)) or not all_finite(value.detach()):
@@ -273,18 +278,18 @@ class TrunkModule(StageModule):
 
 
 def check_trunk(run: RunFile) -> None:
-    """ConfigError for a run with experts whose model role `trainer` cannot compute."""
+    """Raises ConfigError for a run without experts, or whose model role `trainer` cannot compute."""
     inside, outside = sample_shapes(run)
     m = run.model
     if run.experts is None:
         raise ConfigError("the run file has no experts")
     if m.kind != "gpt":
-        raise ConfigError(f"model.kind is {m.kind}; with experts role trainer has gpt: use peerd.DMoE in your own loop")
+        raise ConfigError(f"model.kind is {m.kind}; role trainer supports experts only in gpt; use peerd.DMoE instead")
     if grid_of(run).layers > m.layers:
         raise ConfigError(f"experts.layers is {grid_of(run).layers}; allowed for role trainer: up to {m.layers} layers")
     for key, shape in (("input", inside), ("output", outside)):
         if shape not in ((m.d_model,), (m.context, m.d_model)) or shape != inside:
-            allowed = f"[{m.d_model}] or [{m.context}, {m.d_model}], the input's as the output's"
+            allowed = f"[{m.d_model}] or [{m.context}, {m.d_model}], the same for input and output"
             raise ConfigError(f"experts.{key} is {list(shape)}; allowed for role trainer: {allowed}")
 
 
@@ -300,7 +305,7 @@ def _segments(run: RunFile, names: Sequence[str]) -> list[list[str]]:
 
 
 def _leaves(before: Junction, answers: Answers) -> tuple[tuple[Tensor, Tensor], Answers]:
-    """Inputs of a segment as leaves of a graph of their own, whose gradients are wanted."""
+    """Inputs of a segment as leaves of a new graph, so that their gradients are computed."""
     residual, scores, outputs = (t.detach().requires_grad_() for t in (before.residual, before.scores, answers.outputs))
     return (residual, scores), Answers(outputs, answers.columns, answers.came)
 

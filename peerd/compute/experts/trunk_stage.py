@@ -1,8 +1,8 @@
-"""Trunk as a stage that is held: its sum of gradients cannot be taken apart.
+"""The trunk as a served stage, whose microbatches cannot be recomputed.
 
-A microbatch is computed in many short jobs, with answers of experts in between that nobody could give a second time. So
-what is in the sum is remembered by name only: where something in it must not count, all of it is forgotten, and what is
-wanted is flown again.
+A microbatch is computed in many short jobs, with experts' answers in between that cannot be obtained a second time. So
+only the names of the microbatches in the sum are kept. If one of them must not count, the whole sum is cleared, and the
+wanted microbatches are computed again from the start.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from peerd.compute.experts.flight import Flight
-from peerd.compute.experts.landing_queue import LandedFlights, LandingQueue
+from peerd.compute.experts.flight import TrunkMicrobatch
+from peerd.compute.experts.landing_queue import GradientQueue, LandedFlights
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.model.grad_sums import to_make_again
 from peerd.compute.model.served_stage import ServedStage, Stale
@@ -27,16 +27,16 @@ class TrunkStage(ServedStage):
         self.trunk = TrunkModule(run, device)
         super().__init__(run, 0, device, self.trunk)
 
-    def flight(self, step: int | None, tokens: Tensor, targets: Tensor) -> Flight:
-        """A microbatch of `step` that is to be flown; None: one to be judged, with whatever parameters there are.
+    def flight(self, step: int | None, tokens: Tensor, targets: Tensor) -> TrunkMicrobatch:
+        """Start a microbatch of `step`. With None it is one for evaluation, which uses the current parameters.
 
-        ValueError for other tensors than a microbatch has.
+        Raises ValueError if the tensors are not those of a microbatch.
         """
         self._at(step)
-        return Flight(self.trunk, tokens.long(), targets.long(), None if step is None else self.trunk.era)
+        return TrunkMicrobatch(self.trunk, tokens.long(), targets.long(), None if step is None else self.trunk.era)
 
-    def land(self, step: int, mb: Mb, flight: Flight) -> None:
-        """Add the gradients of a flight that has come back to the sum of `step`, once."""
+    def land(self, step: int, mb: Mb, flight: TrunkMicrobatch) -> None:
+        """Add the gradients of a completed flight to the sum of `step`, once."""
         ahead, era = self._at(step), flight.era
         if era.loads != self.trunk.loads or not 0 <= step - era.at <= self.trunk.ahead:
             raise Stale(f"the microbatch was computed at step {era.at}, the call is at {step}")
@@ -45,15 +45,15 @@ class TrunkStage(ServedStage):
             self.trunk.add(flight.gradients, ahead)
             self._note(book, mb, era.at)
 
-    def free_flight(self, tokens: Tensor, targets: Tensor) -> Flight:
-        """A microbatch of no step yet, for an asynchronous trunk. ValueError as `flight`."""
-        return Flight(self.trunk, tokens.long(), targets.long(), self.trunk.era)
+    def free_flight(self, tokens: Tensor, targets: Tensor) -> TrunkMicrobatch:
+        """Start a microbatch that has no step yet, for an asynchronous trunk. Raises ValueError like `flight`."""
+        return TrunkMicrobatch(self.trunk, tokens.long(), targets.long(), self.trunk.era)
 
-    def land_next(self, step: int, mb: Mb, queue: LandingQueue) -> LandedFlights | None:
-        """Take the next gradients of `queue` as microbatch `mb` of `step`, and add their mean to its sum, once.
+    def land_next(self, step: int, mb: Mb, queue: GradientQueue) -> LandedFlights | None:
+        """Take the next gradients from `queue` as microbatch `mb` of `step`, and add their mean to the sum, once.
 
-        Returns None if none wait that are young enough. ValueError for gradients that cannot be summed, which are
-        dropped.
+        Returns None if none of the waiting gradients are recent enough. Raises ValueError for gradients that cannot be
+        summed, which are dropped.
         """
         self._under_way(step)
         if mb in self._held:
@@ -69,7 +69,7 @@ class TrunkStage(ServedStage):
         return landed
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
-        """Returns what is wanted but not held; forgets the sum of `step` when it has something else in it."""
+        """Returns the wanted microbatches that are missing; clears the sum of `step` if it contains others."""
         self._under_way(step)
         missing, forget = to_make_again(self._held, wanted)
         if forget:
@@ -77,7 +77,7 @@ class TrunkStage(ServedStage):
         return missing
 
     def unusable(self, step: int) -> list[Mb]:
-        """All that is held, when the sum of `step` has left the range of numbers: it is forgotten."""
+        """If the sum of `step` has overflowed, clears it and returns all its microbatches."""
         self._under_way(step)
         if self.trunk.sum_is_finite():
             return []

@@ -1,1 +1,1 @@
-"""The trained model outside peerd: gathering it from checkpoints, its folder, and what is done with it there."""
+"""Export of the trained model: gathering it from checkpoints, writing its folder, and using it from there."""

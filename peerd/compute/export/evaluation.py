@@ -1,9 +1,10 @@
-"""Loss of a model on a file of text, cut as training cuts its samples.
+"""Loss of a model on a text file, cut into samples as in training.
 
-The tokens of the whole file, a separator after each document, are cut into windows of `context` tokens; each token is
-predicted from those before it in its window, and the last of a window is predicted there and begins the next one. So
-every token but the first is predicted once; the last window may be shorter. The loss is the mean over all predicted
-tokens: where the windows are whole, the mean over samples that training reports as its validation loss.
+The tokens of the whole file, with a separator after each document, are cut into windows of `context` tokens. Each token
+is predicted from those before it in its window. The last token of a window is predicted there and is the first of the
+next window. Every token except the first is thus predicted once; the last window may be shorter. The loss is the mean
+over all predicted tokens. If all windows are full, it equals the mean over samples that training reports as its
+validation loss.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from peerd.compute.data.readers import Field, TextPiece, read_jsonl, read_parque
 from peerd.compute.data.skipped_rows import RefusedRows
 from peerd.compute.data.text_stream import DataFile, FilePart
 from peerd.compute.export.loaded_model import LoadedModel
-from peerd.compute.tokenizer import Vocabulary
+from peerd.compute.tokenizer import Tokenizer
 from peerd.core.errors import ConfigError
 
-BATCH_TOKENS: Final = 16_384  # of the windows that are computed at once
+BATCH_TOKENS: Final = 16_384  # of the windows in one batch
 LARGEST_BATCH: Final = 64
-KINDS: Final = {".jsonl": "jsonl", ".parquet": "parquet"}  # by the end of the name; all others are text
+KINDS: Final = {".jsonl": "jsonl", ".parquet": "parquet"}  # by file name extension; all others are text
 COMPRESSED: Final = (".gz", ".bz2", ".xz", ".zst")
 _FIELD: Final = Field("text", "the field that is read")
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Figures so far. `nats`: summed over the tokens that were predicted."""
+    """Results so far. `nats`: sum over the predicted tokens."""
 
     nats: float
     tokens: int  # predicted
-    text_bytes: int  # of the text that they are of
-    batch: int  # windows at once
+    text_bytes: int  # of the text read so far
+    batch: int  # windows per batch
 
     @property
     def loss(self) -> float:
@@ -54,12 +55,12 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """Over the bytes of the text, whatever the tokens are."""
+        """Bits per byte of the text, for any tokenizer."""
         return self.nats / math.log(2) / self.text_bytes
 
 
 def evaluate(loaded: LoadedModel, path: Path, progress: Callable[[Evaluation], None] | None = None) -> Evaluation:
-    """Loss of the model on the text of a file; ConfigError in one sentence when there is nothing to measure."""
+    """Loss of the model on a file's text; raises ConfigError if the text is too short or the loss is not finite."""
     context, vocab = loaded.config.context, loaded.vocab
     batch = max(1, min(LARGEST_BATCH, BATCH_TOKENS // context))
     counted = _Counted(path, vocab)
@@ -84,14 +85,14 @@ def _nats(loaded: LoadedModel, windows: Tensor) -> float:
 
 
 class _Counted:
-    """The tokens of a file, and how many bytes of text they were made of."""
+    """The tokens of a file; counts the bytes of text read."""
 
-    def __init__(self, path: Path, vocab: Vocabulary) -> None:
+    def __init__(self, path: Path, vocab: Tokenizer) -> None:
         self.text_bytes = 0
         self._path, self._vocab = path, vocab
 
     def tokens(self) -> Iterator[npt.NDArray[Any]]:
-        """Runs of tokens, as they are read."""
+        """Arrays of tokens, as they are read."""
         try:
             for piece in _pieces(self._path):
                 assert isinstance(piece.text, bytes)
@@ -115,7 +116,7 @@ def _pieces(path: DataFile) -> Iterator[TextPiece]:
 
 
 def _windows(runs: Iterator[npt.NDArray[Any]], context: int, batch: int) -> Iterator[Tensor]:
-    """int64 [up to batch, context + 1], neighbours sharing a token; the last one alone, if it is shorter."""
+    """Windows int64 [up to batch, context + 1]; neighbours share a token. A shorter last window is yielded alone."""
     held = np.empty(0, dtype=np.int64)
     for run in runs:
         held = np.concatenate([held, run.astype(np.int64)])

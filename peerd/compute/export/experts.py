@@ -1,8 +1,8 @@
-"""Experts of an exported model: the newest whole checkpoint of each, and what `config.json` says of them.
+"""Experts of an exported model: the newest intact checkpoint of each, and their description in `config.json`.
 
-Whoever finds the checkpoints hands them in as `SavedExpert`; a damaged one gives way to an older one of the same
-expert, and an expert without any is left out: the mixture goes on without it, as in training. Only blocks that look at
-each token by itself can be exported: one that looks at a whole text could not write it.
+The caller finds the checkpoints and passes them as `SavedExpert`. A damaged checkpoint is replaced by an older one of
+the same expert. An expert without any is left out, and the mixture works without it, as in training. Only blocks that
+process each token separately can be exported, because generation needs outputs before the whole text exists.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from peerd.core.experts.grid import Grid, Uid, grid_of, parse_uid
 from peerd.core.model.model_shapes import first_with_experts
 from peerd.core.run.runfile import ExpertsSection, RunFile
 
-PLACES: Final = 1 << 17  # experts of one exported model
+PLACES: Final = 1 << 17  # maximum number of experts of an exported model
 _PARAMETER: Final = "param/"
-_NAMED: Final = 5  # experts in a message
+_NAMED: Final = 5  # experts listed in a message
 
 
 class ExportedExperts(msgspec.Struct, frozen=True, kw_only=True):
     """The experts of an exported model, as in its `config.json`."""
 
-    first: int  # the first block that has experts; all after it have, too
+    first: int  # the first block with experts; all later blocks have them, too
     block: Literal["ffn", "ffn1"]
     hidden: int
     grid: list[int]
     top_k: int
-    missing: list[str] = []  # experts of which there was no checkpoint, as layer.coordinates
+    missing: list[str] = []  # experts without a checkpoint, as layer.coordinates
 
 
 @dataclass(frozen=True, slots=True)
 class SavedExpert:
-    """A checkpoint of an expert, not read yet. Of two the higher `rank` is the newer."""
+    """A checkpoint of an expert, not read yet. The one with the higher `rank` is newer."""
 
     uid: Uid
     rank: tuple[int, int, bytes]
     path: Path
-    read: Callable[[], bytes]  # the snapshot's bytes, checked; ValueError or OSError
+    read: Callable[[], bytes]  # returns the snapshot's checked bytes; raises ValueError or OSError
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredExperts:
-    """Tensors by plain name, and notes for users."""
+    """Description and tensors of the gathered experts (by plain name), and notes for users."""
 
     described: ExportedExperts
     tensors: dict[str, Tensor]
@@ -62,7 +62,9 @@ class GatheredExperts:
 
 
 def gather_experts(run: RunFile, saved: Iterable[SavedExpert], root: Path) -> GatheredExperts:
-    """The newest of each expert of the run; ConfigError when a layer has none, or the block cannot be exported."""
+    """The newest intact checkpoint of each expert; raises ConfigError if a layer has none or the block cannot be
+    exported.
+    """
     section, grid, first = run.experts or ExpertsSection(), grid_of(run), first_with_experts(run)
     if section.block not in ("ffn", "ffn1"):
         raise ConfigError(f"experts.block of run {run.run!r} is {section.block}; allowed for an export: ffn or ffn1")
@@ -88,7 +90,7 @@ def gather_experts(run: RunFile, saved: Iterable[SavedExpert], root: Path) -> Ga
         notes.append(f"no checkpoint of {len(missing)} of {grid.layers * grid.places} experts: {_listed(missing)}")
     described = ExportedExperts(
         first=first,
-        block=section.block,  # type: ignore[arg-type]  # looked at above
+        block=section.block,  # type: ignore[arg-type]  # checked above
         hidden=section.hidden or 4 * run.model.d_model,
         grid=list(grid.sides),
         top_k=section.top_k,
@@ -100,7 +102,7 @@ def gather_experts(run: RunFile, saved: Iterable[SavedExpert], root: Path) -> Ga
 def _newest(
     saved: Iterable[SavedExpert], wanted: dict[str, tuple[int, ...]], notes: list[str]
 ) -> dict[str, Tensor] | None:
-    """The parameters of the newest that is whole; None: there is none."""
+    """The parameters of the newest intact checkpoint, or None if there is none."""
     for one in sorted(saved, key=lambda one: one.rank, reverse=True):
         try:
             return _parameters(one, wanted)
@@ -118,7 +120,7 @@ def _parameters(one: SavedExpert, wanted: dict[str, tuple[int, ...]]) -> dict[st
     if {name: tuple(tensor.shape) for name, tensor in found.items()} != wanted:
         raise ValueError(f"{one.path} is of another block than the run's")
     if any(tensor.dtype != torch.float32 for tensor in found.values()):
-        raise ValueError(f"{one.path} holds parameters that are not float32")
+        raise ValueError(f"{one.path} has parameters that are not float32")
     return found
 
 
@@ -127,8 +129,8 @@ def _need_some(run: RunFile, missing: list[Uid], root: Path) -> None:
     for layer in range(grid.layers):
         if sum(uid.layer == layer for uid in missing) == grid.places:
             raise ConfigError(
-                f"{root} holds no checkpoint of an expert of layer {layer} of run {run.run!r}; give a folder that also "
-                "holds the data directories of its expert hosts, or of a backbone that keeps their checkpoints"
+                f"{root} contains no checkpoint of an expert of layer {layer} of run {run.run!r}; use a folder that "
+                "also contains the data directories of its expert hosts, or of a backbone that keeps their checkpoints"
             )
 
 
@@ -138,7 +140,7 @@ def _listed(uids: list[Uid]) -> str:
 
 
 def fault_of(experts: ExportedExperts, blocks: int) -> str | None:
-    """The first senseless value that `config.json` has of its experts, in words; `blocks`: of the model."""
+    """The first invalid value in the experts part of `config.json`, in words, or None. `blocks`: of the model."""
     places = math.prod(experts.grid)
     if not (1 <= len(experts.grid) <= 3 and min(experts.grid) >= 1 and places <= PLACES):
         return f"experts.grid is not 1 to 3 sides of {PLACES} places at most"

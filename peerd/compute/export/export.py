@@ -1,4 +1,4 @@
-"""From checkpoints to an exported folder: finds a whole set, names its tensors plainly, checks them, writes."""
+"""Export of checkpoints to a folder: finds a complete set, gives its tensors plain names, checks and writes them."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from peerd.core.run.runfile import RunFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportWish:
-    """A wish to export: the run and step, and the folder to write."""
+class ExportRequest:
+    """What to export: the run and step, and the folder to write."""
 
-    root: Path  # the folder to look below
+    root: Path  # the folder to search
     out: Path
-    run_name: str | None = None  # of several runs there
-    settings: RunFile | None = None  # the run file, where the checkpoints have no record of it
-    step: int | None = None  # none: the newest
-    experts: Callable[[Path, str], Iterable[SavedExpert]] | None = None  # those below a folder, of a run's fingerprint
+    run_name: str | None = None  # selects one of several runs
+    settings: RunFile | None = None  # the run file, if the checkpoints have no record of it
+    step: int | None = None  # None: the newest
+    experts: Callable[[Path, str], Iterable[SavedExpert]] | None = None  # by folder and fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The outcome of an export: the config written, and its sources."""
+    """The result of an export: the config written, and its sources."""
 
     config: ExportConfig
     sources: list[Path]  # by stage
     notes: list[str]
 
 
-def export(wish: ExportWish) -> Exported:
-    """Write the model of one run to a folder; ConfigError or PeerdError in one sentence."""
+def export(wish: ExportRequest) -> Exported:
+    """Write the model of one run to a folder; ConfigError or PeerdError explains a failure in one sentence."""
     refuse_other_content(wish.out)
     runs, notes = find_runs(wish.root)
     found = choose_run(runs, wish.root, wish.run_name, wish.settings)
@@ -98,7 +98,7 @@ def _config(
 
 
 def loss_line(config: ExportConfig) -> str:
-    """The known validation loss, in words."""
+    """The known validation loss as text."""
     if config.valid_loss is None:
         return "validation loss unknown"
     when = "" if config.valid_step == config.step else f" at step {config.valid_step}"
@@ -106,7 +106,7 @@ def loss_line(config: ExportConfig) -> str:
 
 
 def readme_of(config: ExportConfig, out: Path) -> str:
-    """The folder's README.md."""
+    """The text of the folder's README.md."""
     head = f"""\
         # {config.run}, step {config.step}
 
@@ -114,8 +114,8 @@ def readme_of(config: ExportConfig, out: Path) -> str:
 
         """
     own = f"""\
-        The layers are code of the run's own, `{config.kind}`, and are not in this folder. `config.json` has the run's
-        settings, which the function gets. In your own program:
+        The layers are the run's own code, `{config.kind}`, which is not in this folder. `config.json` has the run's
+        settings, which are the function's argument. In your own program:
 
         ```python
         layers = torch.nn.ModuleList(function(run))  # the list that {config.kind} returns
@@ -123,11 +123,11 @@ def readme_of(config: ExportConfig, out: Path) -> str:
         safetensors.torch.load_model(model, "model.safetensors")
         ```
 
-        With peerd, beside that code and the run file: `peerd generate --from {out.name} --model run.yaml "a prompt"`.
+        With peerd, next to that code and the run file: `peerd generate --from {out.name} --model run.yaml "a prompt"`.
         """
     loop = f"""\
-        The model is that of users' own loops, and its code is not in this folder. `model.safetensors` has its
-        parameters and buffers by their names there:
+        The model was trained in users' own loops, and its code is not in this folder. `model.safetensors` has its
+        parameters and buffers by their names in that code:
 
         ```python
         model.load_state_dict(safetensors.torch.load_file("{out.name}/model.safetensors"))
@@ -136,7 +136,7 @@ def readme_of(config: ExportConfig, out: Path) -> str:
     mixture = f" and `{EXPERTS_CODE}`" if config.experts is not None else ""
     gpt = f"""\
         * `model.safetensors`: the weights; `config.json`: their shape
-        * `{CODE}`{mixture}: the model in plain PyTorch; needs torch and safetensors, and not peerd
+        * `{CODE}`{mixture}: the model in plain PyTorch; needs torch and safetensors, but not peerd
 
         ```
         python {CODE} "a prompt"
@@ -150,13 +150,13 @@ def readme_of(config: ExportConfig, out: Path) -> str:
 
 
 def need_gpt_or_run(config: ExportConfig, run: RunFile | None, folder: Path) -> None:
-    """ConfigError when a model of one's own comes without the run file that names its code on this machine."""
+    """Raises ConfigError if a user's own model is used without the run file that names its code on this machine."""
     if config.kind == "loop":
-        raise ConfigError(f"{folder} is a model of users' own loops, whose code peerd does not have: load it in yours")
+        raise ConfigError(f"{folder} is a model from users' own loops, whose code peerd does not have; load it there")
     if config.kind != "gpt" and run is None:
         raise ConfigError(
-            f"{folder} is a model of the run's own ({config.kind[:100]}); add --model FILE: the run file, where that "
-            "code is"
+            f"{folder} is a user's own model ({config.kind[:100]}); add --model FILE with the run file, next to "
+            "which its code is"
         )
     if run is not None and run.model.kind != config.kind:
         raise ConfigError(f"--model: the run file's model is {run.model.kind}, but {folder} is a {config.kind[:100]}")

@@ -1,10 +1,10 @@
-"""The folder of an exported model: `model.safetensors`, `config.json`, `README.md`, for a gpt `model.py`, for one with
-experts `model_experts.py`, and the tokenizer where there is one. Written aside and renamed into place, so it is there
-whole or not at all.
+"""The folder of an exported model: `model.safetensors`, `config.json`, `README.md`, `model.py` for a gpt,
+`model_experts.py` for one with experts, and the tokenizer if there is one. It is written under a temporary name and
+renamed, so it is never incomplete.
 
-Reading takes nothing on trust: `config.json` is bounded and checked, names, shapes and dtypes are compared with the
-file's header before a tensor is loaded, nothing is unpickled, and neither `model.py` nor any other code in the folder
-is run: the layers are peerd's own copy of it. What is wrong is a ConfigError that names the file.
+Reading trusts nothing: `config.json` is bounded and checked; names, shapes and dtypes are compared with the file's
+header before a tensor is loaded; nothing is unpickled. Neither `model.py` nor any other code in the folder is run: the
+layers are peerd's own copy. A fault raises ConfigError, which names the file.
 """
 
 from __future__ import annotations
@@ -33,41 +33,41 @@ FORMAT: Final = "peerd-export-1"
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
 CODE: Final = "model.py"
-EXPERTS_CODE: Final = "model_experts.py"  # as model.py imports it
+EXPERTS_CODE: Final = "model_experts.py"  # model.py imports it by this name
 TOKENIZER: Final = "tokenizer.json"
 README: Final = "README.md"
 _OURS: Final = frozenset({CONFIG, WEIGHTS, CODE, EXPERTS_CODE, TOKENIZER, README, "__pycache__"})
-_CONFIG_BYTES: Final = 1 << 22  # names of missing experts included
-_LAYERS: Final = 10_000  # as many as a run file may have
+_CONFIG_BYTES: Final = 1 << 22  # includes the names of missing experts
+_LAYERS: Final = 10_000  # the limit of a run file
 
 
 class ExportConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`config.json`: the model, and where it comes from."""
+    """Contents of `config.json`: the model, and its origin."""
 
     format: str
     run: str
     step: int
-    valid_loss: float | None = None  # nats per token; none: nobody noted it
-    valid_step: int | None = None  # the step that it is of
-    kind: str  # gpt, or module:function of a model of one's own
+    valid_loss: float | None = None  # nats per token; None: unknown
+    valid_step: int | None = None  # the step of `valid_loss`
+    kind: str  # gpt, or module:function of a user's own model
     tokenizer: Literal["bytes", "tokenizer.json"]
     vocab_size: int
     separator: int | None  # the token between documents
     context: int
     dtype: Literal["float32", "float64"]
     parameters: int
-    d_model: int = 0  # this and the next three: of a gpt
+    d_model: int = 0  # this and the next three fields: only for a gpt
     heads: int = 0
     d_feed: int = 0
     repeats: list[int] = []  # how often each block is applied
-    experts: ExportedExperts | None = None  # of a gpt with experts
-    settings: dict[str, Any] = {}  # of a model of one's own: what its function gets
+    experts: ExportedExperts | None = None  # only for a gpt with experts
+    settings: dict[str, Any] = {}  # only for a user's own model: the argument of its function
 
 
 def write_export(
     out: Path, config: ExportConfig, tensors: Mapping[str, Tensor], readme: str, tokenizer: Path | None
 ) -> None:
-    """Write the folder; PeerdError says what was in the way. An earlier export there is replaced."""
+    """Write the folder, replacing an earlier export; raises PeerdError if it cannot be written."""
     refuse_other_content(out)
     out = out.resolve()
     aside = out.with_name(f".{out.name}.{os.getpid()}.new")
@@ -94,13 +94,13 @@ def refuse_other_content(out: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror or error}; give a new folder") from error
     if out.resolve() == Path.cwd():
-        raise ConfigError(f"--out {out} is the folder that you are in; give another, which it makes")
+        raise ConfigError(f"--out {out} is the folder that you are in; give another, which will be created")
     if not names:
         return
     others = sorted(names - _OURS)
     if others or CONFIG not in names:
         held = others[0] if others else min(names)
-        raise ConfigError(f"--out {out} holds something else ({held}); give a new or an empty folder")
+        raise ConfigError(f"--out {out} contains something else ({held}); give a new or an empty folder")
     read_config(out)
 
 
@@ -123,7 +123,7 @@ def _fill(
 
 
 def _move(aside: Path, out: Path) -> None:
-    """Rename into place. An earlier export makes room first, and comes back if that fails."""
+    """Rename `aside` to `out`. An earlier export is moved away first, and restored if that fails."""
     earlier = aside.with_suffix(".old")
     if out.exists():
         os.replace(out, earlier)
@@ -144,20 +144,20 @@ def _room(path: Path, error: OSError | None = None) -> str:
 
 
 def read_config(folder: Path) -> ExportConfig:
-    """The checked `config.json` of an export."""
+    """Read and check the `config.json` of an export."""
     path = folder / CONFIG
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder; peerd export --out FOLDER makes one")
+        raise ConfigError(f"{folder}: there is no such folder; peerd export --out FOLDER creates one")
     try:
         with path.open("rb") as file:
             raw = file.read(_CONFIG_BYTES)
         config = from_json(raw, ExportConfig)
     except FileNotFoundError as error:
-        raise ConfigError(f"{folder} is no exported model: it has no {CONFIG}; peerd export makes one") from error
+        raise ConfigError(f"{folder} is not an exported model: it has no {CONFIG}; peerd export creates one") from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} is not of an exported model: {error}") from error
+        raise ConfigError(f"{path} does not describe an exported model: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from error
     if config.format != FORMAT:
@@ -168,7 +168,7 @@ def read_config(folder: Path) -> ExportConfig:
 
 
 def _fault(c: ExportConfig) -> str | None:
-    """The first senseless value, in words."""
+    """The first invalid value, in words, or None."""
     rules = [
         (1 <= c.context <= 1 << 20, f"context is {c.context}; allowed: 1 to {1 << 20}"),
         (1 <= c.vocab_size <= 1 << 24, f"vocab_size is {c.vocab_size}; allowed: 1 to {1 << 24}"),
@@ -185,17 +185,17 @@ def _fault(c: ExportConfig) -> str | None:
         ]
     wrong = next((message for ok, message in rules if not ok), None)
     if wrong is None and c.experts is not None:
-        return fault_of(c.experts, len(c.repeats)) if c.kind == "gpt" else f"a {c.kind[:100]} has no experts here"
+        return fault_of(c.experts, len(c.repeats)) if c.kind == "gpt" else f"a {c.kind[:100]} cannot have experts"
     return wrong
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name and shape of everything that a model of its own names saves."""
+    """Name and shape of every tensor in the model's state dict."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def need_fitting(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """ConfigError that names the first tensor in which two sets of names and shapes differ."""
+    """Raises ConfigError with the first tensor in which two sets of names and shapes differ."""
     for name in sorted(given.keys() | wanted.keys()):
         if given.get(name) != wanted.get(name):
             here = f"has shape {list(given[name])}" if name in given else "is missing"
@@ -209,9 +209,9 @@ def load_weights(
     dtype: str,
     buffers: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Tensor]:
-    """The folder's tensors, after names and shapes in the file's header were compared.
+    """Load the folder's tensors, after comparing the names and shapes in the file's header.
 
-    `buffers` may be missing, and have dtypes of their own.
+    `buffers` may be missing, and may have any dtype.
     """
     path = folder / WEIGHTS
     try:
@@ -236,12 +236,12 @@ def load_weights(
 
 
 def gpt_of(config: dict[str, Any]) -> standalone.GPT:
-    """The model that a `config.json` describes, by peerd's own copies of the files beside it."""
+    """The model that a `config.json` describes, from peerd's own copies of the code."""
     return standalone.GPT(config, standalone_experts.ExpertsLayer)
 
 
 def load_gpt(folder: Path, config: ExportConfig) -> standalone.GPT:
-    """The model of an export whose kind is gpt."""
+    """Load the model of an export whose kind is gpt."""
     with torch.device("meta"):
         model = gpt_of(msgspec.to_builtins(config))
     tensors = load_weights(folder, shapes_of(model), config.dtype)

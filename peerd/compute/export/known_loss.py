@@ -1,5 +1,5 @@
-"""Validation losses that peers of a run noted beside its checkpoints: a backbone in its learning curve, a trainer in
-its events.
+"""Validation losses recorded beside a run's checkpoints: by a backbone in its learning curve, by a trainer in its
+events.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from peerd.core.decoders import from_json
 
 
 class KnownLoss(NamedTuple):
-    """Nats per token, of the model after `step`."""
+    """Nats per token of the model after `step`."""
 
     step: int
     loss: float
 
 
 def known_loss(root: Path, run: str, step: int, *, alone: bool) -> KnownLoss | None:
-    """The last validation loss noted below `root` up to `step`; None: nobody noted one.
+    """The last validation loss recorded below `root` up to `step`, or None if there is none.
 
-    `alone`: there is no other run below `root`, so that events, which do not name theirs, may be read, too.
+    `alone`: `root` contains no other run, so the event files, which do not name their run, may be read as well.
     """
     found = [*_of_curves(root, run), *(_of_events(root) if alone else ())]
     return max((loss for loss in found if loss.step <= step), default=None)
@@ -43,7 +43,7 @@ def _of_events(root: Path) -> Iterator[KnownLoss]:
 
 
 def _lines(root: Path, name: str, word: bytes) -> Iterator[dict[str, Any]]:
-    """The JSON lines with `word` in the files of this name, as far as they can be read."""
+    """The readable JSON lines with `word`, from all files with this name."""
     for folder, folders, names in os.walk(root):
         folders.sort()
         if len(Path(folder).parts) - len(root.parts) >= DEPTH - 1:
@@ -56,7 +56,7 @@ def _lines(root: Path, name: str, word: bytes) -> Iterator[dict[str, Any]]:
                     if word in line:
                         yield from_json(line, dict[str, Any])
         except (OSError, msgspec.DecodeError):
-            continue  # a line that is being written
+            continue  # the line is still being written
 
 
 def _read(line: dict[str, Any], step_key: str, loss_key: str) -> Iterator[KnownLoss]:

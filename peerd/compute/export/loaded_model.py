@@ -1,7 +1,7 @@
-"""An exported model at work: loaded from its folder, it continues a text and is measured on one.
+"""An exported model loaded from its folder, for continuing a text and measuring the loss on one.
 
-A gpt is peerd's own copy of the folder's `model.py`, with a cache of keys and values. A model of one's own is built by
-the function that the user's own run file names; it knows no cache and computes the whole window for each token.
+A gpt is peerd's own copy of the folder's `model.py`, with a cache of keys and values. A user's own model is built by
+the function that the user's run file names; it has no cache and computes the whole window for each token.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from peerd.compute.export.export import need_gpt_or_run
 from peerd.compute.export.folder import TOKENIZER, ExportConfig, load_gpt, load_weights, read_config
 from peerd.compute.export.standalone import generate
 from peerd.compute.model.partition import whole_model
-from peerd.compute.tokenizer import ByteVocabulary, Vocabulary, load_vocabulary
+from peerd.compute.tokenizer import ByteTokenizer, Tokenizer, load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import RunFile
 
 
 class LanguageModel(Protocol):
-    """Options of `standalone.generate`."""
+    """What `standalone.generate` needs of a model."""
 
     context: int
     separator: int | None
@@ -37,7 +37,7 @@ class LanguageModel(Protocol):
 
 
 class Uncached:
-    """A model that computes the whole window for each token: int64 [B, L] to logits [B, L, V]."""
+    """A model that recomputes the whole window for each token: int64 [B, L] to logits [B, L, V]."""
 
     def __init__(self, model: nn.Module, context: int, separator: int | None) -> None:
         self.model, self.context, self.separator = model, context, separator
@@ -56,12 +56,12 @@ class LoadedModel:
 
     config: ExportConfig
     model: LanguageModel
-    vocab: Vocabulary
+    vocab: Tokenizer
     device: str
 
 
 def load_export(folder: Path, device: str = "cpu", run: RunFile | None = None) -> LoadedModel:
-    """The model of an exported folder; `run` for a model of one's own: the user's run file, which names its code."""
+    """Load the model of an exported folder. `run`: for a user's own model, the run file that names its code."""
     config = read_config(folder)
     need_gpt_or_run(config, run, folder)
     vocab = load_vocabulary("bytes" if config.tokenizer == "bytes" else str(folder / TOKENIZER))
@@ -96,8 +96,8 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Style:
-    """Sampling settings: `temperature` 0 takes the likeliest token; `top_k` 0 considers all."""
+class SamplingOptions:
+    """Sampling settings. `temperature` 0 picks the most likely token; `top_k` 0 samples from all tokens."""
 
     temperature: float = 0.8
     top_k: int = 40
@@ -105,13 +105,13 @@ class Style:
 
 
 def write_text(
-    model: LanguageModel, vocab: Vocabulary, prompt: str, count: int, style: Style | None = None
+    model: LanguageModel, vocab: Tokenizer, prompt: str, count: int, style: SamplingOptions | None = None
 ) -> Iterator[str]:
-    """`prompt` continued by `count` tokens, in pieces of whole characters as they come; the prompt is not repeated.
+    """Continue `prompt` by `count` tokens; yields the new text in pieces of whole characters as they are generated.
 
     A prompt longer than the context is cut at its start.
     """
-    style = style or Style()
+    style = style or SamplingOptions()
     tokens = [int(token) for token in vocab.encode(prompt.encode(errors="replace"))]
     pieces = TextPieces(vocab)
     for token in generate(model, tokens, count, temperature=style.temperature, top_k=style.top_k, seed=style.seed):
@@ -122,18 +122,19 @@ def write_text(
 
 
 class TextPieces:
-    """Tokens to text, as they come: a character is given once its last byte is there. Joined, the pieces are
-    `vocab.decode` of all tokens; what is no valid UTF-8 becomes the replacement character.
+    """Incremental decoding of tokens: a character is returned once its last byte has arrived.
+
+    Joined, the pieces equal `vocab.decode` of all tokens; invalid UTF-8 becomes the replacement character.
     """
 
-    def __init__(self, vocab: Vocabulary) -> None:
+    def __init__(self, vocab: Tokenizer) -> None:
         self._vocab = vocab
-        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if isinstance(vocab, ByteVocabulary) else None
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if isinstance(vocab, ByteTokenizer) else None
         self._tokens: list[int] = []
-        self._given = 0  # characters of the text so far
+        self._given = 0  # characters returned so far
 
     def feed(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """The text that this token completes."""
         if self._bytes is not None:
             return self._bytes.decode(bytes([token]))
         self._tokens.append(token)
@@ -141,7 +142,7 @@ class TextPieces:
         return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._rest(text)
 
     def end(self) -> str:
-        """The text that is left at the end."""
+        """The remaining text at the end."""
         if self._bytes is not None:
             return self._bytes.decode(b"", final=True)
         return self._rest(self._vocab.decode(self._tokens))

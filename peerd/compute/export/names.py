@@ -1,9 +1,10 @@
-"""Names of an exported model: from the places in a run's layers to the plain names of a GPT in torch, and its config.
+"""Names in an exported model: converts names in a run's layers to the plain names of a GPT in torch, and makes its
+config.
 
-A gpt's `block3.attention.qkv.weight` becomes `blocks.3.attn.qkv.weight`; blocks whose weights are shared inside a
-stage are numbered from 0 and told apart by how often each is applied. Of a model of one's own `layer3.NAME` becomes
-`layers.3.NAME`: what `torch.nn.ModuleDict({"layers": torch.nn.ModuleList(function(run))})` calls it. Users' own
-loops keep their names.
+A gpt's `block3.attention.qkv.weight` becomes `blocks.3.attn.qkv.weight`. Blocks that share weights inside a stage are
+exported once, numbered from 0, with the number of times that each is applied. In a user's own model `layer3.NAME`
+becomes `layers.3.NAME`, the name in `torch.nn.ModuleDict({"layers": torch.nn.ModuleList(function(run))})`. Models from
+users' own loops keep their names.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PARTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of a gpt: the number in the run of each that has weights of its own, and how often it is applied."""
+    """Blocks of a gpt that have weights of their own: their numbers in the run, and how often each is applied."""
 
     starts: list[int]
     repeats: list[int]
@@ -52,18 +53,18 @@ def blocks_of(run: RunFile) -> Blocks:
 
 
 def architecture(run: RunFile) -> dict[str, Any]:
-    """The model's own part of `config.json`."""
+    """The part of `config.json` that describes the model."""
     model, vocab = run.model, load_vocabulary(run.model.vocab)
-    said: dict[str, Any] = {"kind": model.kind, "dtype": model.dtype, "context": model.context}
-    said |= {"vocab_size": vocab.size, "separator": vocab.separator}
+    found: dict[str, Any] = {"kind": model.kind, "dtype": model.dtype, "context": model.context}
+    found |= {"vocab_size": vocab.size, "separator": vocab.separator}
     if model.kind != "gpt":
-        return {**said, "settings": settings_of(run)}
+        return {**found, "settings": settings_of(run)}
     sizes = {"d_model": model.d_model, "heads": model.heads, "d_feed": feed_forward_width(model.d_model)}
-    return {**said, **sizes, "repeats": blocks_of(run).repeats}
+    return {**found, **sizes, "repeats": blocks_of(run).repeats}
 
 
 def parameters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters, and what else belongs to the model, in a stage's state, by the run's names."""
+    """The model's parameters and buffers in a stage's state, by the run's names."""
     return {
         name.removeprefix(prefix): tensor
         for prefix in _PREFIXES
@@ -73,7 +74,7 @@ def parameters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def plainly_named(run: RunFile, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors by their plain names; ConfigError for one that the run's model does not have."""
+    """The same tensors by their plain names; raises ConfigError for a name that the run's model does not have."""
     if run.loop is not None:
         return dict(tensors)
     if run.model.kind != "gpt":
@@ -87,5 +88,5 @@ def _plain(name: str, numbers: Mapping[int, int]) -> str:
         return _ENDS[name]
     found = re.fullmatch(r"block(\d+)\.(.+)", name)
     if found is None or int(found[1]) not in numbers or found[2] not in _PARTS:
-        raise ConfigError(f"the checkpoints hold {name[:100]}, which is no parameter of a gpt with these settings")
+        raise ConfigError(f"the checkpoints contain {name[:100]}, which is no parameter of a gpt with these settings")
     return f"blocks.{numbers[int(found[1])]}.{_PARTS[found[2]]}"

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-Past = tuple[Tensor, Tensor]  # keys and values [B, H, T, W] of the tokens that a layer has seen
+Past = tuple[Tensor, Tensor]  # keys and values [B, H, T, W] of the previous tokens in a layer
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """x [B, H, T, W] with each pair of neighbouring features turned by an angle that grows with the position."""
+    """Rotate each pair of neighbouring features of x [B, H, T, W] by an angle proportional to the position."""
     pairs = torch.view_as_complex(x.to(turns.dtype.to_real()).reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
@@ -57,7 +57,9 @@ class GatedFeedForward(nn.Module):
 
 
 def feed_forward(config: dict[str, Any], block: int, mixture: Callable[..., nn.Module] | None) -> nn.Module:
-    """The part of a block that looks at each token by itself; `mixture`: of experts, else by the file beside this."""
+    """The feed-forward of a block, or its experts. `mixture`: class of the experts; None: from the file beside this
+    one.
+    """
     experts = config.get("experts")
     if not experts or block < experts["first"]:
         return GatedFeedForward(config["d_model"], config["d_feed"])
@@ -95,7 +97,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(config["d_model"], config["vocab_size"], bias=False)
 
     def forward(self, tokens: Tensor, cache: list[Past] | None = None) -> Tensor:
-        """With a list as `cache`, empty at first, a first call brings any number of tokens, further ones one each."""
+        """`cache`: a list, empty at first. The first call takes any number of tokens, later calls one token each."""
         start = cache[0][0].shape[-2] if cache else 0
         angles = torch.arange(start, start + tokens.shape[1], dtype=torch.float64)[:, None] * 10_000.0 ** (
             -torch.arange(0, self.width, 2, dtype=torch.float64) / self.width
@@ -116,9 +118,9 @@ class GPT(nn.Module):
 def generate(
     model: Any, tokens: list[int], count: int, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
 ) -> Iterator[int]:
-    """`count` tokens that continue `tokens`, as they come; the separator of documents is never among them.
+    """Yield `count` tokens that continue `tokens`; the separator of documents is never among them.
 
-    The model sees `model.context` tokens at most: when that many are there, it goes on from the newest half of them.
+    The model sees at most `model.context` tokens: when the window is full, it continues with the newest half of it.
     """
     tokens = list(tokens) or [model.separator or 0]
     start, generator = max(0, len(tokens) - model.context), torch.Generator().manual_seed(seed)
@@ -139,7 +141,7 @@ def generate(
 
 
 def load(folder: Path) -> tuple[GPT, Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """The model of a folder, and the functions from text to tokens and back."""
+    """Load the model of a folder, and the functions from text to tokens and back."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
     with torch.device("meta"):
         model = GPT(config).eval()

@@ -1,8 +1,8 @@
-"""Layers of experts in plain PyTorch, for `model.py` beside this file, where they stand in place of its feed-forward.
+"""Layers of experts in plain PyTorch, which replace the feed-forward in `model.py` beside this file.
 
 A gate scores the places of each dimension of a grid; an expert's score is the sum over its coordinates. Each token's
-output is the mean of its best experts' outputs, weighted by the softmax of their scores. Experts that could not be had
-are never chosen. Shapes: N tokens, D width, P places of the grid, K experts of a token.
+output is the mean of its best experts' outputs, weighted by the softmax of their scores. Missing experts are never
+chosen. Shapes: N tokens, D width, P places of the grid, K experts of a token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class DeepExpert(nn.Module):
-    """D - F - F - D with layer norm and ReLU."""
+    """Feed-forward D - F - F - D with layer norm and ReLU."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class DeepExpert(nn.Module):
 
 
 class ShallowExpert(nn.Module):
-    """D - F - D with ReLU."""
+    """Feed-forward D - F - D with ReLU."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Blockwise quantization: one definition (tables, reference) and its implementations in torch, C++ and CUDA."""
+"""Blockwise quantization: one definition (tables, reference), implemented in torch, C++ and CUDA."""

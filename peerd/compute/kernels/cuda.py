@@ -1,9 +1,9 @@
-"""Blockwise quantization of CUDA tensors: blockwise.cu, compiled on first use by the NVRTC that torch brings.
+"""Blockwise quantization of CUDA tensors: blockwise.cu, compiled at first use by torch's NVRTC.
 
-Nothing but torch and the NVIDIA driver is needed. Kernels go onto torch's current stream of the tensor's device, from
-any thread, and are compiled once per process, device and code. Before a code is used on a device, its kernels have to
-repeat the reference's bits for a small tensor. What is missing or wrong is told by `why_not`, in one sentence, and
-never raised: plain torch then does the work on the device, slower.
+Needs only torch and the NVIDIA driver. Kernels run on torch's current stream of the tensor's device, may be launched
+from any thread, and are compiled once per process, device and code. Before a code is used on a device, its kernels must
+reproduce the reference's bits for a small tensor. Failures are never raised: `why_not` explains them in one sentence,
+and plain torch then does the work on the device, slower.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from peerd.compute.kernels import driver, nvrtc, reference
+from peerd.compute.kernels import gpu_device, nvrtc, reference
 from peerd.compute.kernels.reference import contiguous, room_for
 from peerd.core.blockwise import CODES, scale_count
 
 SOURCE: Final = "blockwise.cu"
 HEADERS: Final = ("tables.h", "blockwise_gpu.h")
 THREADS: Final = 256  # of a CUDA block
-TILE_VALUES: Final = 4096  # that a CUDA block takes at a time
+TILE_VALUES: Final = 4096  # processed by a CUDA block at a time
 SUFFIXES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 _FOLDER: Final = Path(__file__).parent / "source"
-_SCALES: Final = ""  # stands for a code's name where scales alone are wanted
-_MEND: Final = {
-    driver.NO_BINARY_FOR_GPU: "a newer torch may know this GPU",
-    driver.UNSUPPORTED_PTX: "update the NVIDIA driver to mend it",
+_SCALES: Final = ""  # in place of a code's name if only scales are needed
+_REMEDIES: Final = {
+    gpu_device.NO_BINARY_FOR_GPU: "a newer torch may support this GPU",
+    gpu_device.UNSUPPORTED_PTX: "update the NVIDIA driver",
 }
-_MEND_ANY: Final = "install a CUDA build of torch that fits the driver to mend it"
+_ANY_REMEDY: Final = "install a CUDA build of torch that matches the driver"
 
 
 class KernelJob(ctypes.Structure):
-    """Arguments of a kernel, as `struct Job` in blockwise.cu: addresses on the device, number of values."""
+    """Arguments of a kernel, as `struct Job` in blockwise.cu: device addresses and the number of values."""
 
     _fields_ = (
         ("values", ctypes.c_uint64),
@@ -51,21 +51,21 @@ class KernelJob(ctypes.Structure):
 
 
 class CudaKernels:
-    """The kernels of one GPU, by addresses and numbers; knows nothing of torch.
+    """The kernels of one GPU, called with addresses and numbers; independent of torch.
 
-    `ordinal` is the driver's number of the GPU. NvrtcError or DriverError, here and at the first use of a code, when
-    something does not serve.
+    `ordinal` is the driver's number of the GPU. Raises NvrtcError or DriverError, here and at the first use of a code,
+    if compiling or loading fails.
     """
 
     def __init__(self, compiler: ctypes.CDLL, the_driver: ctypes.CDLL, ordinal: int) -> None:
         self._nvrtc = nvrtc.Nvrtc(compiler)
-        self._device = driver.Device(the_driver, ordinal)
+        self._device = gpu_device.GpuDevice(the_driver, ordinal)
         self.target = self._nvrtc.target(self._device.capability)
         self._lock = threading.Lock()
-        self._ready: dict[str, tuple[ctypes.c_void_p, int]] = {}  # kernel -> function, CUDA blocks that run at once
+        self._ready: dict[str, tuple[ctypes.c_void_p, int]] = {}  # kernel -> function, CUDA blocks that fit at once
 
     def prepare(self, code: str) -> None:
-        """Compile and load the kernels of a code (of the scales alone when it is empty), unless that was done."""
+        """Compile and load the kernels of a code, or those for scales alone if `code` is empty, unless done already."""
         kinds = ("quantize", "dequantize") if code else ("scales",)
         names = [kernel_name(kind, code, suffix) for kind in kinds for suffix in SUFFIXES.values()]
         with self._lock:
@@ -81,7 +81,7 @@ class CudaKernels:
                     self._ready[name] = (function, self._device.resident_blocks(function, THREADS))
 
     def run(self, kind: str, code: str, suffix: str, job: KernelJob, stream: int) -> None:
-        """Start `kind` ("quantize", "dequantize" or "scales") for values of the type `suffix`; returns at once."""
+        """Launch `kind` ("quantize", "dequantize" or "scales") for values of the type `suffix`; returns at once."""
         if job.count == 0:
             return
         name = kernel_name(kind, code, suffix)
@@ -102,36 +102,35 @@ def _text(name: str) -> str:
     return (_FOLDER / name).read_text("utf-8")
 
 
-# --- for tensors ----------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------------------------
 
 _lock: Final = threading.RLock()
 _kernels: Final[dict[int, CudaKernels]] = {}  # by device
-_problems: Final[dict[tuple[int, str], str]] = {}  # by device and code: empty, or a sentence
+_problems: Final[dict[tuple[int, str], str]] = {}  # by device and code: empty, or the reason for not using it
 
 
 def available(device: torch.device | str) -> bool:
-    """True when the kernels serve on this GPU. The first call compiles some, which takes its time."""
+    """True if the kernels can be used on this GPU. The first call compiles some, which takes a while."""
     return not why_not(device)
 
 
 def why_not(device: torch.device | str) -> str:
-    """The reason why the kernels do not serve, empty when they do: one sentence: what is the matter, what it costs, how
-    to mend it.
-    """
+    """One sentence why the kernels are not used, with the effect and the remedy; empty if they are used."""
     device = torch.device(device)
     if device.type == _TYPE and (known := _problems.get((device.index or 0, _SCALES))) is not None:
-        return known  # asked before every call: torch takes long to say whether there are GPUs
+        return known  # before every call: torch takes long to report whether there are GPUs
     if device.type != _TYPE or not torch.cuda.is_available():
-        return f"the CUDA kernels of blockwise quantization serve NVIDIA GPUs that torch sees, and {device} is none"
+        return f"the CUDA kernels of blockwise quantization need an NVIDIA GPU that torch detects; {device} is not one"
     return _problem(device, _SCALES)
 
 
 def quantize(
     x: Tensor, code: str, block: int, codes: Tensor | None = None, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, flat) and scales (float32, one a block) of `x` (float32, bfloat16 or float16 on a GPU; any shape).
+    """Codes (uint8, flat) and scales (float32, one per block) of `x` (float32, bfloat16 or float16 on a GPU; any
+    shape).
 
-    Written into `codes` and `scales` when given: contiguous, of exactly that size, on x's device.
+    They are written into `codes` and `scales` if given: contiguous, of exactly that size, on x's device.
     """
     if _problem(x.device, code):
         return reference.quantize(x, code, block, codes, scales)
@@ -142,9 +141,10 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor) -> Tensor:
-    """Decode into `out`, whose shape and dtype say what was coded; returns it. All are contiguous, on one device.
+    """Decode into `out`, which has the shape and dtype of the encoded values; returns it. All are contiguous, on one
+    device.
 
-    Any codes and scales are decoded.
+    Accepts any codes and scales.
     """
     if _problem(out.device, code):
         return reference.dequantize(codes, scales, code, block, out)
@@ -153,7 +153,7 @@ def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor
 
 
 def block_scales(x: Tensor, block: int) -> Tensor:
-    """The scales alone: enough to see whether `x` can be coded."""
+    """The scales alone, which show whether `x` can be encoded."""
     if _problem(x.device, _SCALES):
         return reference.block_scales(x, block)
     x = contiguous(x)
@@ -172,7 +172,7 @@ def _run(kind: str, code: str, suffix: str, job: KernelJob, device: torch.device
 
 
 def _problem(device: torch.device, code: str) -> str:
-    """Why the kernels of a code (or of the scales) do not serve on a device; empty when they do. Found out once."""
+    """Why the kernels of a code (or of the scales) are not used on a device; empty if they are. Determined once."""
     key = (_ordinal(device), code)
     if (known := _problems.get(key)) is None:
         with _lock:
@@ -182,27 +182,27 @@ def _problem(device: torch.device, code: str) -> str:
 
 
 def _try(device: torch.device, code: str) -> str:
-    """Prepare the kernels of a code and compare what they do with the reference; empty, or what is wrong."""
+    """Prepare the kernels of a code and compare their results with the reference; returns the problem, or ""."""
     ordinal = _ordinal(device)
-    mend = _MEND_ANY
+    remedy = _ANY_REMEDY
     try:
         if ordinal not in _kernels:
             _kernels[ordinal] = CudaKernels(*_libraries(), ordinal)
         _kernels[ordinal].prepare(code)
         if not (wrong := _differs(device, code)):
             return ""
-        what = f"they computed other bits than the definition ({wrong})"
-        mend = "please report it with the name of the GPU"
-    except driver.DriverError as error:
-        what, mend = str(error), _MEND.get(error.code, _MEND_ANY)
+        what = f"their results differ from the definition ({wrong})"
+        remedy = "please report this with the name of the GPU"
+    except gpu_device.DriverError as error:
+        what, remedy = str(error), _REMEDIES.get(error.code, _ANY_REMEDY)
     except nvrtc.NvrtcError as error:
         what = str(error)
     which = f"code {code}" if code else "blockwise quantization"
-    return f"the CUDA kernels of {which} do not serve on {device}: {what}; plain torch does the work, slower; {mend}"
+    return f"the CUDA kernels of {which} are not used on {device}: {what}; the slower plain torch is used; {remedy}"
 
 
 def _differs(device: torch.device, code: str) -> str:
-    """Run the kernels on some thousand values; what differed from the reference, or nothing."""
+    """Run the kernels on about 5000 values; returns the case that differs from the reference, or ""."""
     values = torch.linspace(-3.0, 2.0, 5003)
     values = values * values * values * (torch.arange(5003) % 7 + 1)
     values[::11] = -0.0
@@ -229,7 +229,7 @@ def _differs(device: torch.device, code: str) -> str:
     return ""
 
 
-# --- what is torch's, and replaced where there is no GPU ------------------------------------------------------------
+# --- calls of torch, replaced by tests without a GPU ----------------------------------------------------------------
 
 _TYPE: Final = "cuda"
 
@@ -243,9 +243,9 @@ def _stream(device: torch.device) -> int:
 
 
 def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """NVRTC of torch's version of CUDA, and the driver."""
+    """NVRTC for torch's version of CUDA, and the driver."""
     version = torch.version.cuda
     majors = (int(version.partition(".")[0]),) if version else nvrtc.MAJORS
     sites = dict.fromkeys((Path(torch.__file__).parents[1], *(Path(entry) for entry in sys.path if entry)))
     folders = [folder for site in sites for folder in nvrtc.folders_of(site)]
-    return nvrtc.load(folders, majors), driver.load()
+    return nvrtc.load(folders, majors), gpu_device.load()

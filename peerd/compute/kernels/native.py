@@ -1,8 +1,8 @@
-"""Loads the compiled library of blockwise quantization for CPUs, and calls it for tensors. blockwise.cpp is its source.
+"""Loads the compiled CPU library of blockwise quantization (source: blockwise.cpp), and calls it for tensors.
 
-The library is built beside this file when peerd is installed, and is optional: without it `available()` is False,
-`why_not()` says in a sentence what to do, and the torch reference serves, slower. It links to nothing of Python or
-torch, and is told addresses and lengths only; `ops` has checked every tensor before. Calls let other threads run.
+The library is built beside this file when peerd is installed, and is optional. Without it `available()` is False,
+`why_not()` explains in a sentence what to do, and the slower torch reference is used. It links to neither Python nor
+torch and receives only addresses and lengths; `ops` has checked every tensor before. Calls release the GIL.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from peerd.compute.kernels.reference import Beside, contiguous, room_for
+from peerd.compute.kernels.reference import CodingOutputs, contiguous, room_for
 from peerd.core.blockwise import CODES, scale_count
 
-ISAS: Final = ("plain", "avx2", "avx512", "avx512-vbmi", "neon")  # by the library's numbers
+ISAS: Final = ("plain", "avx2", "avx512", "avx512-vbmi", "neon")  # in the order of the library's numbers
 
 _ABI: Final = 2
 _FOLDER = Path(__file__).parent
-_MEND: Final = "CPU tensors are coded by plain torch, many times slower; reinstall peerd with a C++ compiler to mend it"
+_REMEDY: Final = "CPU tensors are encoded by plain torch, many times slower; reinstall peerd with a C++ compiler"
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
 
 class _Library:
-    """The functions of a loaded library, with their types. OSError or AttributeError when it is not ours."""
+    """The typed functions of a loaded library. Raises OSError or AttributeError if the file is not peerd's library."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -50,14 +50,12 @@ class _Library:
 
 
 def available() -> bool:
-    """True when the library was built and loads on this machine."""
+    """True if the library was built and can be loaded on this machine."""
     return isinstance(_load(), _Library)
 
 
 def why_not() -> str:
-    """The reason why the library does not serve, empty when it does: one sentence: what is the matter, what it costs,
-    how to mend it.
-    """
+    """One sentence why the library is not used, with the effect and the remedy; empty if it is used."""
     found = _load()
     return found if isinstance(found, str) else ""
 
@@ -68,13 +66,13 @@ def isa() -> str:
 
 
 def use_isa(name: str) -> None:
-    """For tests and measurements: use another instruction set. ValueError when this machine lacks it."""
+    """Switch to another instruction set, for tests and benchmarks. Raises ValueError if this machine lacks it."""
     if name not in ISAS or _library().use_isa(ISAS.index(name)):
         raise ValueError(f"this build or processor has no {name}")
 
 
 def isas() -> list[str]:
-    """The instruction sets that this build and processor have; none without a library."""
+    """The instruction sets that this build and processor support; empty without a library."""
     library = _load()
     if isinstance(library, str):
         return []
@@ -87,9 +85,10 @@ def isas() -> list[str]:
 def quantize(
     x: Tensor, code: str, block: int, codes: Tensor | None = None, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, flat) and scales (float32, one a block) of `x` (float32, bfloat16 or float16 on a CPU; any shape).
+    """Codes (uint8, flat) and scales (float32, one per block) of `x` (float32, bfloat16 or float16 on a CPU; any
+    shape).
 
-    Written into `codes` and `scales` when given: contiguous, of exactly that size.
+    They are written into `codes` and `scales` if given: contiguous, of exactly that size.
     """
     x = contiguous(x)
     codes, scales = room_for(x, code, block, codes, scales)
@@ -99,30 +98,30 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor) -> Tensor:
-    """Decode into `out`, whose shape and dtype say what was coded; returns it. All are contiguous.
+    """Decode into `out`, which has the shape and dtype of the encoded values; returns it. All tensors are contiguous.
 
-    Any codes and scales are decoded.
+    Accepts any codes and scales.
     """
     places, kind = (codes.data_ptr(), scales.data_ptr()), (CODES[code].number, _log2(block))
     _done(_library().dequantize(*places, out.numel(), *kind, out.data_ptr(), _DTYPES[out.dtype]))
     return out
 
 
-def quantize_missing(x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: Beside) -> None:
-    """As `quantize`, of float32, with what it makes `beside`."""
+def quantize_missing(x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: CodingOutputs) -> None:
+    """Like `quantize`, for float32, and also fill `beside`."""
     kept = _address(beside.missed), beside.more, _address(beside.seen)
     places = scales.data_ptr(), codes.data_ptr(), *kept
     _done(_library().quantize_missing(x.data_ptr(), x.numel(), CODES[code].number, _log2(block), *places))
 
 
 def dequantize_onto(codes: Tensor, scales: Tensor, code: str, block: int, base: Tensor, out: Tensor) -> None:
-    """`out`, perhaps `base`, becomes base plus what is decoded, all float32."""
+    """Set `out`, which may be `base`, to base plus the decoded values, all float32."""
     places, kind = (codes.data_ptr(), scales.data_ptr()), (CODES[code].number, _log2(block))
     _done(_library().dequantize_onto(*places, out.numel(), *kind, base.data_ptr(), out.data_ptr()))
 
 
 def block_scales(x: Tensor, block: int) -> Tensor:
-    """The scales alone: enough to see whether `x` can be coded."""
+    """The scales alone, which show whether `x` can be encoded."""
     x = contiguous(x)
     scales = torch.empty(scale_count(x.numel(), block), dtype=torch.float32)
     _done(_library().scales(x.data_ptr(), _DTYPES[x.dtype], x.numel(), _log2(block), scales.data_ptr()))
@@ -138,21 +137,21 @@ def _library() -> _Library:
 
 @cache
 def _load() -> _Library | str:
-    """The library, or the sentence why there is none."""
+    """The library, or a sentence why there is none."""
     path = next((path for path in _candidates(_FOLDER) if path.exists()), None)
     if path is None:
-        return f"the compiled kernels of blockwise quantization were not built: {_MEND}"
+        return f"the compiled kernels of blockwise quantization were not built: {_REMEDY}"
     try:
         library = _Library(path)
     except (OSError, AttributeError) as error:
-        return f"the compiled kernels of blockwise quantization cannot be loaded ({error}): {_MEND}"
+        return f"the compiled kernels of blockwise quantization cannot be loaded ({error}): {_REMEDY}"
     if library.abi() != _ABI:
-        return f"the compiled kernels of blockwise quantization are of another version of peerd ({path}): {_MEND}"
+        return f"the compiled kernels of blockwise quantization are of another version of peerd ({path}): {_REMEDY}"
     return library
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Paths at which builds for this interpreter leave the library, the most exact name first."""
+    """Paths at which builds for this interpreter put the library, the most specific name first."""
     return [folder / f"_blockwise{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
 
 
@@ -166,4 +165,4 @@ def _log2(block: int) -> int:
 
 def _done(status: int) -> None:
     if status:
-        raise RuntimeError(f"the compiled kernels refused a call ({status})")
+        raise RuntimeError(f"the compiled kernels rejected a call ({status})")

@@ -1,7 +1,7 @@
-"""NVRTC, NVIDIA's run-time compiler, by ctypes: find it, and turn CUDA C++ into machine code for one kind of GPU.
+"""NVRTC, NVIDIA's run-time compiler, through ctypes: locates it, and compiles CUDA C++ for one type of GPU.
 
-torch's CUDA builds bring it, so nobody has to install a compiler. Knows nothing of torch's objects or of a driver,
-and needs no GPU. A failure is an NvrtcError, which says in a sentence what is the matter.
+torch's CUDA builds include it, so no compiler has to be installed. Independent of torch's objects and of the driver,
+and needs no GPU. Failures raise NvrtcError, which explains them in one sentence.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Final
 
 # IEEE single precision throughout: no contraction, no flushing of denormals, exact division.
 STRICT: Final = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
-MAJORS: Final = (13, 12, 11)  # versions of CUDA that are looked for when nothing says which one torch has
+MAJORS: Final = (13, 12, 11)  # versions of CUDA that are tried if torch's version is unknown
 
-_BESIDE: Final = re.compile(r"builtins|\.alt\.")  # lie in the same folders and are something else
+_BESIDE: Final = re.compile(r"builtins|\.alt\.")  # other libraries in the same folders
 _OK: Final = 0
 _NEEDED: Final = (
     *("nvrtcVersion", "nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs", "nvrtcCreateProgram"),
@@ -27,19 +27,19 @@ _NEEDED: Final = (
 
 
 class NvrtcError(Exception):
-    """There is no NVRTC, or it does not compile this for that GPU."""
+    """There is no NVRTC, or it cannot compile the source for the GPU."""
 
 
 def load(folders: Iterable[Path], majors: Iterable[int] = MAJORS) -> ctypes.CDLL:
-    """The NVRTC of one of these versions of CUDA, from the folders (see `folders_of`) or from where programs look.
+    """Load NVRTC of one of the CUDA versions, from the folders (see `folders_of`) or the system's search path.
 
-    NvrtcError when there is none, or none that can be loaded.
+    Raises NvrtcError if there is none, or none that can be loaded.
     """
     wrong = ""
     for candidate in candidates(list(folders), list(majors)):
         inside = candidate.parent != Path()
         try:
-            if inside:  # it opens its second half by name, and would not look where it lies itself
+            if inside:  # preload its second half, which it opens by name
                 for half in sorted(candidate.parent.glob("*nvrtc-builtins*")):
                     if ".alt." not in half.name:
                         ctypes.CDLL(str(half))
@@ -51,13 +51,13 @@ def load(folders: Iterable[Path], majors: Iterable[int] = MAJORS) -> ctypes.CDLL
 
 
 def folders_of(site: Path) -> list[Path]:
-    """Folders under a folder of packages (site-packages) where pip puts NVRTC, alone or with torch."""
+    """Folders below a site-packages folder where pip puts NVRTC, alone or with torch."""
     under = ("nvidia/*/lib", "nvidia/*/bin", "nvidia/*/bin/*", "torch/lib")
     return [folder for pattern in under for folder in sorted(site.glob(pattern))]
 
 
 def candidates(folders: list[Path], majors: list[int]) -> Iterator[Path]:
-    """Files that may be NVRTC, then the bare names that programs look for."""
+    """Paths that may be NVRTC, followed by the bare names for the system's search path."""
     for major in majors:
         if sys.platform == "win32":
             pattern, names = f"nvrtc64_{major}*_0.dll", (f"nvrtc64_{major}0_0.dll",)
@@ -69,7 +69,7 @@ def candidates(folders: list[Path], majors: list[int]) -> Iterator[Path]:
 
 
 class Nvrtc:
-    """A loaded NVRTC. NvrtcError when the library is not one, or too old."""
+    """A loaded NVRTC. Raises NvrtcError if the library is another one, or too old."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         missing = [name for name in _NEEDED if not hasattr(library, name)]
@@ -81,7 +81,7 @@ class Nvrtc:
         self.version = (major.value, minor.value)
 
     def architectures(self) -> list[int]:
-        """The GPUs it compiles for: 90 is compute capability 9.0."""
+        """The GPU architectures that it supports: 90 is compute capability 9.0."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         found = (ctypes.c_int * count.value)()
@@ -89,7 +89,7 @@ class Nvrtc:
         return sorted(found)
 
     def target(self, capability: tuple[int, int]) -> str:
-        """Target of a compilation: the GPU's own machine code, or for a newer GPU PTX, which its driver finishes."""
+        """Compilation target for a GPU: its own machine code or, for a newer GPU, PTX, which the driver translates."""
         wanted = capability[0] * 10 + capability[1]
         known = self.architectures()
         if wanted in known:
@@ -101,7 +101,9 @@ class Nvrtc:
         return f"compute_{older[-1]}"
 
     def compile(self, source: str, headers: Mapping[str, str], target: str, defines: Iterable[str] = ()) -> bytes:
-        """Machine code (target sm_...) or PTX (compute_...) of the source. NvrtcError with the first complaint."""
+        """Compile the source to machine code (target sm_...) or PTX (compute_...). NvrtcError has the first error
+        message.
+        """
         program = ctypes.c_void_p()
         count = len(headers)
         texts = (ctypes.c_char_p * count)(*(text.encode() for text in headers.values()))
@@ -112,7 +114,7 @@ class Nvrtc:
             packed = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             code = self._library.nvrtcCompileProgram(program, len(options), packed)
             if code != _OK:
-                raise NvrtcError(f"NVRTC refused peerd's kernels: {self._first_complaint(program)}")
+                raise NvrtcError(f"NVRTC rejected peerd's kernels: {self._first_complaint(program)}")
             return self._bytes("CUBIN" if target.startswith("sm_") else "PTX", program)
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -120,7 +122,7 @@ class Nvrtc:
     def _first_complaint(self, program: ctypes.c_void_p) -> str:
         log = self._bytes("ProgramLog", program).decode(errors="replace").rstrip("\0")
         lines = [line.strip() for line in log.splitlines() if line.strip()]
-        return next((line for line in lines if "error" in line), lines[0] if lines else "without a word")
+        return next((line for line in lines if "error" in line), lines[0] if lines else "no message")
 
     def _bytes(self, what: str, program: ctypes.c_void_p) -> bytes:
         size = ctypes.c_size_t()

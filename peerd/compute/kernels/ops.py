@@ -1,15 +1,15 @@
-"""Blockwise quantization as torch operators: checked here and nowhere else, then done by the best implementation.
+"""Blockwise quantization as torch operators: arguments are checked here, and the fastest available implementation runs.
 
-`torch.ops.peerd.quantize_blockwise`, `dequantize_blockwise` (each with an `.out` overload that writes into given
-tensors and returns nothing) and `block_scales`. They have fakes, so they can be traced and compiled; they are not
-differentiable. On the CPU the C++ kernels serve, on CUDA the ones compiled at run time, and the plain torch reference
-wherever those are missing: the bits are the same.
+The operators are `torch.ops.peerd.quantize_blockwise`, `dequantize_blockwise` (each with an `.out` overload that writes
+into given tensors and returns nothing) and `block_scales`. They have fakes, so they can be traced and compiled; they
+are not differentiable. CPU tensors use the C++ kernels, CUDA tensors the kernels compiled at run time, and both fall
+back to the plain torch reference; the bits are the same.
 
-For sums on the CPU, whose every pass through memory counts, `quantize_missing` and `dequantize_onto` do in one what
-would be two or three. Plain functions: nobody traces them.
+For sums on the CPU, where each pass through memory counts, `quantize_missing` and `dequantize_onto` do two or three
+operations in one pass. They are plain functions, since nothing traces them.
 
-Codes are flat uint8, scales flat float32 (see `core/blockwise`). A block that cannot be coded (NaN, infinity, beyond
-3e38) has a scale that `all_coded` sees.
+Codes are flat uint8, scales flat float32 (see `core/blockwise`). `all_coded` detects the scale of a block that cannot
+be encoded (NaN, infinity, beyond 3e38).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from peerd.compute.kernels import native, reference, tables
-from peerd.compute.kernels.reference import Beside
+from peerd.compute.kernels.reference import CodingOutputs
 from peerd.core.blockwise import BLOCKS, CODES, code_bytes, scale_count
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,16 +43,16 @@ torch.library.define(
 )
 torch.library.define("peerd::block_scales", "(Tensor x, int block) -> Tensor")
 
-# Not differentiable: without this, what comes of tensors that require gradients would claim to be.
+# Not differentiable: without this, results from tensors that require gradients would be marked as differentiable.
 for _name in ("quantize_blockwise", "quantize_blockwise.out", "dequantize_blockwise", "dequantize_blockwise.out"):
     torch.library.impl(f"peerd::{_name}", "Autograd", torch.library.fallthrough_kernel)
 torch.library.impl("peerd::block_scales", "Autograd", torch.library.fallthrough_kernel)
 
-_fake: Callable[[str], Callable[[Any], Any]] = torch.library.register_fake  # which has no annotations
+_fake: Callable[[str], Callable[[Any], Any]] = torch.library.register_fake  # it has no annotations
 
 
 class Kernels(Protocol):
-    """Contract of an implementation, for tensors that were checked here."""
+    """Interface of an implementation; `ops` has checked the tensors."""
 
     def quantize(
         self, x: Tensor, code: str, block: int, codes: Tensor | None = None, scales: Tensor | None = None
@@ -64,10 +64,10 @@ class Kernels(Protocol):
 
 
 class CpuKernels(Kernels, Protocol):
-    """Contract of an implementation on the CPU, for flat float32 that lies in one piece."""
+    """Interface of a CPU implementation; flat, contiguous float32."""
 
     def quantize_missing(
-        self, x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: Beside
+        self, x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: CodingOutputs
     ) -> None: ...
 
     def dequantize_onto(
@@ -92,8 +92,8 @@ def best_on_cpu() -> CpuKernels:
 
 
 def described(device: torch.device | str) -> tuple[str, str]:
-    """Name of the implementation that codes tensors on `device`, and, when that is slow plain torch, one sentence why
-    and how to mend it.
+    """Name of the implementation used on `device` and, if that is slow plain torch, one sentence with reason and
+    remedy.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -106,12 +106,12 @@ def described(device: torch.device | str) -> tuple[str, str]:
 
 
 def all_coded(scales: Tensor) -> bool:
-    """True when every block could be coded: false when a value was NaN, infinite or beyond 3e38."""
+    """True if every block could be encoded: False if a value was NaN, infinite or beyond 3e38."""
     return not bool((scales.view(torch.int32) > tables.LARGEST_BITS).any())
 
 
-def quantize_missing(x: Tensor, code: str, block: int, *, codes: Tensor, scales: Tensor, beside: Beside) -> None:
-    """Code flat float32 of the CPU, with what it makes `beside`. ValueError for tensors that do not fit."""
+def quantize_missing(x: Tensor, code: str, block: int, *, codes: Tensor, scales: Tensor, beside: CodingOutputs) -> None:
+    """Encode flat float32 CPU tensors, and fill `beside`. Raises ValueError for tensors that do not fit."""
     _check(x, code, block)
     _check_coded(codes, scales, x, code, block)
     _check_singles(x, *(each for each in (beside.missed, beside.seen) if each is not None))
@@ -119,7 +119,9 @@ def quantize_missing(x: Tensor, code: str, block: int, *, codes: Tensor, scales:
 
 
 def dequantize_onto(codes: Tensor, scales: Tensor, code: str, block: int, *, base: Tensor, out: Tensor) -> None:
-    """`out`, which may be `base`, becomes base plus what is decoded: flat float32 of the CPU. ValueError as above."""
+    """Set `out`, which may be `base`, to base plus the decoded values: flat float32 on the CPU. Raises ValueError as
+    above.
+    """
     _check(out, code, block)
     _check_coded(codes, scales, out, code, block)
     _check_singles(out, base)
@@ -158,7 +160,7 @@ def _dequantize_out(codes: Tensor, scales: Tensor, code: str, block: int, *, out
     kernels = best(out.device)
     if out.is_contiguous():
         kernels.dequantize(codes, scales, code, block, out)
-        increment_version(out)  # kernels write behind autograd's back, which has to notice if it saved this
+        increment_version(out)  # tells autograd, which may have saved this tensor, that a kernel changed it
     else:
         out.copy_(kernels.dequantize(codes, scales, code, block, torch.empty_like(out).contiguous()))
 
@@ -204,7 +206,7 @@ def _fake_block_scales(x: Tensor, block: int) -> Tensor:
 
 
 def _check(values: Tensor, code: str, block: int) -> None:
-    """ValueError, in words, unless the values can be coded so."""
+    """Raises ValueError unless the values can be encoded with this code and block size."""
     if code not in CODES:
         raise ValueError(f"unknown code {code!r}; allowed: {', '.join(CODES)}")
     if block not in BLOCKS:
@@ -214,7 +216,7 @@ def _check(values: Tensor, code: str, block: int) -> None:
 
 
 def _check_coded(codes: Tensor, scales: Tensor, values: Tensor, code: str, block: int) -> None:
-    """ValueError unless codes and scales are what `values` of that number need."""
+    """Raises ValueError unless codes and scales have the sizes that `values` needs."""
     count = values.numel()
     for name, tensor, dtype, length in (
         ("codes", codes, torch.uint8, code_bytes(count, code)),
@@ -229,9 +231,9 @@ def _check_coded(codes: Tensor, scales: Tensor, values: Tensor, code: str, block
 
 
 def _check_singles(values: Tensor, *others: Tensor) -> None:
-    """ValueError unless these are flat float32 of the CPU, each in one piece, and equally long."""
+    """Raises ValueError unless all tensors are flat, contiguous float32 on the CPU, and equally long."""
     for tensor in (values, *others):
         fits = tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
         if not fits or tensor.shape != (values.numel(),):
             found = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
-            raise ValueError(f"needed is contiguous float32 of shape [{values.numel()}] on the CPU, not {found}")
+            raise ValueError(f"expected contiguous float32 of shape [{values.numel()}] on the CPU, not {found}")

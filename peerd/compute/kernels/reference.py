@@ -1,9 +1,9 @@
-"""Blockwise quantization in plain torch: the definition that the C++ and CUDA kernels repeat bit for bit.
+"""Blockwise quantization in plain torch: the definition that the C++ and CUDA kernels reproduce bit for bit.
 
-Runs wherever torch runs, and serves where no kernel was built. Work goes through the tensor in slices, so that the
-temporaries stay small. `n` values: n = x * (1 / scale) in single precision; tables.py has the numbers.
-A block with NaN, infinity or a magnitude beyond 3e38 keeps those bits as its scale and has zero codes: whoever sends
-it looks at the scales.
+Runs on any torch device, and is used where no kernel is available. It processes the tensor in slices, so that
+temporaries stay small. In the code, n = x * (1 / scale) in single precision; tables.py has the constants. A block with
+NaN, infinity or a magnitude beyond 3e38 keeps the bits of its largest magnitude as its scale and has zero codes;
+senders check the scales.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _E4M3_MAX: Final = 448.0
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """Further outputs of coding flat values, beside their codes.
+class CodingOutputs:
+    """Further outputs of encoding flat values, besides their codes.
 
-    `missed` gets the values minus what will be decoded, added to what stands there if `more`; `seen`, which may be the
-    values themselves, gets what will be decoded.
+    `missed` receives the values minus their decoded codes, added to its contents if `more`. `seen` receives the decoded
+    values; it may be the tensor of the values itself.
     """
 
     missed: Tensor | None = None
@@ -37,7 +37,7 @@ class Beside:
     seen: Tensor | None = None
 
     def take(self, values: Tensor, decoded: Tensor) -> None:
-        """Fill in the outputs in passes of their own, where no kernel does it with the coding."""
+        """Fill in the outputs in separate passes, if no kernel does it while encoding."""
         if self.missed is not None and self.more:
             self.missed.add_(values - decoded)
         elif self.missed is not None:
@@ -49,9 +49,9 @@ class Beside:
 def quantize(
     x: Tensor, code: str, block: int, codes: Tensor | None = None, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, flat) and scales (float32, one a block) of `x` (float32, bfloat16 or float16; any shape).
+    """Codes (uint8, flat) and scales (float32, one per block) of `x` (float32, bfloat16 or float16; any shape).
 
-    Written into `codes` and `scales` when given: contiguous, of exactly that size, on x's device.
+    They are written into `codes` and `scales` if given: contiguous, of exactly that size, on x's device.
     """
     flat = x.detach().reshape(-1)
     count = flat.numel()
@@ -76,7 +76,7 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor) -> Tensor:
-    """Decode into `out`, contiguous, whose shape and dtype say what was coded; returns it."""
+    """Decode into `out`, a contiguous tensor with the shape and dtype of the encoded values; returns it."""
     flat = out.view(-1)
     count, bits = flat.numel(), CODES[code].bits
     for at in range(0, count, _SLICE_VALUES):
@@ -91,20 +91,20 @@ def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor
     return out
 
 
-def quantize_missing(x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: Beside) -> None:
-    """As `quantize`, of float32, with what it makes `beside`."""
+def quantize_missing(x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: CodingOutputs) -> None:
+    """Like `quantize`, for float32, and also fill `beside`."""
     quantize(x, code, block, codes, scales)
     decoded = dequantize(codes, scales, code, block, torch.empty_like(x))
     beside.take(x, decoded)
 
 
 def dequantize_onto(codes: Tensor, scales: Tensor, code: str, block: int, base: Tensor, out: Tensor) -> None:
-    """`out`, perhaps `base`, becomes base plus what is decoded, all float32."""
+    """Set `out`, which may be `base`, to base plus the decoded values, all float32."""
     torch.add(base, dequantize(codes, scales, code, block, torch.empty_like(out)), out=out)
 
 
 def block_scales(x: Tensor, block: int) -> Tensor:
-    """The scales alone: enough to see whether `x` can be coded."""
+    """The scales alone, which show whether `x` can be encoded."""
     flat = x.detach().reshape(-1)
     starts = range(0, flat.numel(), _SLICE_VALUES)
     parts = [_scales(_blocks(flat[at : at + _SLICE_VALUES].float(), block)) for at in starts]
@@ -123,12 +123,12 @@ def room_for(
 
 
 def contiguous(values: Tensor) -> Tensor:
-    """The values in C order, without their gradient; themselves where they lie so."""
+    """The values in C order, detached if copied; the tensor itself if it is contiguous."""
     return values if values.is_contiguous() else values.detach().contiguous()
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
-    """The values as rows of one block each, the last one filled up with zeros."""
+    """The values as rows of one block each; the last row is padded with zeros."""
     rows = scale_count(values.numel(), block)
     if values.numel() != rows * block:
         values = torch.nn.functional.pad(values, (0, rows * block - values.numel()))
@@ -136,7 +136,9 @@ def _blocks(values: Tensor, block: int) -> Tensor:
 
 
 def _scales(part_NB: Tensor) -> Tensor:
-    """Largest magnitude as whole numbers of the bits, so that NaN wins and no order matters."""
+    """Largest magnitude of each block, compared as the integers of its bits, so that NaN wins and order does not
+    matter.
+    """
     largest_N = (part_NB.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(dim=1)
     return torch.where(largest_N <= tables.SMALLEST_BITS, 0, largest_N).view(torch.float32)
 
@@ -147,14 +149,14 @@ def _usable(scale_N: Tensor) -> Tensor:
 
 
 def _pack(nibbles: Tensor) -> Tensor:
-    """Two codes a byte, the earlier one in the lower half."""
+    """Two codes per byte, the earlier one in the lower half."""
     if nibbles.numel() % 2:
         nibbles = torch.nn.functional.pad(nibbles, (0, 1))
     pairs = nibbles.view(-1, 2)
     return pairs[:, 0] | pairs[:, 1] << 4
 
 
-# --- the codes: (values, values * inverse scale) -> uint8 codes; (codes, scales) -> values --------------------------
+# --- codes: (values, values * inverse scale) -> uint8 codes; (codes, scales) -> values ------------------------------
 
 
 def _encode_dynamic(x: Tensor, n: Tensor) -> Tensor:
@@ -196,7 +198,7 @@ def _encode_e4m3(_: Tensor, n: Tensor) -> Tensor:
 
 
 def _decode_e4m3(code: Tensor, scale: Tensor) -> Tensor:
-    code = torch.where(code & 0x7F == 0x7F, code - 1, code)  # its NaN counts as its largest value
+    code = torch.where(code & 0x7F == 0x7F, code - 1, code)  # NaN decodes to the largest value
     return code.view(torch.float8_e4m3fn).float() * (scale * _single(tables.INV448_BITS))
 
 
@@ -224,5 +226,5 @@ def _single(bits: int) -> float:
 
 @cache
 def _table(bits: Sequence[int], device: torch.device) -> Tensor:
-    """The numbers as a tensor on the device."""
+    """The constants as a float32 tensor on the device."""
     return torch.tensor([_single(value) for value in bits], dtype=torch.float32, device=device)

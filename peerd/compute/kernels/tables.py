@@ -1,14 +1,14 @@
-"""The numbers of blockwise quantization as literal bits, and the C header that is made of them.
+"""Constants of blockwise quantization as literal bits, and the C header generated from them.
 
-All implementations (torch, C++, CUDA) take their numbers from here, so that they agree bit for bit: values that are
-computed anew differ by a unit in the last place between libraries. Every number is an IEEE single as a whole number.
+All implementations (torch, C++, CUDA) use these constants, so that they agree bit for bit: computed values would differ
+between libraries by a unit in the last place. Each entry is the bit pattern of an IEEE single as an integer.
 
-DYNAMIC: the 128 magnitudes of the signed 8-bit dynamic code: 0, 126 means of equal steps inside six decades (2, 4,
-... 64 steps from the smallest to the largest), and 1 ("8-bit Optimizers via Block-wise Quantization"; its smallest
-entry makes room for a second 1, so that the largest value of a block survives with either sign).
-NF4: the 16 values of the 4-bit normal float code ("QLoRA", appendix E).
-THRESHOLDS: entry j is the smallest single that is not nearer to value j than to value j + 1. A code is the number of
-thresholds that are not above the value.
+* DYNAMIC: the 128 magnitudes of the signed 8-bit dynamic code: 0, 126 means of equal steps inside six decades (2, 4,
+  ... 64 steps from the smallest to the largest), and 1 ("8-bit Optimizers via Block-wise Quantization"; its smallest
+  entry is replaced by a second 1, so that a block's largest value is exact with either sign).
+* NF4: the 16 values of the 4-bit normal float code ("QLoRA", appendix E).
+* THRESHOLDS: entry j is the smallest single that is not nearer to value j than to value j + 1. A code is the number of
+  thresholds that are not above the value.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-SMALLEST_BITS: Final = 0x02081CEA  # 1e-37: a block whose largest magnitude is not above it counts as zero
-LARGEST_BITS: Final = 0x7F61B1E6  # 3e38: beyond it, and for NaN and infinity, a block cannot be coded
-FLOAT16_LARGEST_BITS: Final = 0x477FE000  # 65504: the most that a scale of float16 values can be
+SMALLEST_BITS: Final = 0x02081CEA  # 1e-37: a block whose largest magnitude is not above it is all zeros
+LARGEST_BITS: Final = 0x7F61B1E6  # 3e38: a block with a larger magnitude, NaN or infinity cannot be encoded
+FLOAT16_LARGEST_BITS: Final = 0x477FE000  # 65504: the largest scale of float16 values
 ONE_BITS: Final = 0x3F800000
 INV127_BITS: Final = 0x3C010204
 INV7_BITS: Final = 0x3E124925
@@ -319,17 +319,16 @@ NF4_THRESHOLDS: Final = (
     0x3F5C89DA,
 )
 
-# A quick way from a magnitude to its dynamic code: the upper bits of a single choose a bucket, which holds one
-# threshold at most.
+# Fast lookup of a magnitude's dynamic code: the upper bits of the single select a bucket with at most one threshold.
 DYNAMIC_LUT_SHIFT: Final = 17
 DYNAMIC_LUT_FIRST: Final = (DYNAMIC_THRESHOLDS[0] >> DYNAMIC_LUT_SHIFT) - 1
 
 
 def dynamic_lut() -> list[int]:
-    """Look-up table for dynamic8, by bucket: the code below its threshold (8 bits), and above these the threshold's
-    lower bits.
+    """Look-up table of dynamic8, by bucket: the code below the bucket's threshold in the lower 8 bits, and above them
+    the lower bits of that threshold.
 
-    Bucket 0 lies below all thresholds, the last one begins at 1. Without a threshold the upper part is one more than
+    Bucket 0 lies below all thresholds; the last bucket begins at 1. Without a threshold the upper part is one more than
     any lower bits.
     """
     mask = (1 << DYNAMIC_LUT_SHIFT) - 1
@@ -342,9 +341,9 @@ def dynamic_lut() -> list[int]:
 
 
 def c_header() -> str:
-    """`tables.h`. Whoever includes it defines PEERD_TABLE, the storage class of the arrays, before."""
+    """The text of `tables.h`. A file that includes it first defines PEERD_TABLE, the storage class of the arrays."""
     lines = [
-        "/* Made from tables.py, where all is explained: python -m peerd.compute.kernels.tables > source/tables.h */"
+        "/* Generated from tables.py, which explains it: python -m peerd.compute.kernels.tables > source/tables.h */"
     ]
     for name in ("SMALLEST", "LARGEST", "ONE", "INV127", "INV7", "INV448"):
         lines.append(f"#define PEERD_{name}_BITS 0x{globals()[f'{name}_BITS']:08X}u")

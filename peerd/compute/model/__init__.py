@@ -1,1 +1,1 @@
-"""The model, cut into stages, and the optimizer."""
+"""The model, its division into stages, and the optimizer."""

@@ -1,4 +1,4 @@
-"""The whole model put together again from what its stages saved: for sampling and for export."""
+"""Assembly of the whole model from the states of its stages, for sampling and export."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PARAMETER, _BUFFER = "param/", "buffer/"
 
 
 def load_whole_model(run: RunFile, stages: Sequence[Mapping[str, Tensor] | Path]) -> tuple[ModelPiece, int]:
-    """The model and the step it is at, from each stage's state or folder of checkpoints, in the order of stages.
+    """Return the model and its step, from each stage's state or checkpoint folder, in the order of the stages.
 
-    Of folders, the newest step that all have is taken. ConfigError says which stage lacks what.
+    From folders it loads the newest step that all of them have. ConfigError names what is missing or does not fit.
     """
     if len(stages) != run.pipeline.stages:
-        raise ConfigError(f"the run has {run.pipeline.stages} stages; given are {len(stages)}")
+        raise ConfigError(f"the run has {run.pipeline.stages} stages, but {len(stages)} were given")
     states = _read(run, stages)
     steps = [int(state["step"]) if "step" in state else -1 for state in states]
     if len(set(steps)) != 1:
@@ -33,7 +33,7 @@ def load_whole_model(run: RunFile, stages: Sequence[Mapping[str, Tensor] | Path]
 
 
 def _read(run: RunFile, stages: Sequence[Mapping[str, Tensor] | Path]) -> list[Mapping[str, Tensor]]:
-    """Every stage's state; those on disk at the newest step that all of them have."""
+    """The state of every stage. Stages on disk are read at the newest step that all of them have."""
     disk = {n: Checkpoints(at, 1, fingerprint(run), n) for n, at in enumerate(stages) if isinstance(at, Path)}
     if not disk:
         return [state for state in stages if not isinstance(state, Path)]
@@ -50,7 +50,7 @@ def _newest_common(folders: Sequence[Checkpoints]) -> int:
 
 
 def _fill(model: ModelPiece, states: Sequence[Mapping[str, Tensor]]) -> None:
-    """Every parameter of the model from the one stage that has it; nothing is left over."""
+    """Copy every parameter of the model from its stage; ConfigError if one is missing, unknown or of another shape."""
     given = {n.removeprefix(_PARAMETER): t for state in states for n, t in state.items() if n.startswith(_PARAMETER)}
     wanted = dict(model.named_parameters())
     for name in sorted(wanted.keys() | given.keys()):

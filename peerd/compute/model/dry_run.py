@@ -1,8 +1,8 @@
-"""A dry run of a model of one's own, before anything is joined: what is wrong with a layer is one sentence.
+"""Dry run of a user's own model before joining: reports the first faulty layer in one sentence.
 
-Two samples of the run's context go through all layers, of every stage, one after the other, and a gradient back through
-each. On this machine, whatever stage it is going to serve: so every peer says the same. A gpt is right by construction
-and is not tried. Layers are let go of as they are done.
+Two samples of the run's context pass through all layers of all stages in order, and a gradient back through each layer.
+Every peer runs all layers, whichever stage it will serve, so all peers report the same. The gpt model is not tried,
+since it is known to work. Each layer is freed after its turn.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from peerd.local_code import guarded
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Sizes of what goes in and out, and their names for messages."""
+    """Expected sizes of a tensor, and the names of its dimensions for messages."""
 
     sizes: tuple[int, ...]
     names: str
 
 
 def try_layers(run: RunFile) -> None:
-    """ConfigError for the first layer of the user's own that cannot be trained, with what it got and what it gave."""
+    """Raise ConfigError for the first of the user's layers that cannot be trained, with its input and output."""
     if run.model.kind == "gpt":
         return
     layers = own_layers(run)
     _need_own_parameters(run, layers)
     vocab, width = load_vocabulary(run.model.vocab).size, run.model.d_model
-    samples = 2 if run.model.context != 2 else 3  # so that sizes which are mixed up are seen
-    tokens = torch.arange(vocab - 1, vocab - 1 - samples * run.model.context, -1) % vocab  # the last token first
+    samples = 2 if run.model.context != 2 else 3  # different sizes, so that swapped dimensions are noticed
+    tokens = torch.arange(vocab - 1, vocab - 1 - samples * run.model.context, -1) % vocab  # highest token first
     x = tokens.view(samples, run.model.context)
     between = _Shape((*x.shape, width), "samples, model.context, model.d_model")
     last = _Shape((*x.shape, vocab), "samples, model.context, tokens of the vocabulary")
@@ -50,57 +50,57 @@ def try_layers(run: RunFile) -> None:
 
 
 def try_layers_if_here(run: RunFile) -> None:
-    """As `try_layers`, for a peer that computes no layer: it may lack the file that has them."""
+    """Like `try_layers`, for a peer that computes no layers: does nothing if the file with the layers is not here."""
     if is_function(run.model.kind) and source_of(run.model.kind) is not None:
         try_layers(run)
 
 
 def _try(name: str, layer: nn.Module, x: Tensor, expected: _Shape, dtype: torch.dtype) -> Tensor:
-    """One layer's output, without a gradient."""
+    """Run one layer forward and backward; returns its output, detached."""
     got = f"{name} got {_form(x)}"
     given = x.detach().clone().requires_grad_(x.is_floating_point())
     y = guarded(lambda: layer(given), f"{got} and failed")
     if not isinstance(y, Tensor):
-        raise ConfigError(f"{got} and gave {type(y).__name__}; expected a tensor")
+        raise ConfigError(f"{got} and returned {type(y).__name__}; expected a tensor")
     if tuple(y.shape) != expected.sizes or y.dtype != dtype:
         wanted = f"{list(expected.sizes)} {dtype_name(dtype)} ({expected.names})"
-        raise ConfigError(f"{got} and gave {_form(y)}; expected {wanted}")
+        raise ConfigError(f"{got} and returned {_form(y)}; expected {wanted}")
     if not torch.isfinite(y).all():
-        raise ConfigError(f"{got} and gave values that are not finite")
+        raise ConfigError(f"{got} and returned values that are not finite")
     if not torch.equal(x, given.detach()):
-        raise ConfigError(f"{got} and changed it; a layer must leave its input as it is")
+        raise ConfigError(f"{got} and changed it; a layer must not modify its input")
     again = guarded(lambda: layer(x.detach().clone()), f"{got} a second time and failed")
     if not torch.equal(again, y):
-        raise ConfigError(f"{got} twice and gave different values; a layer must be a function of its input alone")
+        raise ConfigError(f"{got} twice and returned different values; its output must depend on the input alone")
     inputs = [given] if given.requires_grad else []
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     if not inputs and not parameters:
         return y  # such as a one-hot code of the tokens
     if not y.requires_grad:
-        raise ConfigError(f"{got}, and no gradient comes back through it")
+        raise ConfigError(f"{got}, and no gradient flows back through it")
     found = guarded(
         lambda: torch.autograd.grad(y.sum(), [*inputs, *parameters], allow_unused=True), f"{got}; its backward failed"
     )
     if inputs and found[0] is None:
-        raise ConfigError(f"{got}, and no gradient comes back to its input")
+        raise ConfigError(f"{got}, and no gradient flows back to its input")
     if not all(gradient is None or bool(torch.isfinite(gradient).all()) for gradient in found):
         raise ConfigError(f"{got}, and its gradient is not finite")
     return y.detach()
 
 
 def _need_own_parameters(run: RunFile, layers: list[nn.Module]) -> None:
-    """Each parameter can be trained, and is of one stage."""
+    """Raise ConfigError unless each parameter is trainable and belongs to one stage only."""
     stages = {index: stage for stage, part in enumerate(own_parts(run, len(layers))) for index in part}
     holder: dict[int, int] = {}
     for index, layer in enumerate(layers):
         parameters = dict(layer.named_parameters(remove_duplicate=False))
         for own, parameter in parameters.items():
             if not parameter.requires_grad:
-                raise ConfigError(f"{_name(run, index, layer)}: {own} takes no gradient (requires_grad is False)")
+                raise ConfigError(f"{_name(run, index, layer)}: {own} cannot be trained (requires_grad is False)")
             first = holder.setdefault(id(parameter), index)
             if stages[first] != stages[index]:
                 other = _name(run, first, layers[first])
-                raise ConfigError(f"{_name(run, index, layer)} shares {own} with {other}, which is of another stage")
+                raise ConfigError(f"{_name(run, index, layer)} shares {own} with {other} of another stage")
 
 
 def _name(run: RunFile, index: int, layer: nn.Module) -> str:

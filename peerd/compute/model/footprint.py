@@ -1,7 +1,9 @@
-"""Room that a stage takes here: what `core/model/stage_memory` says for the number of its parameters, which is that of
-the model itself, built without values, so it takes no memory to know. Only the activations of a user's own layers are
-measured, for which a stage of them is built (`measured_footprint`). A post refuses to begin what surely does not fit,
-or what rounds of averaging cannot carry, and `peerd doctor` says so before.
+"""Memory that a stage needs on this machine.
+
+`core/model/stage_memory` computes it from the parameter counts of the model, which is built on the meta device and
+takes no memory. Only the activations of a user's own layers are measured, by building their stage
+(`measured_footprint`). A post refuses to start a stage that surely does not fit, or whose gradient is too large for
+averaging rounds, and `peerd doctor` reports it in advance.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from peerd.compute.codec.powersgd import rights_outline
-from peerd.compute.flat import Layout
+from peerd.compute.flat import FlatLayout
 from peerd.compute.gpu import free_bytes
 from peerd.compute.model.offload import offloads
 from peerd.compute.model.partition import DTYPES, ModelPiece, build, outline
@@ -41,13 +43,13 @@ from peerd.core.model.stage_memory import (
 from peerd.core.run.runfile import RunFile
 from peerd.local_code import guarded
 
-_TOLERATED = 1.05  # times limits.memory_gb, as `control/memory_limit`
+_TOLERATED = 1.05  # times limits.memory_gb, as in `control/memory_limit`
 _CPU: Final = torch.device("cpu")
-_LEAST_ROOM_BYTES = 16 << 20  # for activations: with less than a few microbatches a stage does nothing
+_LEAST_ROOM_BYTES = 16 << 20  # for activations: a stage needs room for a few microbatches
 
 
 def footprint(run: RunFile, stage: int) -> StageFootprint:
-    """The room that `stage` of `run` takes, without the activations of layers of the user's own; ConfigError when the
+    """The memory that `stage` of `run` needs, without the activations of a user's own layers; raises ConfigError if the
     model cannot be built.
     """
     layers = _counts(_shapes(run, stage))
@@ -57,9 +59,10 @@ def footprint(run: RunFile, stage: int) -> StageFootprint:
 
 
 def measured_footprint(run: RunFile, stage: int) -> StageFootprint:
-    """As `footprint`, with the activations of layers of the user's own, which are built and computed for it on the CPU.
+    """Like `footprint`, with the activations of a user's own layers, which are built and run on the CPU to measure
+    them.
 
-    ConfigError also when a layer fails.
+    Also raises ConfigError if a layer fails.
     """
     if run.model.kind == "gpt":
         return footprint(run, stage)
@@ -68,8 +71,8 @@ def measured_footprint(run: RunFile, stage: int) -> StageFootprint:
 
 
 def state_outline(run: RunFile, stage: int) -> list[TensorSpec]:
-    """Name, dtype and shape of each tensor in the state of `stage`, as `ServedStage.outline` returns them, without the
-    memory that a stage takes. ConfigError when the model cannot be built.
+    """Name, dtype and shape of each tensor in the state of `stage`, as in `ServedStage.outline`, but without allocating
+    the stage. Raises ConfigError if the model cannot be built.
     """
     piece, dtype = _shapes(run, stage), run.model.dtype
     shapes = {name: tuple(parameter.shape) for name, parameter in piece.named_parameters()}
@@ -77,7 +80,7 @@ def state_outline(run: RunFile, stage: int) -> list[TensorSpec]:
     for moment in moment_names(run.optimizer):
         specs += [TensorSpec(f"opt/{name}/{moment}", dtype, shape) for name, shape in shapes.items()]
     if run.averaging.code == "powersgd":
-        layout = Layout(tuple(shapes), tuple(map(torch.Size, shapes.values())))
+        layout = FlatLayout(tuple(shapes), tuple(map(torch.Size, shapes.values())))
         specs += [TensorSpec(name, dtype, shape) for name, shape in rights_outline(layout, run.averaging.rank).items()]
     buffers = buffers_of(piece)()
     specs += [TensorSpec(f"buffer/{name}", dtype_name(t.dtype), tuple(t.shape)) for name, t in buffers.items()]
@@ -90,8 +93,8 @@ def _counts(piece: ModelPiece) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Bytes of one forward, by layer: what is saved in it and not in one before it; the input of all but the last, if
-    it is no token.
+    """Bytes of one forward, by layer. `saved`: tensors that no earlier layer saved. `inputs`: the layer's input; 0 for
+    tokens and for the last layer.
     """
 
     saved: list[int]
@@ -99,11 +102,12 @@ class _Pass:
 
 
 def _measured_activations(run: RunFile, stage: int, piece: ModelPiece) -> Activations:
-    """Activations of one microbatch of a stage of the user's own layers, which are `piece`: what torch saves for the
-    backward. ConfigError says which layer failed.
+    """Measure the activations of one microbatch of `piece`, a stage of the user's own layers: what torch saves for the
+    backward. Raises ConfigError with the layer that failed.
 
-    What is saved grows in a straight line with the samples; the rest, such as 16-bit copies of weights, is saved once.
-    One and two samples, on the CPU, tell the line, so no whole microbatch is ever in memory here.
+    Saved bytes grow linearly with the samples, except for tensors that are saved once, such as 16-bit copies of
+    weights. Two passes on the CPU, with one and two samples, determine the line, so no full microbatch is ever in
+    memory here.
     """
     with torchs_random_numbers(run.seed):
         one, two = (_passed(run, stage, piece, samples) for samples in (1, 2))
@@ -118,7 +122,7 @@ def _measured_activations(run: RunFile, stage: int, piece: ModelPiece) -> Activa
 
 
 def _passed(run: RunFile, stage: int, piece: ModelPiece, samples: int) -> _Pass:
-    """One forward of so many samples."""
+    """One forward with `samples` samples."""
     m = run.model
     if stage:
         x = torch.randn(samples, m.context, m.d_model, dtype=DTYPES[m.dtype], requires_grad=True)
@@ -145,10 +149,11 @@ def _passed(run: RunFile, stage: int, piece: ModelPiece, samples: int) -> _Pass:
 
 
 def recomputes(run: RunFile, stage: int, device: str) -> bool:
-    """True if the backward computes layers again, as `limits.recompute` says. By default it does if the activations
-    of a microbatch would take more than half of the memory that the stage leaves free. Always true if parameters are
-    copied to the device one layer at a time. Call it before the stage is built. Raises ConfigError if the activations
-    of a user's own layers cannot be measured.
+    """True if the backward recomputes layers, as `limits.recompute` sets.
+
+    By default it does if the activations of a microbatch would take more than half of the memory that the stage leaves
+    free. Always True if parameters are copied to the device one layer at a time. Call it before the stage is built.
+    Raises ConfigError if the activations of a user's own layers cannot be measured.
     """
     if offloads(run, device):
         return True
@@ -165,7 +170,7 @@ def recomputes(run: RunFile, stage: int, device: str) -> bool:
 
 
 def _shapes(run: RunFile, stage: int) -> ModelPiece:
-    """A function of the user's own may compute values, which shapes alone do not have: then it is built with them."""
+    """The stage as shapes only, or with values if the user's own function fails on the meta device."""
     shapes = outcome.capture(outline, run, [stage])
     if isinstance(shapes, outcome.Value):
         return shapes.value
@@ -175,15 +180,17 @@ def _shapes(run: RunFile, stage: int) -> ModelPiece:
 
 
 def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0, least: bool = True) -> str | None:
-    """The memory that is too small for a stage, in words; None when there is enough. `own_limit_bytes`: what the user
-    lets this process take, with what it holds by now (Python, torch); 0: no limit. `least`: as of `StageFootprint.on`.
+    """Explain which memory is too small for a stage, or return None if there is enough.
+
+    `own_limit_bytes`: limit for this process, including the memory that it already uses (Python, torch); 0: no limit.
+    `least`: as in `StageFootprint.on`.
     """
     there, here = taken.on(device, least=least)
     name = f"stage {taken.stage} ({taken.parameters:,} parameters)"
     if device.startswith("cuda"):
         free, _ = free_bytes(device)
         if there > free:
-            advice = "" if taken.offload or taken.copies_bytes > free else " (limits.offload takes less of it)"
+            advice = "" if taken.offload or taken.copies_bytes > free else " (limits.offload needs less of it)"
             return f"{name} takes {_gb(there)} of {device}'s memory, and {_gb(free)} are free{advice}"
     free = psutil.virtual_memory().available + psutil.swap_memory().free
     if own_limit_bytes and own_limit_bytes < (held := _held_bytes()) + here:
@@ -195,17 +202,17 @@ def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0, leas
 
 
 def refuse_if_not_averaged(run: RunFile, stage: int) -> None:
-    """Raise ConfigError if rounds of averaging cannot carry the gradient of `stage`, or if it cannot be built."""
+    """Raise ConfigError if the gradient of `stage` is too large for averaging rounds, or the model cannot be built."""
     piece = _shapes(run, stage)
     shapes = [tuple(parameter.shape) for parameter in piece.parameters()]
     if buffers := buffers_of(piece)():
-        shapes += [(1,), *((buffer.numel(),) for buffer in buffers.values())]  # as `SharedBuffers.shapes`
+        shapes += [(1,), *((buffer.numel(),) for buffer in buffers.values())]  # as in `SharedBuffers.shapes`
     check_vector(run.averaging, max(vector_sizes(run.averaging, shapes)), ITEM_BYTES[run.model.dtype])
 
 
 def refuse_if_too_large(run: RunFile, stage: int, device: str) -> None:
-    """Raise ConfigError if rounds of averaging cannot carry the gradient of `stage`, or if this machine lacks the
-    memory for it, before anything is allocated.
+    """Raise ConfigError, before anything is allocated, if the gradient of `stage` is too large for averaging rounds, or
+    if this machine lacks the memory for the stage.
     """
     refuse_if_not_averaged(run, stage)
     lack = lacking(footprint(run, stage), device, run.limits.memory_gb * 1e9)
@@ -214,9 +221,10 @@ def refuse_if_too_large(run: RunFile, stage: int, device: str) -> None:
 
 
 def spare_bytes(run: RunFile, state_bytes: int, kept_bytes: int = 0) -> int:
-    """Memory for what a peer may hold or not, at most `state_bytes`: with limits.memory_gb no more than is left of it
-    beside the sums of gradients and the copy for checkpoints, which come as training goes on. `kept_bytes`: what it
-    holds of that already.
+    """Memory for optional data of this peer, at most `state_bytes`.
+
+    With limits.memory_gb, at most what the limit leaves after reserving the gradient sums and the checkpoint copy,
+    which are allocated as training goes on. `kept_bytes`: optional data that the peer already holds.
     """
     if not run.limits.memory_gb:
         return state_bytes
@@ -225,8 +233,8 @@ def spare_bytes(run: RunFile, state_bytes: int, kept_bytes: int = 0) -> int:
 
 
 def room_for_activations(run: RunFile, kept_bytes: int = 0) -> int:
-    """Bytes for tensors of microbatches that a stage keeps or has under way: by limits.activations_mb, else half of the
-    memory that is free now, within limits.memory_gb. `kept_bytes`: what such tensors take already.
+    """Bytes for the tensors of microbatches that a stage keeps or computes: limits.activations_mb, or else half of the
+    free memory within limits.memory_gb. `kept_bytes`: what such tensors already take.
     """
     if run.limits.activations_mb:
         return run.limits.activations_mb << 20
@@ -237,9 +245,10 @@ def room_for_activations(run: RunFile, kept_bytes: int = 0) -> int:
 
 
 def lacking_for_call(run: RunFile, needed_bytes: int) -> str | None:
-    """The memory that is too small for one more microbatch of `needed_bytes`, in words; None: it fits now.
+    """Explain which memory is too small for one more microbatch of `needed_bytes`, or return None if it fits now.
 
-    As `control/memory_limit`, it tolerates a little more than limits.memory_gb: what was freed may not be back yet.
+    Like `control/memory_limit`, it tolerates slightly more than limits.memory_gb, because freed memory may not be
+    returned to the system yet.
     """
     if not needed_bytes:
         return None

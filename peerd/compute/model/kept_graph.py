@@ -1,7 +1,8 @@
-"""Graph of a forward pass, kept until the gradient of its output comes, so that the backward need not compute it again.
+"""Autograd graph of a forward pass, kept until the output's gradient arrives, so that the backward need not recompute
+it.
 
-Only a saving of time: whoever has no room for it, or whose parameters have changed since, computes forward again and
-gets the same bits. A graph is used once.
+This only saves time: without room for the graph, or if the parameters have changed since, the forward is computed again
+and gives the same bits. A graph is used once.
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ from torch import Tensor
 
 from peerd.compute.gpu import free_bytes
 
-_FREE_SHARE: Final = 0.25  # of what may be taken of a GPU's memory stays free of graphs
+_FREE_SHARE: Final = 0.25  # of a GPU's usable memory that stays free of graphs
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Graph:
-    """One forward pass. `era`: of the parameters that it was computed with."""
+class KeptGraph:
+    """Graph of one forward pass. `era`: version of the parameters that computed it."""
 
-    x: Tensor  # the input, a leaf of the graph in all stages but the first
+    x: Tensor  # the input; a leaf of the graph, except in the first stage
     y: Tensor
     era: int
-    bytes: int  # about what torch saves for the backward
+    bytes: int  # approximate size of what torch saves for the backward
     used: bool = False
 
 
 def has_room(device: torch.device, size_bytes: int) -> bool:
-    """True where a graph of that size leaves the device enough to compute with; for the CPU its caller keeps count."""
+    """True if a graph of `size_bytes` leaves the GPU enough memory to compute. Always true on a CPU: its caller counts
+    bytes.
+    """
     if device.type != "cuda":
         return True
     free, most = free_bytes(device)
@@ -39,20 +42,20 @@ def has_room(device: torch.device, size_bytes: int) -> bool:
 
 
 @dataclass(slots=True)
-class SavedBytes:
-    """The bytes that torch saves in one forward pass, measured at the first pass of each shape of inputs.
+class GraphBytes:
+    """Bytes that torch saves in one forward pass, measured at the first pass of each input shape.
 
-    `shared`: storage that lives anyway, such as the parameters'.
+    `shared`: returns a tensor whose storage exists anyway, such as the parameters', and is not counted.
     """
 
     shared: Callable[[], Tensor]
     _shape: torch.Size | None = None
     bytes: int = 0
-    most_bytes: int = 0  # of inputs of any shape
+    most_bytes: int = 0  # maximum over all input shapes
 
     @contextmanager
     def of(self, x: Tensor) -> Iterator[None]:
-        """The scope of one pass; afterwards `bytes` is that of inputs like `x`."""
+        """Measure the pass inside this context; afterwards `bytes` is the size for inputs like `x`."""
         if x.shape == self._shape:
             yield
             return
@@ -61,7 +64,7 @@ class SavedBytes:
         def note(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # torch never frees what such a function saves itself of a graph
+            return tensor.detach()  # detached: torch never frees graph tensors that a pack hook returns
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             yield

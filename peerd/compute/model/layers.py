@@ -1,11 +1,11 @@
-"""The layers of the language model: embedding, transformer block, head. Plain and readable, nothing else.
+"""Layers of the language model: embedding, transformer block and head, in plain torch.
 
-Every layer is a function of its input and its parameters alone: no dropout, no buffers that change, so a forward
-pass that is computed again for the backward pass gives the same bits. No biases. Parameters are left empty here;
+The output of a layer depends only on its input and parameters (no dropout, no changing buffers), so recomputing a
+forward pass for the backward pass gives the same bits. No biases. Parameters are left uninitialized here;
 `partition.py` fills them.
 
-Shapes: B samples, L tokens, D d_model, H heads, W = D / H width of a head, N = 2 for queries and keys, F width of
-the feed-forward, V vocabulary.
+Shapes: B samples, L tokens, D d_model, H heads, W = D / H width of a head, N = 2 for queries and keys, F width of the
+feed-forward, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
 
 @functools.lru_cache(maxsize=32)
 def rotary_table(length: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Unit complex numbers [L, 1, 1, W/2], one per position and pair of features; computed in fp64, then rounded."""
+    """Unit complex numbers [L, 1, 1, W/2] per position and feature pair; computed in fp64, then rounded to `dtype`."""
     pairs = torch.arange(0, width, 2, dtype=torch.float64)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), ROTARY_BASE ** (-pairs / width))
     table = torch.polar(torch.ones_like(angles), angles)[:, None, None, :]
@@ -43,10 +43,10 @@ def rotary_table(length: int, width: int, dtype: torch.dtype, device: torch.devi
 
 
 def rotate(x_BLNHW: Tensor) -> Tensor:
-    """Rotary positions (RoFormer): each pair of neighbouring features turns by an angle that grows with L.
+    """Rotary positions (RoFormer): rotates each pair of neighbouring features by an angle proportional to the position.
 
-    As one complex product: twice as fast on a CPU, forward and backward, as sines and cosines by halves. Of values
-    in 16 bits it gives fp32: there are no complex numbers of such.
+    Computed as one complex product: on a CPU twice as fast, forward and backward, as sines and cosines by halves.
+    16-bit inputs give fp32, because torch has no complex numbers for them.
     """
     if x_BLNHW.dtype.itemsize == 2:
         x_BLNHW = x_BLNHW.float()
@@ -74,7 +74,7 @@ class Attention(nn.Module):
 
 
 class GeGLU(nn.Module):
-    """Gated feed-forward (Shazeer 2020): one half opens the gate for the other."""
+    """Gated feed-forward (Shazeer 2020): the GELU of one half of the features multiplies the other half."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class GeGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer, normalised before each part."""
+    """One transformer layer, with a norm before attention and one before the feed-forward."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -105,9 +105,10 @@ class Block(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """One transformer layer whose feed-forward is done by experts elsewhere: attention, and the gate that scores them.
+    """Transformer layer whose feed-forward is computed by remote experts: attention, and the gate that scores the
+    experts.
 
-    `scores`: places in all dimensions of the experts' grid together.
+    `scores`: number of scores per token, the sum of the sides of the experts' grid.
     """
 
     def __init__(self, d_model: int, heads: int, scores: int) -> None:
@@ -118,13 +119,13 @@ class ExpertBlock(nn.Module):
         self.gate = nn.Linear(d_model, scores, bias=False)
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum so far, and what goes to the experts; their mean is added to the sum."""
+        """Returns the residual sum, to which the mean of the experts' outputs is added, and the experts' input."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD))
         return x_BLD, self.feed_norm(x_BLD)
 
 
 class Embedding(nn.Module):
-    """Tokens [B, L] to vectors [B, L, D]."""
+    """Maps tokens [B, L] to vectors [B, L, D]."""
 
     def __init__(self, vocab: int, d_model: int) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final normalisation and the matrix that gives logits [B, L, V]; not tied to the embedding, which may be far."""
+    """Final norm and projection to logits [B, L, V]. Not tied to the embedding, which may be on another peer."""
 
     def __init__(self, d_model: int, vocab: int) -> None:
         super().__init__()

@@ -1,16 +1,16 @@
-"""The model of a run as a list of layers, its cut into stages, and its starting parameters.
+"""The model of a run as a list of layers, its division into stages, and its initial parameters.
 
-A model is embedding, blocks, head; stage s is a slice of that list. Every parameter is named by its place in the
-whole model (`block3.feed.up.weight`), so the names of all stages together are the names of the whole, and its
-starting value is a pure function of (run.seed, name): whatever the cut, whoever computes it, the bits are the same.
-Values are drawn from whole numbers and one multiplication, without logarithms, so that machines agree too.
+A model is a list of embedding, blocks and head; each stage is a slice of that list. A parameter is named by its place
+in the whole model (`block3.feed.up.weight`), so the names of all stages together are those of the whole model. Its
+initial value is a pure function of (run.seed, name): the bits are the same for any division and on any machine. Values
+are drawn from integers with one multiplication, without logarithms, whose results differ between machines.
 
-In a run with experts, its last blocks have no feed-forward of their own but a gate (`compute/experts/trunk`).
+In a run with experts, the last blocks have a gate instead of a feed-forward of their own (`compute/experts/trunk`).
 
-A model of one's own, `model.kind: module:function`, is a list of layers that a function in a local Python file (or an
-installed module) returns; the contract stands in configs/README.md, `dry_run.py` tries it. Layers may have buffers, and
-run in eval mode, but for torch's batch norms, which train by the statistics of a microbatch (see `stage_module`). The
-list is cut into stages of equal length. Starting values are what the function makes, under a seed.
+A user's own model, `model.kind: module:function`, is a list of layers returned by a function in a local Python file (or
+an installed module). configs/README.md documents its contract; `dry_run.py` tries it. Layers may have buffers. They run
+in eval mode, except torch's batch norms, which train with the statistics of a microbatch (see `stage_module`). The list
+is cut into stages of equal length. Initial values are those that the function creates under a fixed seed.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from peerd.core.run.runfile import RunFile
 from peerd.local_code import guarded
 
 DTYPES: Final = {"float32": torch.float32, "float64": torch.float64}
-EMBEDDING_STD: Final = 0.5  # measured on configs/tiny.yaml: 0.02 learns later, 1.0 no better
-HEAD_STD: Final = 0.02  # small, so that the first loss is log(V) and no better-than-random guess must be unlearnt
+EMBEDDING_STD: Final = 0.5  # measured on configs/tiny.yaml: with 0.02 the loss falls later, 1.0 is no better
+HEAD_STD: Final = 0.02  # small, so that the first loss is log(V) and no initial bias has to be unlearnt
 
 
 class ModelPiece(nn.Module):
     """Consecutive layers of the model, applied in order; a shared layer is applied several times.
 
-    `recomputes`: of a forward for a backward only the inputs of all layers but the last are kept, and each layer is
-    computed again in the backward, with the same random numbers: the same bits, in more time and less memory.
-    `offload` computes the output instead, where the parameters are in the machine's memory.
+    `recomputes`: training keeps only the inputs of all layers but the last, and computes each layer again in the
+    backward, with the same random numbers: the same bits, in more time and less memory. `offload`, if set, computes the
+    output instead, with parameters kept in host memory.
     """
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module, int]]) -> None:
-        """`layers`: name in the whole model, module, how many times it is applied."""
+        """`layers`: name in the whole model, module, number of times that it is applied."""
         super().__init__()
         self.recomputes = False
         self.offload: Callable[[Tensor], Tensor] | None = None
@@ -57,7 +57,7 @@ class ModelPiece(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The layers as they are applied, one after the other."""
+        """The layers in the order in which they are applied; a shared layer appears several times."""
         return [self.get_submodule(name) for name, times in self.steps for _ in range(times)]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,16 +69,16 @@ class ModelPiece(nn.Module):
                 x = checkpoint(layer, x, use_reentrant=False)
             else:
                 x = layer(x)
-        return layers[-1](x) if layers else x  # its backward comes at once
+        return layers[-1](x) if layers else x  # not recomputed: its backward follows at once
 
 
 def whole_model(run: RunFile) -> ModelPiece:
-    """The composition of all stages as one module, with their starting parameters: int64 [B, L] to [B, L, V]."""
+    """All stages as one module with initial parameters, from int64 [B, L] to [B, L, V]."""
     return build(run, range(run.pipeline.stages))
 
 
 def build(run: RunFile, stages: Sequence[int]) -> ModelPiece:
-    """The given consecutive stages as one module on the CPU, in the dtype of the run, ready to compute."""
+    """Consecutive stages as one module on the CPU, in the run's dtype, with initial parameters."""
     if not all(0 <= stage < run.pipeline.stages for stage in stages):
         raise ConfigError(f"stage {max(stages)} does not exist: the run has stages 0 to {run.pipeline.stages - 1}")
     piece = _own(run, stages) if run.model.kind != "gpt" else _gpt(run, stages)
@@ -86,12 +86,12 @@ def build(run: RunFile, stages: Sequence[int]) -> ModelPiece:
 
 
 def spans(run: RunFile) -> list[range]:
-    """Blocks of each stage of a gpt."""
+    """The blocks of each stage of a gpt."""
     return stage_spans(run, load_vocabulary(run.model.vocab).size)
 
 
 def outline(run: RunFile, stages: Sequence[int]) -> ModelPiece:
-    """As `build`, with shapes in place of values: it takes no memory."""
+    """Like `build`, on the meta device: shapes without values or memory."""
     if run.model.kind == "gpt":
         return _gpt_outline(run, stages)
     with torch.device("meta"):
@@ -101,7 +101,7 @@ def outline(run: RunFile, stages: Sequence[int]) -> ModelPiece:
 def _gpt_outline(run: RunFile, stages: Sequence[int]) -> ModelPiece:
     m, vocab = run.model, load_vocabulary(run.model.vocab).size
     layers: list[tuple[str, nn.Module, int]] = []
-    with torch.device("meta"):  # no memory and no random numbers until the values below
+    with torch.device("meta"):  # allocates no memory and draws no random numbers
         for stage in stages:
             if stage == 0:
                 layers.append(("embed", Embedding(vocab, m.d_model), 1))
@@ -130,7 +130,7 @@ def _gpt(run: RunFile, stages: Sequence[int]) -> ModelPiece:
 
 
 def _start(name: str, shape: torch.Size, run: RunFile) -> Tensor:
-    """Starting value of a parameter, fp32: gains 1, matrices uniform with a standard deviation that suits them."""
+    """Initial value of a parameter in fp32: gains are 1, matrices uniform with a standard deviation by their role."""
     if name.endswith(".gain"):
         return torch.ones(shape)
     if name == "embed.table":
@@ -140,14 +140,14 @@ def _start(name: str, shape: torch.Size, run: RunFile) -> Tensor:
     else:
         std = 1.0 / math.sqrt(shape[1])
     if name.endswith((".attention.out.weight", ".feed.down.weight")):
-        std /= math.sqrt(2 * run.model.layers)  # each of 2 * layers sums adds to the residual (GPT-2)
+        std /= math.sqrt(2 * run.model.layers)  # 2 * layers of these outputs are added to the residual (GPT-2)
     digest = hashlib.sha256(f"peerd start {run.seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     return (torch.rand(shape, generator=generator) - 0.5) * (std * math.sqrt(12.0))
 
 
 def own_layers(run: RunFile) -> list[nn.Module]:
-    """The layers that the user's function returns, in the dtype of the run; see the file's header."""
+    """The layers that the user's function returns, in the run's dtype; see the module header."""
     kind = run.model.kind
     function = find_function(kind, "model.kind", "gpt, or ", run.line)
     with torchs_random_numbers(run.seed):
@@ -160,12 +160,12 @@ def own_layers(run: RunFile) -> list[nn.Module]:
 
 
 def own_parts(run: RunFile, count: int) -> list[range]:
-    """The layers of each stage, of `count`."""
+    """Indices of the layers of each stage, for `count` layers in all."""
     return even_parts(count, run.pipeline.stages)
 
 
 def _own(run: RunFile, stages: Sequence[int]) -> ModelPiece:
-    """The user's layers of some stages."""
+    """The user's layers of the given stages."""
     modules = own_layers(run)
     parts = own_parts(run, len(modules))
     layers = [(f"layer{index}", modules[index], 1) for stage in stages for index in parts[stage]]

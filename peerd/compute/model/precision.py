@@ -1,11 +1,11 @@
-"""Mixed precision: a stage computes in 16 bits where torch's autocast does; all that is kept and sent stays as it is.
+"""Mixed precision: a stage computes in 16 bits where torch's autocast does; stored and sent values keep their dtype.
 
-Parameters, sums of gradients, boundary tensors and the loss keep the run's dtype, so peers add up and average as
-ever. `fp16` has so few exponents that small gradients vanish and large ones overflow; they are multiplied on their way
-through the stage by a power of two and divided by it at the end, before anything is added up. The factor is found
-anew for each microbatch, from the size of what comes in, and made smaller as long as something overflows: it is a
-function of parameters and inputs alone. So it is no state that peers could differ in, and a microbatch that is
-computed again, to be taken out, gives the bits that were added.
+Parameters, gradient sums, boundary tensors and the loss keep the run's dtype, so that peers sum and average as usual.
+`fp16` has a small exponent range in which small gradients vanish and large ones overflow, so gradients are multiplied
+by a power of two inside the stage and divided by it before they are added up. The factor is chosen anew for each
+microbatch, from the size of the incoming gradient, and reduced while anything overflows. It depends on parameters and
+inputs alone, so peers cannot differ in it, and recomputing a microbatch, to subtract it from a sum, gives the bits that
+were added.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 from peerd.compute.tensors import all_finite
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LARGEST: Final = 64.0  # what the largest value that comes in is brought to; fp16 ends at 65504
-STEP: Final = 16.0  # by which the factor is made smaller
+LARGEST: Final = 64.0  # scaled size of the largest incoming value; fp16 ends at 65504
+STEP: Final = 16.0  # divides the factor after an overflow
 ATTEMPTS: Final = 8
 
 
 class Precision:
-    """Numeric precision of one stage's computing; `full` is plain torch in the dtype of the run."""
+    """Numeric precision of one stage; `full` is plain torch in the run's dtype."""
 
     def __init__(self, name: Literal["full", "bf16", "fp16"], device: torch.device) -> None:
         self._dtype = _DTYPES.get(name)
@@ -36,11 +36,11 @@ class Precision:
 
     @property
     def is_scaled(self) -> bool:
-        """True where a backward may take several attempts."""
+        """True if a backward may take several attempts."""
         return self._scaled
 
     def casting(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which torch chooses 16 bits where they do no harm."""
+        """A context in which torch's autocast chooses 16 bits where they are safe."""
         if self._dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device, dtype=self._dtype)
@@ -48,10 +48,11 @@ class Precision:
     def backward(
         self, compute: Callable[[], Tensor], inputs: Sequence[Tensor], seed: Tensor | None, largest: float = 1.0
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """The output of `compute` and its gradients for `inputs`; these are not finite where no factor helps.
+        """Return the output of `compute` and its gradients for `inputs`, which are not finite if no factor prevents
+        overflow.
 
-        `seed`: the gradient of what it gives; None where that is one number. `largest`: the size of the largest
-        gradient inside, of that number alone; of a seed it is found.
+        `seed`: gradient of the output; None if the output is one number. `largest`: size of the largest gradient inside
+        the computation, used only if `seed` is None; otherwise it is measured from `seed`.
         """
         if not self._scaled:
             output = compute()
@@ -60,13 +61,13 @@ class Precision:
             largest = float(seed.abs().max())
         factor = 2.0 ** math.floor(math.log2(LARGEST / largest)) if largest > 0 else 1.0
         for attempt in range(ATTEMPTS):
-            found: list[Tensor] = []  # those of the attempt before go first
+            found: list[Tensor] = []  # frees the previous attempt's gradients first
             output = compute()
             start = torch.ones_like(output) if seed is None else seed
             found = list(torch.autograd.grad(output, inputs, start * factor, materialize_grads=True))
             if attempt == ATTEMPTS - 1 or not all_finite(output.detach()) or all(map(all_finite, found)):
                 break
             factor /= STEP
-        for index, gradient in enumerate(found):  # one by one: all of them twice would be the most that a step takes
-            found[index] = gradient / factor  # not in place: two inputs may have the same gradient
+        for index, gradient in enumerate(found):  # one by one: two copies of all would set a step's peak memory
+            found[index] = gradient / factor  # not in place: two inputs may share a gradient tensor
         return output, found

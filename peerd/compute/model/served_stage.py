@@ -1,14 +1,15 @@
-"""A stage as it is served: microbatches that count once, and one step at a time.
+"""A stage as served to other peers: counts each microbatch once, and runs one step at a time.
 
-Wraps a StageModule. For each microbatch of the step under way it keeps the inputs and the output gradient as they
-came, coded, and the answer: a repeat gets the kept answer, and when a microbatch in the sum must not count, the sum is
-made anew of those that do, in the order in which they came: it is the sum that had been if the other never had. What is
-kept is bounded, also for each trainer. All methods are synchronous and run on the device's worker, one at
-a time; every method that belongs to a step says so and is refused at any other (`Stale`). In a delayed run microbatches
-of the step after it are taken as well, `early` ones: they are computed with the parameters of now, which are one step
-old when they count, and kept apart until then. Hostile input: tensors of wrong shape, dtype or value raise ValueError
-before anything changes. A result that is not finite, or too large, raises ResultNotFinite where the input was usable:
-then it is this stage's own, and nothing has changed either.
+Wraps a StageModule. For each microbatch of the current step it keeps the received frames of inputs and output gradient,
+and the answer. A repeated call gets the kept answer. If a microbatch in the sum must not count, the sum is rebuilt from
+the others in their order of arrival, which gives the sum as if it had never arrived. The kept data is bounded, also per
+trainer. All methods are synchronous and run on the device's worker, one at a time. Every method that belongs to a step
+takes its number and raises `Stale` at any other step.
+
+In a delayed run, microbatches of the next step (`early`) are accepted too: they are computed with the current
+parameters, which are one step old when they count, and kept apart until then. Malicious input: tensors of wrong shape,
+dtype or value raise ValueError before anything changes. A result that is not finite or too large, from usable input, is
+this stage's own fault and raises ResultNotFinite, also without any change.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ import torch
 from torch import Tensor
 
 from peerd.compute.codec.frames import decode
-from peerd.compute.codec.powersgd import LowRank
+from peerd.compute.codec.powersgd import PowerSgd
 from peerd.compute.frozen_state import FrozenState, MakeRoom
-from peerd.compute.model.kept_graph import Graph
+from peerd.compute.model.kept_graph import KeptGraph
 from peerd.compute.model.stage_module import ResultNotFinite, StageModule
 from peerd.compute.tensors import TORCH_DTYPES, dtype_name, largest_in, raw_bytes, values_of
 from peerd.compute.worker import Timed
@@ -41,11 +42,11 @@ from peerd.core.run.runfile import RunFile
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 
-_CODED: Final = 2.0  # times that a code may enlarge a value of a neighbouring stage
+_CODED: Final = 2.0  # factor by which a code may enlarge a value of the neighbouring stage
 
 
 class Unusable(PeerdError):
-    """These microbatches bring the sum out of the range of numbers."""
+    """These microbatches make the sum overflow."""
 
     def __init__(self, mbs: list[Mb]) -> None:
         super().__init__(f"{len(mbs)} microbatches cannot be summed")
@@ -53,17 +54,17 @@ class Unusable(PeerdError):
 
 
 class Stale(PeerdError):
-    """The call belongs to another step than the stage's."""
+    """The call belongs to a step other than the stage's."""
 
 
 @dataclass(slots=True)
 class StageOutcome(Timed):
-    """Result of a call. The answer is a tensor until somebody has coded it and put the frame in its place."""
+    """Result of a call. `answer` is a tensor until it is encoded; the frame then replaces it."""
 
-    answer: Tensor | TensorFrame | None  # the output, or the input's gradient (none in the first stage)
+    answer: Tensor | TensorFrame | None  # the output, or the input's gradient (None in the first stage)
     loss_sum: float  # over the samples, in the last stage
-    seconds: float  # of computing
-    graph: Graph | None = None  # of a forward, where it is kept
+    seconds: float  # of computation
+    graph: KeptGraph | None = None  # of a forward, if it is kept
 
 
 @dataclass(slots=True)
@@ -82,9 +83,9 @@ class _Kept:
 
 
 class _Book(dict[Mb, _Kept]):
-    """The microbatches of one step, in the order in which they came. `tainted`: the sum has others in it, too.
+    """The microbatches of one step, in their order of arrival. `tainted`: the sum contains others, too.
 
-    `bytes`: of their tensors.
+    `bytes`: size of their tensors.
     """
 
     tainted = False
@@ -105,74 +106,72 @@ class _Book(dict[Mb, _Kept]):
 
 
 class Model(Protocol):
-    """The model that a member of a run holds, its own stage or a user's: gradients go in, averages step it, newcomers
-    copy it.
+    """The model of a run's member, either its own stage or a user's: accepts gradients, steps with averages, serves its
+    state.
     """
 
     @property
     def held(self) -> list[Mb]:
-        """The microbatches in the sum of the step under way."""
+        """The microbatches in the sum of the current step."""
         ...
 
     @property
     def early(self) -> list[Mb]:
-        """Those in the sum of the step after it; only a delayed run has any."""
+        """The microbatches in the sum of the next step; empty except in a delayed run."""
         ...
 
     @property
-    def low_rank(self) -> LowRank | None:
-        """The low-rank code of the sum, if it travels in factors; what that keeps from round to round is part of the
-        state.
-        """
+    def low_rank(self) -> PowerSgd | None:
+        """The PowerSGD coding of the sum, or None if another code is used. Its Q is part of the state."""
         ...
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
-        """See to it that nothing but `wanted` is in the sum of `step`; returns what of it is missing."""
+        """Ensure that the sum of `step` contains only `wanted`; returns the wanted microbatches that are missing."""
         ...
 
     def unusable(self, step: int) -> list[Mb]:
-        """The microbatches that bring the sum of `step` out of the range of numbers; they are in it no longer."""
+        """Remove the microbatches that make the sum of `step` overflow, and return them."""
         ...
 
     def is_finite(self) -> bool:
-        """True when all parameters, buffers and optimizer state are finite."""
+        """True if all parameters, buffers and optimizer state are finite."""
         ...
 
     def vector(self, leads: bool = True) -> Vector:
-        """The sum of the step under way, flat, as it is now; it must not be written to. `leads`: this peer has the
-        lowest id of those that average.
+        """The current step's sum, flat; it must not be written to. `leads`: this peer has the lowest id of those that
+        average.
         """
         ...
 
     def vector_outline(self) -> TensorSpec:
-        """Dtype and shape of what `vector` gives, without copying anything."""
+        """Dtype and shape of `vector`, without copying anything."""
         ...
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
-        """Step the optimizer with `total / samples`, which stays as it is; what was held is counted and forgotten.
+        """Step the optimizer with `total / samples`, which is not changed, and drop the current sum.
 
-        What was early is held from then on.
+        The next step's sum becomes the current one.
         """
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU of all that is needed to go on from a step's end, bit for bit."""
+        """Copies on the CPU of everything needed to continue from a step's end, bit for bit."""
         ...
 
     def freeze(self, make_room: MakeRoom | None = None) -> FrozenState:
-        """The same state, to be read piece by piece while the model goes on. `make_room`: for what has to be copied."""
+        """The same state, to be read piece by piece while the model goes on. `make_room` allocates room for copies."""
         ...
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
-        """What `state` gives as (name, dtype, shape, bytes), sorted by name."""
+        """The state as (name, dtype, shape, bytes), sorted by name."""
         ...
 
     def outline(self) -> list[TensorSpec]:
-        """Name, dtype and shape of what `describe` gives, in its order, without copying anything."""
+        """Name, dtype and shape of each item of `describe`, in its order, without copying anything."""
         ...
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Take over a whole state and forget all sums; ValueError, before any change, when it does not fit."""
+        """Load a whole state and clear all sums; raises ValueError, before any change, if it does not fit."""
         ...
 
 
@@ -180,35 +179,35 @@ class ServedStage:
     """Stage `stage` of `run`, ready to serve; `module.step` counts the global steps."""
 
     def __init__(self, run: RunFile, stage: int, device: str, module: StageModule | None = None) -> None:
-        """`module`: the stage's own, where it is not one that microbatches pass through in one go."""
+        """`module`: used instead of a plain StageModule, such as a trunk that microbatches do not cross in one pass."""
         self.run = run
         self.module = module or StageModule(run, stage, device)
-        # A batch of such gradients can be summed, and the sum be squared by an optimizer.
+        # With this limit a whole batch can be summed, and an optimizer can square the sum, without overflow.
         self.module.largest = math.sqrt(torch.finfo(self.module.dtype).max) / MAX_MICROBATCHES
         self._held, self._early = _Book(), _Book()
         self._batch = max(1, run.batch.target_samples // run.pipeline.microbatch)
         self._called: dict[str, None] = {}  # trainers, the latest caller last
-        self._unusable: list[Mb] = []  # found while the sum was made anew
+        self._unusable: list[Mb] = []  # found while the sum was rebuilt
 
     @property
     def held(self) -> list[Mb]:
-        """The microbatches in the sum of the step under way."""
+        """The microbatches in the sum of the current step."""
         return list(self._held)
 
     @property
     def early(self) -> list[Mb]:
-        """The microbatches in the sum of the step after it."""
+        """The microbatches in the sum of the next step."""
         return list(self._early)
 
     @property
-    def low_rank(self) -> LowRank | None:
-        """The low-rank code of the sum, if it travels in factors."""
+    def low_rank(self) -> PowerSgd | None:
+        """The PowerSGD coding of the sum, or None if another code is used."""
         return self.module.low_rank
 
     def forward(self, step: int | None, x: Tensor, keep_graph: bool = False) -> StageOutcome:
-        """Input to output, as in training; `step` None: whatever step it is, and not in training.
+        """Compute the output of `x` as in training or, if `step` is None, at any step and as in evaluation.
 
-        `keep_graph`: for the backward of the same input, if the stage can do without computing forward again.
+        `keep_graph`: also keep the graph for the backward of the same input, if this stage keeps graphs and has room.
         """
         began = time.perf_counter()
         self._at(step)
@@ -219,16 +218,17 @@ class ServedStage:
         return StageOutcome(self._usable_output(x, y), 0.0, self._since(began))
 
     def _usable_output(self, x: Tensor, y: Tensor) -> Tensor:
-        """The output `y` for the input `x`; ResultNotFinite if the next stage cannot use it."""
+        """Return the output `y` of the input `x`; raises ResultNotFinite if the next stage cannot use it."""
         with self._judging(x):
             self.module.need_usable("the output for this microbatch", [y])
         return y
 
     @contextmanager
     def _judging(self, *given: Tensor) -> Iterator[None]:
-        """The scope of a computation: a result that is not finite is the caller's fault if what it gave is too large.
+        """Scope of a computation: blames a result that is not finite on the caller if its tensors are too large.
 
-        Every stage keeps what it sends to `largest`, so an honest caller never gives more.
+        Then it raises ValueError. Every stage keeps what it sends below `largest`, so an honest caller never exceeds
+        it.
         """
         try:
             yield
@@ -239,13 +239,13 @@ class ServedStage:
             raise
 
     def loss(self, x: Tensor, targets: Tensor) -> StageOutcome:
-        """Inputs and targets; gives the loss sum over the samples (last stage only)."""
+        """The loss sum over the samples (last stage only)."""
         began = time.perf_counter()
         total = self.module.loss(_whole_numbers_as_int64(x), _whole_numbers_as_int64(targets)) * x.shape[0]
         return StageOutcome(None, total, self._since(began))
 
     def check_targets(self, targets: Tensor) -> None:
-        """ValueError where these are no targets of a microbatch, whatever stage needs them."""
+        """Raises ValueError unless `targets` are valid targets of a microbatch, for any stage."""
         self.module.check_targets(_whole_numbers_as_int64(targets))
 
     def backward(
@@ -254,11 +254,12 @@ class ServedStage:
         mb: Mb,
         tensors: tuple[Tensor, Tensor],
         frames: Sequence[TensorFrame],
-        graph: Graph | None = None,
+        graph: KeptGraph | None = None,
     ) -> StageOutcome:
-        """Inputs, then output gradients or targets: accumulate `mb` once for `step`, give the input's gradient.
+        """Add the gradient of `mb` to the sum of `step` once; returns the input's gradient.
 
-        `frames` are what `tensors` were decoded from; they are kept. `graph`: of the inputs' forward.
+        `tensors`: inputs, and output gradients or targets. `frames`: the frames that these were decoded from, which are
+        kept. `graph`: graph of the inputs' forward.
         """
         began = time.perf_counter()
         ahead = self._at(step)
@@ -275,14 +276,15 @@ class ServedStage:
         return outcome
 
     def found(self, step: int, mb: Mb) -> StageOutcome | None:
-        """The outcome of a backward of `step` that was made here; None: there was none, or it was let go of."""
+        """The outcome of an earlier backward of `mb` in `step`, or None if there was none or it was dropped."""
         kept = (self._early if self._at(step) else self._held).get(mb)
         return kept.outcome if kept is not None else None
 
     def output_again(self, step: int, mb: Mb) -> StageOutcome:
-        """The output for a microbatch whose backward was made here, by the parameters of then; Stale: it is not kept.
+        """Recompute the output of a microbatch whose backward ran here, with the same parameters; Stale if it is not
+        kept.
 
-        What is answered is not kept: nothing changes.
+        The output is not kept, and nothing changes.
         """
         began = time.perf_counter()
         kept = (self._early if self._at(step) else self._held).get(mb)
@@ -295,27 +297,28 @@ class ServedStage:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of what is kept of the microbatches in both sums: their tensors in and out."""
+        """Bytes of the tensors kept for the microbatches in both sums, received and answered."""
         return self._held.bytes + self._early.bytes
 
     @property
     def graph_bytes(self) -> int | None:
-        """About the bytes of one forward's graph; 0 before the first; None where none is kept."""
+        """Approximate bytes of one forward's graph; 0 before the first one; None if this stage keeps no graphs."""
         return self.module.graph_bytes if self.module.keeps_graphs else None
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of the machine's memory that one microbatch takes while it is computed; 0: not known."""
+        """Bytes of host memory that one microbatch takes while it is computed; 0 if unknown."""
         return self.module.activation_bytes
 
     def _note(self, book: _Book, mb: Mb, at: int) -> None:
-        """Note a microbatch that was added by itself, with nothing of which it could be computed again."""
+        """Record a microbatch that the caller added to the sum, without the frames to recompute it."""
         book[mb] = _Kept((), StageOutcome(None, 0.0, 0.0), at)
 
     def make_room(self, step: int, mb: Mb, admitted: Iterable[int]) -> None:
-        """Let go of what keeps `mb` out, before it comes: first of its own trainer's, what is `admitted` no longer.
+        """Drop kept microbatches if a limit leaves no room for `mb`, which is about to arrive.
 
-        Then of whoever has not called for longest: what is left behind by trainers that came and went.
+        At its trainer's own limit, first drops one whose number is not in `admitted`. At the common limit, drops one of
+        the trainer that has not called for longest.
         """
         book = self._early if self._at(step) else self._held
         self._called.pop(mb.trainer, None)
@@ -338,7 +341,7 @@ class ServedStage:
         self._called = {trainer: None for trainer in self._called if trainer in held}
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
-        """Take out what is not wanted; returns what is wanted but not held (then nothing was changed)."""
+        """Remove unwanted microbatches; returns those that are wanted but missing, in which case nothing changes."""
         self._under_way(step)
         wanted = set(wanted)
         missing = sorted(wanted - self._held.keys())
@@ -352,9 +355,10 @@ class ServedStage:
         return []
 
     def unusable(self, step: int) -> list[Mb]:
-        """The microbatches that bring the sum out of the range of numbers; they are in it no longer.
+        """Remove the microbatches that make the sum overflow, and return them.
 
-        Each alone was within it when it came, and a batch of such cannot leave it: only a machine's fault does.
+        Each was within the limit when it arrived, and a batch of such gradients cannot overflow, so only a hardware
+        fault does.
         """
         self._under_way(step)
         if not self.module.sum_is_finite():
@@ -367,7 +371,7 @@ class ServedStage:
         return found
 
     def _sum_anew(self) -> None:
-        """Compute the sum anew, of what is held; what cannot be computed any more is unusable."""
+        """Recompute the sum from the held microbatches; those that fail are removed as unusable."""
         self.module.empty_sum()
         self._held.tainted = False
         for at, group in groupby(list(self._held.items()), key=lambda item: item[1].at):
@@ -381,48 +385,48 @@ class ServedStage:
                         del self._held[mb]
 
     def is_finite(self) -> bool:
-        """True when all parameters, buffers and optimizer state are finite."""
+        """True if all parameters, buffers and optimizer state are finite."""
         return self.module.is_finite()
 
     def vector(self, leads: bool = True) -> Vector:
-        """The gradient sum of the step under way, flat; what is added later does not change it."""
+        """The current step's gradient sum, flat; later additions do not change it."""
         vector: Vector = self.module.gradient(leads).cpu().numpy()
         return vector
 
     def vector_outline(self) -> TensorSpec:
-        """Dtype and shape of what `vector` gives, without copying anything."""
+        """Dtype and shape of `vector`, without copying anything."""
         return TensorSpec("total", dtype_name(self.module.dtype), (self.module.total.count,))
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
-        """Step the optimizer with `total / samples`; what was held is counted, what was early is held now."""
+        """Step the optimizer with `total / samples`; drops the held microbatches, and the early ones become held."""
         self._under_way(step)
         self.module.apply(torch.from_numpy(total), samples)
         self._held, self._early = self._early, _Book()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """A copy of all that is needed to go on bit for bit from here, on the CPU."""
+        """Copies on the CPU of everything needed to continue from here, bit for bit."""
         return self.module.state()
 
     def freeze(self, make_room: MakeRoom | None = None) -> FrozenState:
-        """All that is needed to go on from here, to be read piece by piece while the stage goes on."""
+        """The same state, to be read piece by piece while the stage goes on."""
         return self.module.freeze(make_room)
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over a whole state; ValueError (and no change) when it does not fit."""
+        """Load a whole state; raises ValueError, without a change, if it does not fit."""
         self.module.load_state(state)
         self._held, self._early = _Book(), _Book()
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
-        """A frozen copy of the state as (name, dtype, shape, bytes), sorted by name."""
+        """A copy of the state as (name, dtype, shape, bytes), sorted by name."""
         return items_of(self.state())
 
     def outline(self) -> list[TensorSpec]:
-        """Name, dtype and shape of what `describe` gives, in its order, without copying anything."""
+        """Name, dtype and shape of each item of `describe`, in its order, without copying anything."""
         views = self.module.state_views()
         return [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(views.items())]
 
     def _since(self, began: float) -> float:
-        """Seconds since then, once the device has done its part."""
+        """Seconds since `began`, after the device has finished its work."""
         self.module.settle()
         return time.perf_counter() - began
 
@@ -435,18 +439,18 @@ class ServedStage:
 
     def _under_way(self, step: int) -> None:
         if self._at(step):
-            raise Stale(f"step {step} is not under way yet: the stage is at step {self.module.step}")
+            raise Stale(f"step {step} has not begun: the stage is at step {self.module.step}")
 
 
 def _need_no_padding(frames: Sequence[TensorFrame], *tensors: Tensor) -> None:
-    """Refuse frames with padding: no code of a tensor needs much more room than the tensor."""
+    """Reject frames with padding, since no code needs much more memory than the tensor itself."""
     held, needed = sum(len(frame.payload) for frame in frames), sum(tensor.nbytes for tensor in tensors)
     if held > needed + HELD_PADDING_BYTES:
         raise ValueError(f"the frames have {held} bytes, for tensors of {needed}")
 
 
 def _whole_numbers_as_int64(values: Tensor) -> Tensor:
-    """Tokens travel as narrow as they can; models take int64."""
+    """Convert integers to int64, which models take; tokens are sent in narrower dtypes."""
     return values if values.is_floating_point() else values.long()
 
 
@@ -456,9 +460,9 @@ def items_of(state: dict[str, Tensor]) -> list[tuple[str, str, tuple[int, ...], 
 
 
 def state_of(items: Iterable[tuple[str, str, tuple[int, ...], memoryview]]) -> dict[str, torch.Tensor]:
-    """The inverse of `items_of`: tensors that share memory with the items' bytes where these are writable and aligned.
+    """The inverse of `items_of`: tensors that share memory with the items' bytes if these are writable and aligned.
 
-    ValueError when bytes and shape do not belong together, or the dtype is unknown.
+    Raises ValueError if bytes and shape do not match, or the dtype is unknown.
     """
     return {name: _tensor_of(name, dtype, shape, data) for name, dtype, shape, data in items}
 

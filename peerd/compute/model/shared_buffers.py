@@ -1,13 +1,17 @@
-"""Buffers of somebody's own model, such as the running statistics of batch norm, as the members of a run keep them.
+"""Buffers of a user's own model, such as the running statistics of batch norm, kept in agreement between peers.
 
-No gradient moves them: each forward pass does, on each peer with other data. All peers have a `shared` copy alike,
-which is part of the state that newcomers take. With each microbatch goes a look at the live ones; in the average
-travels, beside the gradients, how far they have moved from the shared ones, weighted by the samples since, and the
-weight. `average`: the live ones become the shared ones after each step. `first`: likewise, and only the peer of the
-lowest id in the round brings any. `local`: the live ones stay as they are; the shared ones, an average, are what a
-newcomer begins with. So a peer alone has what plain torch has, and whole numbers are rounded. `live` is asked each
-time: modules may put a new tensor in a buffer's place. Hostile input: a state or total is checked by whoever passes it
-on; numbers beyond a buffer's range are cut.
+Buffers get no gradients: each forward pass updates them, on each peer from other data. All peers keep identical
+`shared` copies, which are part of the state that newcomers fetch. Each microbatch records the live buffers. A round of
+averaging sums, beside the gradients, the difference between live and shared buffers, weighted by the number of samples,
+and that weight.
+
+* `average`: after each step the shared buffers, now the average, are copied into the live ones.
+* `first`: the same, but only the peer with the lowest id in the round contributes.
+* `local`: the live buffers are not changed; newcomers start with the shared ones, which are averages.
+
+A peer alone therefore gets the results of plain torch. Integer buffers are rounded. `live` is called each time, because
+modules may replace a buffer's tensor. Malicious input: the caller checks states and totals; values beyond a buffer's
+range are clamped.
 """
 
 from __future__ import annotations
@@ -26,20 +30,22 @@ from peerd.core.run.runfile import AveragingSection
 How = Literal["average", "first", "local"]
 Live = Callable[[], Mapping[str, Tensor]]
 
-_NAME_CHARS: Final = 400  # as of a parameter
+_NAME_CHARS: Final = 400  # same limit as for parameters
 _DIMS: Final = 8
-_EXACT_ENOUGH: Final = ("none", "bf16", "powersgd")  # codes that keep small values small; blocks have a scale for many
+_EXACT_ENOUGH: Final = ("none", "bf16", "powersgd")  # codes that keep small values: blockwise ones share a scale
 
 
 class GradientNotFinite(PeerdError, FloatingPointError):
-    """A gradient or a buffer of a user's model has become infinite, or no number; its name is in the message."""
+    """A gradient or buffer of a user's model is infinite or NaN; the message has its name."""
 
 
 class SharedBuffers:
-    """See the module's header. `ahead` counts steps from the one under way, as in `grad_sums`."""
+    """The shared and live buffers of one model. `ahead`: 0 for the current step, 1 for the next (as in `grad_sums`)."""
 
     def __init__(self, live: Live, how: str, averaging: AveragingSection, dtype: torch.dtype, steps: int) -> None:
-        """ConfigError says what cannot be kept alike. `dtype`: of the sums; `steps`: that gradients are taken for."""
+        """Raises ConfigError for buffers that cannot be shared. `dtype`: of the sums; `steps`: how many may accumulate
+        at once.
+        """
         if how not in get_args(How):
             raise ConfigError(f"buffers is {how!r}; allowed: {', '.join(get_args(How))}")
         self._live, self.how, self._dtype = live, how, dtype
@@ -52,38 +58,40 @@ class SharedBuffers:
                 f"code {averaging.code!r} is too coarse for buffers ({next(iter(self.shared))}, ...); "
                 f"allowed with buffers: {', '.join(_EXACT_ENOUGH)}"
             )
-        self._seen: list[dict[str, Tensor]] = [{} for _ in range(steps)]  # the live ones, at the last microbatch
+        self._seen: list[dict[str, Tensor]] = [{} for _ in range(steps)]  # live buffers after the last microbatch
         self._weights = [0.0] * steps
-        self._used = False  # something was computed with the live ones: they are not a newcomer's any more
+        self._used = False  # true once a microbatch was computed with the live buffers
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Names and flat shapes of what travels: the weight, then each buffer's change times it; none, if no buffer."""
+        """Names and flat shapes of the summed values: the weight, then each buffer's weighted change. Empty without
+        buffers.
+        """
         if not self.shared:
             return {}
         changes = {f"buffer/{name}": torch.Size([tensor.numel()]) for name, tensor in self.shared.items()}
         return {"buffers/weight": torch.Size([1]), **changes}
 
     def text(self) -> str:
-        """Names and shapes that must agree between peers, in one line; empty if there is no buffer."""
+        """Names and shapes that must agree between peers, in one line; empty if there are no buffers."""
         parts = [f"{name} {list(t.shape)} {dtype_name(t.dtype)}" for name, t in self.shared.items()]
         return f"; buffers {self.how}: {', '.join(parts)}" if parts else ""
 
-    # --- the live ones ------------------------------------------------------------------------------------------
+    # --- live buffers -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Nothing has happened yet: what is live is what is shared."""
+        """Copy the live buffers into the shared ones, before anything was computed."""
         for name, tensor in self._checked().items():
             self.shared[name].copy_(tensor)
 
     def check(self) -> None:
-        """ConfigError when the live ones are others than at the start; GradientNotFinite when one is not finite."""
+        """Raises ConfigError if the set of live buffers has changed, GradientNotFinite if a value is not finite."""
         for name, tensor in self._checked().items():
             if not all_finite(tensor):
-                raise GradientNotFinite(f"buffer {name} of the model is not finite; nothing was handed in")
+                raise GradientNotFinite(f"buffer {name} of the model is not finite; nothing was contributed")
 
     def note(self, ahead: int, samples: int) -> None:
-        """A microbatch of so many samples counts: what is live now is what it led to."""
+        """Record the live buffers after a microbatch of `samples` samples."""
         self._seen[ahead] = {name: t.detach().to("cpu", copy=True) for name, t in self._checked().items()}
         self._weights[ahead] += samples
         self._used = True
@@ -101,7 +109,7 @@ class SharedBuffers:
     # --- the average --------------------------------------------------------------------------------------------
 
     def part(self, leads: bool) -> np.ndarray[Any, np.dtype[Any]]:
-        """Our part of the sum of the step under way; `leads`: this peer has the lowest id of the round."""
+        """This peer's part of the current step's sum. `leads`: this peer has the lowest id in the round."""
         flat = torch.zeros(sum(shape.numel() for shape in self.shapes.values()), dtype=self._dtype)
         weight = self._weights[0] if leads or self.how != "first" else 0.0
         if weight:
@@ -112,7 +120,9 @@ class SharedBuffers:
         return part
 
     def step(self, totals: list[Tensor]) -> None:
-        """All have made the step, and the next begins. `totals`: the sums of what `shapes` names, over any number."""
+        """Update the shared buffers after a step. `totals`: the summed values that `shapes` names, scaled by any
+        factor.
+        """
         self.clear(0)
         self._seen.append(self._seen.pop(0))
         self._weights.append(self._weights.pop(0))
@@ -125,26 +135,28 @@ class SharedBuffers:
             self._hand_out()
 
     def clear(self, ahead: int) -> None:
-        """Forget what was seen for one step."""
+        """Drop the records of one step."""
         self._seen[ahead], self._weights[ahead] = {}, 0.0
 
     def clear_all(self) -> None:
-        """Forget what was seen, for all steps."""
+        """Drop the records of all steps."""
         for ahead in range(len(self._seen)):
             self.clear(ahead)
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of the shared ones, by the names that they have in a state."""
+        """Copies of the shared buffers, by their names in a state."""
         return {f"buffer/{name}": tensor.clone() for name, tensor in self.shared.items()}
 
     def outline(self) -> list[tuple[str, torch.dtype, torch.Size]]:
-        """Name, dtype and shape of what `state` gives."""
+        """Name, dtype and shape of each tensor in `state`."""
         return [(f"buffer/{name}", tensor.dtype, tensor.shape) for name, tensor in self.shared.items()]
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state that was checked; `local` ones that something was computed with stay."""
+        """Copy the shared buffers from a checked state, and into the live ones unless those are `local` and already in
+        use.
+        """
         for name, tensor in self.shared.items():
             tensor.copy_(state[f"buffer/{name}"])
         if self.how != "local" or not self._used:
@@ -152,12 +164,12 @@ class SharedBuffers:
         self.clear_all()
 
     def copies(self) -> dict[str, Tensor]:
-        """The live ones, copied where they are."""
+        """Copies of the live buffers, on their devices."""
         return {name: tensor.detach().clone() for name, tensor in self._live().items()}
 
     @torch.no_grad()
     def put_back(self, copies: Mapping[str, Tensor]) -> None:
-        """Give the live ones the values of `copies`."""
+        """Copy the values of `copies` into the live buffers."""
         for name, tensor in self._live().items():
             tensor.copy_(copies[name])
 
@@ -167,7 +179,7 @@ class SharedBuffers:
 
 
 def buffers_of(model: torch.nn.Module) -> Live:
-    """The buffers of a module that belong to its state: what it makes anew by itself is left out."""
+    """A function that returns the module's persistent buffers, those in its state dict."""
 
     def live() -> dict[str, Tensor]:
         kept = model.state_dict(keep_vars=True)
@@ -177,7 +189,7 @@ def buffers_of(model: torch.nn.Module) -> Live:
 
 
 def _within(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in the range of `dtype`, rounded where it has whole numbers."""
+    """Values rounded if `dtype` is an integer type, and clamped to its range."""
     if dtype == torch.bool:
         return values.round() != 0
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)

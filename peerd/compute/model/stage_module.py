@@ -1,21 +1,22 @@
-"""One stage of the model at work: forward, backward with recomputation, accumulation, optimizer step, state.
+"""One stage of the model: forward, backward with recomputation, gradient accumulation, optimizer step, state.
 
-All methods are synchronous; callers run them on a Worker, one at a time. Sums are over samples: the gradient of the
-sum over samples of each sample's mean loss, so what peers hold can be added up and divided by the number of samples
-once. A sum is made anew by computing its microbatches again, with the parameters that they were added with (`as_of`):
-a delayed run adds to the next step's sum before this step's update, so it keeps a copy of the parameters before that.
+All methods are synchronous; callers run them on a Worker, one at a time. Sums are over samples: the gradient of the sum
+over samples of each sample's mean loss, so the sums of several peers can be added and divided by the number of samples
+once. A sum is rebuilt by recomputing its microbatches with the parameters with which they were added (`as_of`). A
+delayed run adds to the next step's sum before the current step's update, so it keeps a copy of the parameters before
+the update.
 
-Invariants: inputs are checked before anything is changed, and nothing is added to a sum unless the whole backward
-pass came out finite, and no value of it larger than `largest`: a bad microbatch leaves the stage as it was. ValueError
-says in words what is wrong (the caller makes a refusal of it). On the CPU equal inputs give equal bits: inputs that do
-not start at a whole cache line are copied, since a matrix product may sum in another order there.
+Invariants: inputs are checked before anything changes. A gradient is added to a sum only if the whole backward pass is
+finite and no value exceeds `largest`, so a bad microbatch leaves the stage unchanged. ValueError explains what is wrong
+(the caller turns it into a refusal). On the CPU, equal inputs give equal bits: inputs that do not start at a cache line
+are copied, since a matrix product may sum in another order there.
 
-Torch's batch norms train by the statistics of the microbatch, in `forward` as in `backward`, and are judged by the
-running ones (`loss`, and `forward` outside of training). Only a microbatch that is added to a sum for the first time
-moves buffers, of any layer; what becomes of them with each step: `shared_buffers`.
+Torch's batch norms use the statistics of the microbatch in training, in `forward` as in `backward`, and the running
+statistics otherwise (`loss`, and `forward` outside of training). Only the first addition of a microbatch to a sum
+updates buffers, of any layer; `shared_buffers` describes how each step treats them.
 
-With `limits.offload` parameters, sums and moments are in the machine's memory, and so are updates computed there; the
-device has copies of two layers at most (`offload`).
+With `limits.offload`, parameters, sums and moments are in host memory and updates are computed there; the device holds
+copies of at most two layers (`offload`).
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from peerd.compute.allocator import give_back
 from peerd.compute.changes import Changes
 from peerd.compute.codec.powersgd import low_rank_of
-from peerd.compute.flat import Layout
+from peerd.compute.flat import FlatLayout
 from peerd.compute.frozen_state import FrozenState, MakeRoom
 from peerd.compute.gpu import settle
 from peerd.compute.model.grad_sums import Sums
-from peerd.compute.model.kept_graph import Graph, SavedBytes, has_room
+from peerd.compute.model.kept_graph import GraphBytes, KeptGraph, has_room
 from peerd.compute.model.offload import ParameterOffload, offloads
-from peerd.compute.model.optim import Optimizer
+from peerd.compute.model.optimizer import Optimizer
 from peerd.compute.model.partition import DTYPES, build
 from peerd.compute.model.precision import Precision
 from peerd.compute.model.shared_buffers import GradientNotFinite, SharedBuffers, buffers_of
@@ -49,63 +50,64 @@ from peerd.core.model.stage_memory import moment_names
 from peerd.core.run.runfile import RunFile
 
 _CACHE_LINE_BYTES: Final = 64
-_LARGE_BYTES: Final = 16 << 20  # of parameters: giving memory back takes milliseconds
+_LARGE_BYTES: Final = 16 << 20  # of parameters; releasing memory takes milliseconds, so smaller stages skip it
 
 
 class ResultNotFinite(ValueError):
-    """A stage's own result for a microbatch is not finite, or too large for its neighbours and its sum."""
+    """A stage's own result for a microbatch is not finite, or too large for the next stage or the sum."""
 
 
 class StageModule:
     """Stage number `stage` of the run on `device`. Shapes: B samples, L tokens, D d_model, V vocabulary."""
 
     def __init__(self, run: RunFile, stage: int, device: str = "cpu") -> None:
-        """Starting parameters depend on (run.seed, names) alone; ConfigError when the run has no such stage."""
+        """The initial parameters depend on (run.seed, names) alone. Raises ConfigError if the run has no such stage."""
         self.run = run
         self.stage = stage
         self.device = torch.device(device)
         self.dtype = DTYPES[run.model.dtype]
-        self.largest = math.inf  # of the values of one microbatch that are sent to other stages, or added to a sum
+        self.largest = math.inf  # limit for values of a microbatch that are sent to other stages or summed
         self._precision = Precision(run.precision, self.device)
         self.first = stage == 0
         self.last = stage == run.pipeline.stages - 1
         self.step = 0  # global steps applied
         self._vocab = load_vocabulary(run.model.vocab).size
         offloaded = offloads(run, self.device)
-        self._home = torch.device("cpu") if offloaded else self.device  # of parameters, sums and moments
+        self._home = torch.device("cpu") if offloaded else self.device  # where parameters, sums and moments are
         self._piece = build(run, [stage]).to(self._home)
         named = dict(self._piece.named_parameters())
-        self.layout = Layout(tuple(named), tuple(parameter.shape for parameter in named.values()))
+        self.layout = FlatLayout(tuple(named), tuple(parameter.shape for parameter in named.values()))
         self._parameters = list(named.values())
         self._flat = torch.cat([p.detach().reshape(-1) for p in self._parameters]) if named else self._zeros(0)
         for parameter, view in zip(self._parameters, self.layout.views(self._flat), strict=True):
             parameter.data = view
         self._offload = ParameterOffload(self._piece, self._flat, self.device, self.last) if offloaded else None
         self._piece.offload = self._offload
-        self.ahead = int(run.optimizer.delayed)  # steps after the one under way that may be accumulated for, too
+        self.ahead = int(run.optimizer.delayed)  # steps after the current one that accept gradients
         self._sums = Sums(self.layout, 1 + self.ahead, self.dtype, self._home)
         self.changes = Changes()
-        self._saved, self._passed = SavedBytes(lambda: self._flat), SavedBytes(lambda: self._flat)
+        self._saved, self._passed = GraphBytes(lambda: self._flat), GraphBytes(lambda: self._flat)
         self._before: Tensor | None = None  # the parameters before the last step, on the CPU; only in a delayed run
         self._optimizer = Optimizer(run.optimizer, self.layout, self._flat)
         self._norms = [m for m in self._piece.modules() if isinstance(m, _NormBase)]
         kept = buffers_of(self._piece)
         self.buffers = SharedBuffers(kept, run.model.buffers, run.averaging, self.dtype, 1 + self.ahead)
         names, shapes = tuple(self.buffers.shapes), tuple(self.buffers.shapes.values())
-        self.total = Layout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
+        self.total = FlatLayout(self.layout.names + names, self.layout.shapes + shapes)  # of the averaged vector
         self.low_rank = low_rank_of(run.averaging, self.total, self.dtype, run.seed)
 
     def recompute(self) -> bool:
-        """Keep less of a forward pass for its backward, from now on (see `ModelPiece`); False where it moves buffers,
-        and nothing changes.
+        """Keep less of a forward pass for its backward from now on (see `ModelPiece`).
+
+        Returns False, without a change, if the stage has buffers, which a second forward would update again.
         """
         self._piece.recomputes = not self.buffers.shared
         return self._piece.recomputes
 
     @torch.no_grad()
     def forward(self, x: Tensor, training: bool = False) -> Tensor:
-        """Forward pass. First stage: int64 [B, L]; others [B, L, D]. Gives [B, L, D]; the last stage gives logits [B,
-        L, V]. `training`: as `backward` computes it again.
+        """Forward pass. Input: int64 [B, L] in the first stage, else [B, L, D]. Output: logits [B, L, V] in the last
+        stage, else [B, L, D]. `training`: compute as `backward` will recompute it.
         """
         x = self._input(x)
         with self._computing(training) as begin_anew:
@@ -115,47 +117,49 @@ class StageModule:
 
     @property
     def keeps_graphs(self) -> bool:
-        """False where a backward has to compute forward again: in 16 bits that take several attempts, with buffers that
-        a forward moves, and in the last stage, which computes both at once.
+        """False if a backward must recompute its forward: with fp16, which takes several attempts; with buffers, which
+        a forward updates; and in the last stage, which computes both at once.
         """
         return not (self.last or self._precision.is_scaled or self.buffers.shared)
 
     def settle(self) -> None:
-        """Wait until the device has computed all that it was asked: to tell how long it took."""
+        """Wait until the device has finished all its work, so that it can be timed."""
         settle(self.device)
 
     def has_room_for_graph(self) -> bool:
-        """False while the device is nearly full. Asks its driver: for the device's worker, as all that computes."""
+        """False while the device is nearly full. Queries its driver, so it must run on the device's worker."""
         return has_room(self.device, self._saved.bytes)
 
     @property
     def graph_bytes(self) -> int:
-        """About the bytes of one graph; 0 before the first."""
+        """Approximate bytes of one graph; 0 before the first one."""
         return self._saved.bytes
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of the machine's memory that one microbatch takes while it is computed, the gradients of the parameters
-        included where they are there; 0 before one was measured, and on a device that has all in memory of its own: it
-        says itself what it lacks.
+        """Bytes of host memory that one microbatch takes while it is computed, including parameter gradients kept
+        there.
+
+        0 before the first measurement. Also 0 if everything is in the device's own memory: the device reports a
+        shortage itself.
         """
         most = max(self._saved.most_bytes, self._passed.most_bytes)
         if not most or self._home.type != "cpu":
             return 0
         return self._flat.nbytes + (most if self.device.type == "cpu" else 0)
 
-    def forward_for_backward(self, x: Tensor) -> Graph:
-        """Forward pass in training, with all that a `backward` of the same input needs; only if `keeps_graphs`."""
+    def forward_for_backward(self, x: Tensor) -> KeptGraph:
+        """Forward pass in training that keeps the graph for a `backward` of the same input; only if `keeps_graphs`."""
         x = self._input(x)
         if not self.first:
             x.requires_grad_()
         with torch.enable_grad(), self._computing(training=True), self._saved.of(x):
             y = self._compute(x)
-        return Graph(x, y, self.changes.begun, self._saved.bytes)
+        return KeptGraph(x, y, self.changes.begun, self._saved.bytes)
 
     @torch.no_grad()
     def loss(self, x: Tensor, targets: Tensor) -> float:
-        """Loss of the last stage: mean over samples of the mean over tokens of the cross-entropy, in nats."""
+        """Loss of the last stage in nats: cross-entropy, averaged over tokens and then over samples."""
         x = self._input(x)
         with self._computing(training=False) as begin_anew:
             total = self._loss_sum(x, self._targets(targets, x))
@@ -169,15 +173,15 @@ class StageModule:
         sign: float = 1.0,
         ahead: int = 0,
         again: bool = False,
-        graph: Graph | None = None,
+        graph: KeptGraph | None = None,
     ) -> tuple[Tensor | None, float]:
-        """Compute forward again, add `sign` times the gradient of the loss sum to the sum of the step under way.
+        """Recompute forward, then add `sign` times the gradient of the loss sum to the sum of the current step.
 
-        With `ahead` 1 it is added to the sum of the step after it; the parameters are those of now in any case.
-        `again`: it was added before, to a sum that is made anew. `graph`: of the same input's forward, which is not
-        computed again if the parameters are still those. `grad_or_targets`: d(loss sum)/d(output) [B, L, D],
+        With `ahead` 1 it is added to the next step's sum instead; the current parameters are used in any case. `again`:
+        it was added before, to a sum that is being rebuilt. `graph`: graph of the forward of the same input, used
+        instead of recomputing unless the parameters have changed. `grad_or_targets`: d(loss sum)/d(output) [B, L, D],
         or int64 targets [B, L] in the last stage. Returns d(loss sum)/dx (without the sign; None in the first stage)
-        and the loss sum over samples (last stage, else 0).
+        and the loss sum over samples (0 except in the last stage).
         """
         self.changes.need_whole()
         if graph is not None and (graph.used or graph.era != self.changes.begun):
@@ -191,14 +195,14 @@ class StageModule:
         with self._computing(training=True) as begin_anew:
 
             def compute() -> Tensor:
-                begin_anew()  # in 16 bits it may take several attempts
+                begin_anew()  # fp16 may take several attempts
                 if graph is not None:
                     graph.used = True
                     return graph.y
                 with self._passed.of(x):
                     return self._compute(x) if targets is None else self._loss_sum(x, targets)
 
-            largest = 1.0 / x.shape[1]  # of the loss by a logit
+            largest = 1.0 / x.shape[1]  # largest gradient of the loss with respect to a logit
             output, gradients = self._precision.backward(compute, [*self._parameters, *inputs], seed, largest)
             self.need_usable("the gradient of this microbatch", gradients)
             if again or sign < 0:
@@ -208,21 +212,21 @@ class StageModule:
         return (None if self.first else gradients[-1]), (float(output.detach()) if self.last else 0.0)
 
     def need_usable(self, what: str, results: Iterable[Tensor]) -> None:
-        """ResultNotFinite unless all values are finite and at most `largest`. A GPU is waited for once."""
+        """Raises ResultNotFinite unless all values are finite and at most `largest`. Waits for a GPU once."""
         found = largest_in(results)
         if not math.isfinite(found):
             raise ResultNotFinite(f"{what} has values that are not finite")
         if found > self.largest:
-            told = f"what is larger than {self.largest:.1e} cannot be summed"
-            raise ResultNotFinite(f"{what} has values up to {found:.1e}; {told}")
+            reason = f"values larger than {self.largest:.1e} cannot be summed"
+            raise ResultNotFinite(f"{what} has values up to {found:.1e}; {reason}")
 
     def is_finite(self) -> bool:
-        """True when all parameters, moments and shared buffers are finite. A GPU is waited for once."""
+        """True if all parameters, moments and shared buffers are finite. Waits for a GPU once."""
         return all_finite_in([self._flat, *self._optimizer.moments.values(), *self.buffers.shared.values()])
 
     @contextmanager
     def _computing(self, training: bool) -> Iterator[Callable[[], None]]:
-        """The scope of a computation; an error in it leaves buffers as they were, as does a call of what is given."""
+        """Scope of a computation. An error in it restores the buffers, and so does calling the yielded function."""
         try:
             with self._with_buffers(training) as begin_anew:
                 yield begin_anew
@@ -257,13 +261,11 @@ class StageModule:
 
     @contextmanager
     def as_of(self, at: int) -> Iterator[None]:
-        """Inside this context, compute with the parameters of when `at` global steps had been made: the last step's, or
-        these.
-        """
+        """Inside this context, compute with the parameters after `at` global steps: the current or previous ones."""
         if at == self.step:
             yield
             return
-        assert at == self.step - 1, "what is in a sum is one step old at most"
+        assert at == self.step - 1, "parameters are kept for one previous step only"
         assert self._before is not None
         self.changes.announce()
         now = self._flat.clone()
@@ -274,18 +276,18 @@ class StageModule:
             self._flat.copy_(now)
 
     def empty_sum(self) -> None:
-        """Forget the sum of the step under way."""
+        """Clear the sum of the current step."""
         self._sums.clear(0)
         self.buffers.clear(0)
 
     def sum_is_finite(self) -> bool:
-        """True when all values in the sum of the step under way have stayed within the range of numbers."""
+        """True if all values in the current step's sum are finite."""
         return all_finite(self._sums.due)
 
     def gradient(self, leads: bool = True) -> Tensor:
-        """The sum of the step under way, and what of the buffers travels with it, flat [total.count].
+        """The current step's sum, followed by the part for buffers, flat [total.count].
 
-        It is no copy where it can be the sum itself, which then never changes any more: it must not be written to.
+        If possible this is the sum itself, not a copy. It will not change any more, and must not be written to.
         """
         self._give_back()
         if not self.buffers.shared:
@@ -293,13 +295,13 @@ class StageModule:
         return torch.cat([self._sums.due, torch.from_numpy(self.buffers.part(leads)).to(self._home)])
 
     def _give_back(self) -> None:
-        """Give freed memory back before a round of averaging and after a step, where that is worth the time."""
+        """Return freed memory to the system before a round of averaging and after a step, if the stage is large."""
         if self._flat.nbytes >= _LARGE_BYTES:
             give_back()
 
     def apply(self, gradient: Tensor, samples: int = 1) -> None:
-        """One optimizer step with `gradient / samples`, flat [total.count], which stays as it is; the step goes up by
-        one, its sum is used up.
+        """One optimizer step with `gradient / samples`, flat [total.count], which is not changed. Increments `step` and
+        drops the current sum.
         """
         _need("the mean gradient", gradient, torch.Size([self.total.count]), self.dtype)
         _need_finite("the mean gradient", gradient)
@@ -317,21 +319,21 @@ class StageModule:
         self._give_back()
 
     def clear(self) -> None:
-        """Forget what was accumulated, for all steps."""
+        """Clear the sums of all steps."""
         self._sums.clear_all()
         self.buffers.clear_all()
         self._before = None
 
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU of all that is needed to go on bit for bit from a step's end (not the accumulator)."""
+        """Copies on the CPU of everything needed to continue from a step's end, bit for bit (without gradient sums)."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.state_views().items()}
 
     def freeze(self, make_room: MakeRoom | None = None) -> FrozenState:
-        """What `state` copies, as it is now, copied only where the stage goes on before it is read."""
+        """The current state, of which only those parts are copied that are not read before the next change."""
         return FrozenState(self.state_views(), self.changes, make_room)
 
     def state_views(self) -> dict[str, Tensor]:
-        """Views of what `state` copies: name to the live tensor itself; `step` is a copy."""
+        """The tensors of `state` by name, uncopied, except that `step` is a copy."""
         self.changes.need_whole()
         return self._views()
 
@@ -346,7 +348,7 @@ class StageModule:
         return views | {"step": torch.tensor(self.step, dtype=torch.int64)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state and clear the accumulator; ValueError, before any change, says what does not fit."""
+        """Load a state and clear the sums; raises ValueError, before any change, if it does not fit."""
         mine = self._views()
         _need_same_names(mine.keys(), state.keys())
         for name, tensor in mine.items():
@@ -368,7 +370,7 @@ class StageModule:
         return state_digest(self.state_views())
 
     def _compute(self, x: Tensor) -> Tensor:
-        """The layers' output, in the dtype of the run."""
+        """The layers' output, in the run's dtype."""
         with self._precision.casting():
             y: Tensor = self._piece(x)
         return y.to(self.dtype)
@@ -379,7 +381,7 @@ class StageModule:
         return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum") / targets_BL.shape[1]
 
     def _input(self, x: Tensor) -> Tensor:
-        """`x` checked, on the device, detached from whoever made it."""
+        """`x` after checks, on the device, and detached."""
         self.changes.need_whole()
         context, width = self.run.model.context, self.run.model.d_model
         if x.ndim != (2 if self.first else 3) or x.shape[0] < 1 or not 1 <= x.shape[1] <= context:
@@ -390,7 +392,7 @@ class StageModule:
         return self._floats("the input", x, torch.Size([*x.shape[:2], width]))
 
     def check_targets(self, targets: Tensor) -> None:
-        """ValueError unless these are targets of a microbatch, which the last stage takes."""
+        """Raises ValueError unless `targets` are valid targets of a microbatch."""
         context = self.run.model.context
         if targets.ndim != 2 or not 1 <= targets.shape[1] <= context:
             raise ValueError(f"targets are [samples, tokens] with up to {context} tokens, not {list(targets.shape)}")
@@ -398,7 +400,7 @@ class StageModule:
 
     def _targets(self, targets: Tensor, x: Tensor) -> Tensor:
         if not self.last:
-            raise ValueError(f"stage {self.stage} is not the last stage: it takes no targets")
+            raise ValueError(f"stage {self.stage} is not the last stage and accepts no targets")
         return self._tokens("the targets", targets, x.shape[:2])
 
     def _gradient_of_output(self, gradient: Tensor, x: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
-"""A model and a torch optimizer of somebody else's making, as a member of a run holds them.
+"""A user's own model and torch optimizer, as a member of a run holds them.
 
-Knows tensors and nothing of how the user computes: gradients come in, their sum goes out, the mean of everybody's
-comes back and the optimizer steps with it, and its schedule with that. Sums are over samples, in float64 if any
-parameter is, else in float32 (so half precision loses nothing in them). A sum cannot be taken apart again: when a
-microbatch in it must not count, all are forgotten and reported as missing, to be computed anew. In a delayed run
-gradients for the step after the one under way are taken too, in a sum of their own that is the next one's beginning.
-The state for newcomers is the parameters, whatever the optimizer keeps for each of them, and the model's buffers
-(`shared_buffers`); its outline is learnt from a step with copies, so that a newcomer knows it before its own first
-step. Methods are synchronous, one at a time; whoever calls `commit` and `load` sees to it that nobody uses the
-parameters meanwhile. Hostile input: a state of other names, shapes or dtypes, or not finite, is a ValueError.
+Knows tensors and nothing of how the user computes: it accepts gradients, returns their sum, and steps the optimizer and
+its schedule with the mean over all peers. Sums are over samples, in float64 if any parameter is, else in float32 (so
+half precision loses nothing). Microbatches cannot be subtracted from a sum: if one must not count, the whole sum is
+cleared, and its microbatches are reported as missing, to be recomputed. In a delayed run gradients for the next step
+are accepted too, in a sum of their own.
+
+The state for newcomers is the parameters, the optimizer's state for each of them, and the model's buffers
+(`shared_buffers`). Its outline is learnt from a step with copies, so a newcomer knows it before its own first step.
+Methods are synchronous, one at a time; callers of `commit` and `load` make sure that nothing uses the parameters
+meanwhile. Malicious input: a state with other names, shapes or dtypes, or with values that are not finite, raises
+ValueError.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 from peerd.compute.codec.powersgd import low_rank_of
-from peerd.compute.flat import Layout
+from peerd.compute.flat import FlatLayout
 from peerd.compute.frozen_state import FrozenState, MakeRoom
 from peerd.compute.model.grad_sums import Sums, to_make_again
 from peerd.compute.model.served_stage import Stale, Vector, items_of
@@ -40,12 +42,12 @@ from peerd.core.run.runfile import AveragingSection
 
 _NAME_CHARS: Final = 400  # with the optimizer's key it must fit a manifest's 512
 _TEXT_CHARS: Final = 1000
-_ANY_WAY: Final = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}  # how, not what
+_ANY_WAY: Final = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}  # no effect on results
 
 
 class UserModel:
-    """The user's model: what `optimizer` optimizes. `step` counts global steps; `failure` is what the user's own code
-    raised.
+    """A user's model: the parameters that `optimizer` updates. `step` counts global steps; `failure` is the exception
+    that the user's own code raised, if any.
     """
 
     def __init__(
@@ -61,11 +63,10 @@ class UserModel:
         microbatch: int = 1,
         clip_norm: float = 0.0,
     ) -> None:
-        """`named` gives every parameter of the optimizer a name; ConfigError says what cannot be averaged.
+        """`named` names every parameter of the optimizer. Raises ConfigError for parameters that cannot be averaged.
 
-        `averaging`: of the run, whose codes may keep something from step to step. `buffers`: the model's, and how they
-        are kept. `microbatch`: samples of a whole one. `clip_norm`: the most that the norm of the whole mean may be; 0:
-        anything.
+        `averaging`: the run's section, whose code may have state of its own. `buffers`: the model's, and how they are
+        shared. `microbatch`: samples of a full microbatch. `clip_norm`: maximum norm of the mean gradient; 0: no limit.
         """
         if scheduler is not None and lr is not None:
             raise ConfigError("scheduler and lr are both given; one of them sets the learning rate")
@@ -77,12 +78,12 @@ class UserModel:
         self._lr = lr
         self._named = _names(optimizer, named)
         self._parameters = list(self._named.values())
-        self.layout = Layout(tuple(self._named), tuple(p.shape for p in self._parameters))
+        self.layout = FlatLayout(tuple(self._named), tuple(p.shape for p in self._parameters))
         wide = any(p.dtype == torch.float64 for p in self._parameters)
         self.dtype = torch.float64 if wide else torch.float32
         devices = {p.device for p in self._parameters}
         self.delayed = delayed
-        self._ahead = int(delayed)  # steps after the one under way that gradients are taken for, too
+        self._ahead = int(delayed)  # steps after the current one that accept gradients
         device = devices.pop() if len(devices) == 1 else "cpu"
         self._sums = Sums(self.layout, 1 + self._ahead, self.dtype, device)
         self._held: dict[Mb, None] = {}
@@ -94,27 +95,27 @@ class UserModel:
         self._clip_norm = clip_norm
         behind = self.buffers.shapes | self._tail.shapes
         names, shapes = tuple(behind), tuple(behind.values())
-        self._total = Layout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
+        self._total = FlatLayout(self.layout.names + names, self.layout.shapes + shapes)  # of the averaged vector
         self.low_rank = low_rank_of(averaging, self._total, self.dtype, 0)
         self.schedule = Schedule(optimizer, scheduler) if scheduler is not None else None
         self._settings = self._settings_now()
 
-    # --- what it is ---------------------------------------------------------------------------------------------
+    # --- description --------------------------------------------------------------------------------------------
 
     @property
     def held(self) -> list[Mb]:
-        """The microbatches in the sum of the step under way."""
+        """The microbatches in the sum of the current step."""
         return list(self._held)
 
     @property
     def early(self) -> list[Mb]:
-        """The microbatches in the sum of the step after it."""
+        """The microbatches in the sum of the next step."""
         return list(self._early)
 
     def here(self) -> Position:
-        """Position of a peer with these parameters when nobody told it: peers with other values stand elsewhere."""
+        """Initial position, derived from the digest of the state: peers with different values never share one."""
         if not (self.step or self._held or self._early):
-            self.buffers.begin()  # the user may have loaded weights since
+            self.buffers.begin()  # the user may have loaded weights since the start
         return Position(self.step, state_digest(self.state())[:8])
 
     def model_text(self) -> str:
@@ -123,7 +124,7 @@ class UserModel:
         return _bounded(f"user: {len(parts)} parameters: {', '.join(parts)}{self.buffers.text()}")
 
     def optimizer_text(self) -> str:
-        """The optimizer's class, and all settings that decide what it does."""
+        """The optimizer's class, and all settings that affect its results."""
         kind = type(self._optimizer)
         without = _ANY_WAY | ({"lr"} if self._lr is not None else set())
         names = {id(p): name for name, p in self._named.items()}
@@ -143,25 +144,27 @@ class UserModel:
         return state_digest({name: p.detach() for name, p in self._named.items()})
 
     def check_unchanged(self) -> None:
-        """ConfigError when the optimizer has other parameters, or settings of others' making, than after its step."""
+        """Raises ConfigError if the optimizer's parameters, or settings that its schedule does not control, have
+        changed.
+        """
         now = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
         if now != [id(p) for p in self._parameters]:
             raise ConfigError("the optimizer's parameters have changed; make a new AveragingOptimizer")
         for key, value in self._settings_now().items():
-            before = self._settings.get(key, "not there")
+            before = self._settings.get(key, "missing")
             if value != before:
                 raise ConfigError(
-                    f"{key} was {before} and is {value} now: peers would differ. A torch scheduler goes by global "
-                    "step: give it as scheduler=lambda opt: StepLR(opt, 100), without calling its step()"
+                    f"{key} was {before} and is {value} now: peers would differ. Pass a torch scheduler, which counts "
+                    "global steps, as scheduler=lambda opt: StepLR(opt, 100), and do not call its step()"
                 )
 
     def begin_at(self, step: int) -> None:
-        """Go on from `step` of a run of before; before the first microbatch, and after `settings_changed`."""
+        """Continue at `step` of an earlier run; call it before the first microbatch, and after `settings_changed`."""
         self.step = step
         self._follow_schedule()
 
     def settings_changed(self) -> None:
-        """The user has loaded settings before the start; a schedule's are its own."""
+        """Accept optimizer settings that the user loaded before the start, except those of a schedule."""
         if self.schedule is not None:
             self.schedule.begin_anew()
         self._settings = self._settings_now()
@@ -178,7 +181,7 @@ class UserModel:
     # --- one step -----------------------------------------------------------------------------------------------
 
     def gradients(self) -> list[Tensor | None]:
-        """Those that lie at the parameters now, not copied; ConfigError when there is none at all."""
+        """The parameters' current gradients, not copied; raises ConfigError if no parameter has one."""
         found = [p.grad for p in self._parameters]
         if all(gradient is None for gradient in found):
             raise ConfigError("no parameter has a gradient: call loss.backward() before step()")
@@ -188,7 +191,7 @@ class UserModel:
         return found
 
     def check_finite(self, gradients: Sequence[Tensor | None]) -> None:
-        """GradientNotFinite, with the names, when a gradient or a buffer has a value that is no finite number."""
+        """Raises GradientNotFinite, with the names, if a gradient or a buffer has a value that is not finite."""
         bad = [n for n, g in zip(self._named, gradients, strict=True) if g is not None and not all_finite(g)]
         if bad:
             gradient = gradients[list(self._named).index(bad[0])]
@@ -197,12 +200,14 @@ class UserModel:
             more = f", and of {', '.join(bad[1:3])}{f' and {len(bad) - 3} more' * (len(bad) > 3)}" if bad[1:] else ""
             raise GradientNotFinite(
                 f"the gradient of {bad[0]} is not finite ({values} of {gradient.numel()} values){more}; "
-                "nothing was handed in"
+                "nothing was contributed"
             )
         self.buffers.check()
 
     def add(self, step: int, mb: Mb, gradients: Sequence[Tensor | None], samples: int) -> bool:
-        """Count a microbatch once: `samples` times its mean gradient. False, and no change, when it is not finite."""
+        """Add a microbatch to the sum once: `samples` times its mean gradient. False, and no change, if it is not
+        finite.
+        """
         ahead = step - self.step
         if not 0 <= ahead <= self._ahead:
             raise Stale(f"the model is at step {self.step}, the gradient at {step}")
@@ -218,7 +223,7 @@ class UserModel:
         return True
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
-        """Returns what is wanted but not held; forgets the sum of `step` when it has something else in it."""
+        """Returns the wanted microbatches that are missing; clears the sum of `step` if it contains others."""
         self._at(step)
         missing, forget = to_make_again(self._held, wanted)
         if forget:
@@ -226,7 +231,7 @@ class UserModel:
         return missing
 
     def unusable(self, step: int) -> list[Mb]:
-        """All that is held, when the sum of `step` has left the range of numbers: it is forgotten."""
+        """If the sum of `step` has overflowed, clears it and returns all its microbatches."""
         self._at(step)
         if all_finite(self._sums.due):
             return []
@@ -235,7 +240,7 @@ class UserModel:
         return lost
 
     def is_finite(self) -> bool:
-        """True when all parameters, buffers and tensors of the optimizer's state are finite."""
+        """True if all parameters, buffers and tensors of the optimizer's state are finite."""
         kept = [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
         tensors = [*(p.detach() for p in self._parameters), *kept, *self.buffers.shared.values()]
         return all(map(all_finite, tensors))
@@ -247,7 +252,7 @@ class UserModel:
         self._tail.clear(0)
 
     def vector(self, leads: bool = True) -> Vector:
-        """A copy of the sum of the step under way, flat, with what travels behind it: of buffers, and the tail."""
+        """Flat copy of the current step's sum, followed by the parts for buffers and the tail (`BatchTail`)."""
         whole = torch.empty(self._total.count, dtype=self.dtype)
         whole[: self.layout.count].copy_(self._sums.due)
         buffers = [self.buffers.part(leads)] if self.buffers.shared else []
@@ -256,14 +261,14 @@ class UserModel:
         return vector
 
     def vector_outline(self) -> TensorSpec:
-        """Dtype and shape of what `vector` gives, without copying anything."""
+        """Dtype and shape of `vector`, without copying anything."""
         return TensorSpec("total", dtype_name(self.dtype), (self._total.count,))
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
-        """Step the optimizer with the mean over `samples`, fewer where microbatches were short; count what was held.
+        """Step the optimizer with the mean over `samples`, or fewer if microbatches were short; drops the current sum.
 
-        What was early is held now. ConfigError when the optimizer, or the user's learning rate, raises; then the
-        parameters cannot be trusted.
+        The next step's sum becomes the current one. Raises ConfigError if the optimizer or the user's learning rate
+        raises; the parameters are then unusable.
         """
         self._at(step)
         sums = torch.from_numpy(total)
@@ -281,14 +286,16 @@ class UserModel:
         self._follow_schedule()
 
     def _run_theirs(self, job: Callable[[], None]) -> None:
-        """Run what calls code of the user's: what it raises is kept for them, and ConfigError ends this peer."""
+        """Run a job that calls the user's code. Keeps what it raises in `failure`, and raises ConfigError, which ends
+        this peer.
+        """
         result = outcome.capture(job)
         if isinstance(result, outcome.Error):
             self.failure = result.error
             raise ConfigError(f"the optimizer failed: {type(result.error).__name__}: {result.error}")
 
     def _follow_schedule(self) -> None:
-        """Give the optimizer the settings for the next step."""
+        """Set the optimizer's settings for the next step."""
         schedule = self.schedule
         if schedule is not None:
             self._run_theirs(lambda: schedule.go_to(self.step))
@@ -315,7 +322,7 @@ class UserModel:
                 parameter.grad = gradient
 
     def _wait_for_devices(self) -> None:
-        """The user's own thread may compute on another stream."""
+        """Wait for all GPUs, because the user's own thread may compute on another stream."""
         for device in {p.device for p in self._parameters if p.is_cuda}:
             torch.cuda.synchronize(device)
 
@@ -330,12 +337,12 @@ class UserModel:
         if step != self.step:
             raise Stale(f"the model is at step {self.step}, the call at {step}")
 
-    # --- its state ----------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU of all that is needed to go on from a step's end, bit for bit.
+        """Copies on the CPU of everything needed to continue from a step's end, bit for bit.
 
-        `present` says what of the outline there is already: optimizers make their state with the first step.
+        `present` marks the parts of the outline that exist already: optimizers create their state in the first step.
         """
         state = {f"param/{name}": p.detach().to("cpu", copy=True) for name, p in self._named.items()}
         present = torch.zeros(len(self._outline), dtype=torch.uint8)
@@ -351,15 +358,15 @@ class UserModel:
         return state | {"step": torch.tensor(self.step, dtype=torch.int64)}
 
     def freeze(self, make_room: MakeRoom | None = None) -> FrozenState:
-        """A copy of the state in memory: a user's own code may change the tensors at any time."""
+        """A copy of the state in memory, since the user's own code may change the tensors at any time."""
         return FrozenState(self.state())
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
-        """A frozen copy of the state as (name, dtype, shape, bytes), sorted by name."""
+        """A copy of the state as (name, dtype, shape, bytes), sorted by name."""
         return items_of(self.state())
 
     def outline(self) -> list[TensorSpec]:
-        """Name, dtype and shape of what `describe` gives, in its order, without copying anything."""
+        """Name, dtype and shape of each item of `describe`, in its order, without copying anything."""
         specs = [(f"param/{name}", p.dtype, p.shape) for name, p in self._named.items()]
         specs += [(name, kept.dtype, kept.shape) for name, kept in self._outline.items()]
         if self._outline:
@@ -371,7 +378,7 @@ class UserModel:
         return [TensorSpec(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in sorted(specs)]
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a whole state and forget the sum; ValueError, before any change, when it does not fit."""
+        """Load a whole state and clear the sums; raises ValueError, before any change, if it does not fit."""
         mine = {spec.name: spec for spec in self.outline()}
         if mine.keys() != state.keys():
             raise ValueError(f"the state does not fit: {sorted(mine.keys() ^ state.keys())[0]}")
@@ -428,6 +435,6 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
 
 
 def _bounded(text: str) -> str:
-    """Cut to what a person reads; the digest tells the rest apart."""
+    """The text, cut to a readable length; if cut, a digest keeps different texts distinct."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return text if len(text) <= _TEXT_CHARS else f"{text[:_TEXT_CHARS]}... #{digest}"

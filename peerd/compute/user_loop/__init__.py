@@ -1,1 +1,1 @@
-"""Parts of a user's own loop beside its model: the outline of its optimizer, and the tail of its sums."""
+"""Parts of a user's own training loop: the optimizer's outline and schedule, and the tail of gradient sums."""

@@ -1,8 +1,9 @@
-"""Schedule of an optimizer's settings by the global step: a torch scheduler that steps when the swarm does.
+"""Schedule of an optimizer's settings by global step: a torch scheduler that steps with the swarm.
 
-Torch's schedulers count their own steps and go on from what they find in the optimizer's groups; so the settings of a
-step are those after as many scheduler steps from the beginning, and a newcomer makes these at once. Nothing of it
-travels: it is a function of the step, on every peer alike. Knows no models. Synchronous; one thread at a time.
+Torch's schedulers count their own steps and update the settings in the optimizer's groups in place. The settings of a
+step are therefore those after the same number of scheduler steps from the start, and a newcomer makes these steps at
+once. Nothing is sent, since the settings depend on the step alone. Independent of models. Synchronous, for one thread
+at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from peerd.core.errors import ConfigError
 
 Made = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
-_PROBED: Final = 64  # steps of which the settings are compared between peers: functions have no text
+_PROBED: Final = 64  # steps whose settings are compared between peers, since functions have no text
 
 
 class Schedule:
-    """The scheduler of one optimizer: what `made` is, or makes of it."""
+    """The scheduler of one optimizer: `made` itself, or the scheduler that it returns."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, made: Made) -> None:
-        """ConfigError says what is no scheduler of this optimizer."""
+        """Raises ConfigError if `made` is not, and does not return, a usable scheduler of this optimizer."""
         found: object = made
         if not isinstance(made, LRScheduler):
             if not callable(made):
@@ -36,12 +37,12 @@ class Schedule:
             found = made(optimizer)
         if not isinstance(found, LRScheduler) or found.optimizer is not optimizer:
             raise ConfigError(
-                "scheduler must give a torch scheduler of the optimizer, as in lambda opt: StepLR(opt, 100)"
+                "scheduler must return a torch scheduler of the optimizer, as in lambda opt: StepLR(opt, 100)"
             )
         if isinstance(found, ReduceLROnPlateau):
-            raise ConfigError("ReduceLROnPlateau goes by each peer's own losses, so peers would differ")
+            raise ConfigError("ReduceLROnPlateau depends on each peer's own losses, so peers would differ")
         if made_steps := getattr(found, "last_epoch", 0):
-            raise ConfigError(f"scheduler has made {made_steps} steps already; it must begin at global step 0")
+            raise ConfigError(f"scheduler has made {made_steps} steps already; it must start at global step 0")
         self.scheduler = found
         self._optimizer = optimizer
         self._done = 0
@@ -50,17 +51,17 @@ class Schedule:
         self.text = self._described()
 
     def go_to(self, step: int) -> None:
-        """Give the optimizer the settings for the step after `step` global ones; raises what the scheduler raises."""
+        """Set the optimizer's settings for the step after `step` global steps; raises what the scheduler raises."""
         if step < self._done:
             self.begin_anew()
-        # Torch warns of a scheduler's step before the optimizer's; a newcomer's optimizer has not made those steps.
+        # Torch warns about a scheduler's step before the optimizer's; a newcomer's optimizer has not made those steps.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         while self._done < step:
             self.scheduler.step()
             self._done += 1
 
     def begin_anew(self) -> None:
-        """Return to the settings of step 0, whatever was changed since."""
+        """Return to the settings of step 0, undoing all changes since."""
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
             for key, value in settings.items():
                 if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
@@ -71,16 +72,16 @@ class Schedule:
         self._done = 0
 
     def _described(self) -> str:
-        """The scheduler's class, its numbers, and a digest of what it gives at the first steps."""
+        """The scheduler's class, its numbers, and a digest of the settings of the first steps."""
         numbers = {name: value for name, value in vars(self.scheduler).items() if _is_plain(value)}
-        told = ", ".join(f"{name}={numbers[name]}" for name in sorted(numbers) if not name.startswith("_"))
+        text = ", ".join(f"{name}={numbers[name]}" for name in sorted(numbers) if not name.startswith("_"))
         given = hashlib.sha256()
         for step in range(_PROBED):
             if isinstance(outcome.capture(self.go_to, step), outcome.Error):
-                break  # it has an end
+                break  # some schedules end
             given.update(repr([sorted(_plain_settings(group)) for group in self._optimizer.param_groups]).encode())
         self.begin_anew()
-        return f"{type(self.scheduler).__name__}({told}) #{given.hexdigest()[:16]}"
+        return f"{type(self.scheduler).__name__}({text}) #{given.hexdigest()[:16]}"
 
 
 def _settings(group: dict[str, Any]) -> list[tuple[str, Any]]:

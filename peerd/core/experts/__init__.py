@@ -1,1 +1,1 @@
-"""Experts by name: their grid, and what a layer of experts asks of the network."""
+"""Experts: their names in the grid, and the interface between a layer of experts and the network."""

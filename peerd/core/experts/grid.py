@@ -1,8 +1,8 @@
-"""The grid of experts: names of experts and of prefixes, and bitmaps of what lives below a prefix.
+"""The grid of experts: names of experts and prefixes, and bitmaps of the live coordinates below a prefix.
 
-A run has layers of experts, all with the same grid of one to three dimensions (Learning@home, section 3.2). An expert
-is named by its layer and its coordinates, as text `0.5.12`; a prefix is a layer and the first of them, `0.5`. Below a
-prefix lie the next coordinates; one bit for each says whether an expert lives there, the lowest bit first.
+A run has layers of experts, all with the same grid of one to three dimensions (Learning@home, section 3.2). An expert's
+name is its layer and all its coordinates, as text `0.5.12`; a prefix is the layer and only the first coordinates,
+`0.5`. A prefix's bitmap has one bit for each value of the next coordinate, lowest first: 1 if an expert lives below it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from peerd.core.run.runfile import ExpertsSection, RunFile
 
 
 class Uid(NamedTuple):
-    """Name of an expert, or of a prefix: `at` holds all coordinates, or the first of them."""
+    """Name of an expert or a prefix: `at` has all coordinates of an expert, or only the first ones."""
 
     layer: int
     at: tuple[int, ...]
@@ -26,27 +26,27 @@ class Uid(NamedTuple):
 
     @property
     def prefix(self) -> Uid:
-        """The prefix right above."""
+        """The prefix that is one coordinate shorter."""
         return Uid(self.layer, self.at[:-1])
 
     def below(self, coordinate: int) -> Uid:
-        """The expert or prefix at `coordinate` below this prefix."""
+        """This prefix, extended by `coordinate`."""
         return Uid(self.layer, (*self.at, coordinate))
 
 
 class Grid(NamedTuple):
-    """Layers of experts, and the number of places in each dimension."""
+    """Size of the grid: the number of layers, and of coordinates in each dimension."""
 
     layers: int
     sides: tuple[int, ...]
 
     @property
     def places(self) -> int:
-        """Experts of one layer at most."""
+        """The most experts that one layer can have."""
         return math.prod(self.sides)
 
     def holds(self, uid: Uid) -> bool:
-        """True for an expert or a prefix inside the grid."""
+        """True for an expert or prefix inside the grid."""
         inside = all(0 <= c < side for c, side in zip(uid.at, self.sides, strict=False))
         return 0 <= uid.layer < self.layers and len(uid.at) <= len(self.sides) and inside
 
@@ -55,11 +55,11 @@ class Grid(NamedTuple):
         return len(uid.at) == len(self.sides) and self.holds(uid)
 
     def side_below(self, prefix: Uid) -> int:
-        """Number of places right below a prefix of this grid."""
+        """Number of values of the coordinate that follows `prefix`."""
         return self.sides[len(prefix.at)]
 
     def uid(self, number: int) -> Uid:
-        """Expert by its number, 0 to `layers * places - 1`, row by row."""
+        """The expert with this number, 0 to `layers * places - 1`, in row-major order."""
         layer, rest = divmod(number, self.places)
         at: list[int] = []
         for side in reversed(self.sides):
@@ -68,15 +68,15 @@ class Grid(NamedTuple):
         return Uid(layer, tuple(reversed(at)))
 
     def number(self, uid: Uid) -> int:
-        """The inverse of `uid`."""
+        """The number of an expert; the inverse of `uid`."""
         found = uid.layer
         for coordinate, side in zip(uid.at, self.sides, strict=True):
             found = found * side + coordinate
         return found
 
     def prefixes(self, uid: Uid) -> Iterator[Uid]:
-        """The prefixes of an expert under which it is announced: with one dimension the layer's own, else from one
-        coordinate on.
+        """The prefixes under which an expert is announced: the layer alone in a grid of one dimension, else all
+        prefixes with at least one coordinate.
         """
         for length in range(min(1, len(self.sides) - 1), len(self.sides)):
             yield Uid(uid.layer, uid.at[:length])
@@ -89,7 +89,7 @@ def grid_of(run: RunFile) -> Grid:
 
 
 def parse_uid(text: str) -> Uid:
-    """Uid from its text; ValueError when it is none."""
+    """Parse the name of an expert or a prefix. Raises ValueError."""
     parts = [int(part) for part in text.split(".") if part.isascii() and part.isdigit() and len(part) <= 9]
     if not 1 <= len(parts) <= 4 or text != ".".join(map(str, parts)):
         raise ValueError(f"{text[:40]!r} is not the name of an expert: a layer and coordinates, such as 0.5.12")
@@ -97,7 +97,7 @@ def parse_uid(text: str) -> Uid:
 
 
 def bitmap(coordinates: Iterable[int], side: int) -> bytes:
-    """Bits of the coordinates that live, lowest first, in as many bytes as `side` places take."""
+    """Bitmap with these coordinates' bits set, lowest bit first, in the fewest bytes for `side` bits."""
     bits = 0
     for coordinate in coordinates:
         bits |= 1 << coordinate
@@ -105,27 +105,27 @@ def bitmap(coordinates: Iterable[int], side: int) -> bytes:
 
 
 def coordinates_in(bits: bytes) -> list[int]:
-    """The coordinates whose bits are set, in order."""
+    """The coordinates whose bits are set, in ascending order."""
     return [8 * i + bit for i, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
 
 
 def prefix_key(run: str, prefix: Uid) -> Key:
-    """DHT key under which hosts announce what lives below a prefix."""
+    """DHT key under which hosts announce their experts below a prefix."""
     return Key.of(f"{run}/experts/{prefix}")
 
 
 def kept_experts_key(run: str, prefix: Uid) -> Key:
-    """DHT key under which holders announce the checkpoints of experts below a prefix."""
+    """DHT key under which peers announce the checkpoints that they hold of experts below a prefix."""
     return Key.of(f"{run}/experts/kept/{prefix}")
 
 
 def holders_key(run: str) -> Key:
-    """DHT key under which peers announce that they have room for checkpoints of experts."""
+    """DHT key under which peers announce that they have disk space for checkpoints of experts."""
     return Key.of(f"{run}/experts/holders")
 
 
 def sample_shapes(run: RunFile) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of one sample as it goes into an expert and as it comes out; by block and model where not given."""
+    """Shapes of one sample at an expert's input and output; defaults follow from the block type and the model."""
     section = run.experts or ExpertsSection()
     usual = [run.model.context, run.model.d_model] if section.block == "transformer" else [run.model.d_model]
     given = section.input or usual

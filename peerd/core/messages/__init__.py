@@ -1,1 +1,1 @@
-"""Messages of peerd's own protocols, as they travel: strict, bounded msgspec structs."""
+"""Messages of peerd's own protocols, as strict, bounded msgspec structs."""

@@ -1,8 +1,8 @@
-"""Commit proofs: signatures of members that stepped to one position, as peers show them to each other.
+"""Commit proofs: the signatures of members that stepped to one position.
 
-Each member signs that it made the commit to a position, and with which mean. The conductor collects the signatures;
-members and keepers store them beside their checkpoints. A proof needs no living witness: a peer that
-knows the members of that time can check it. Hostile input: signatures of any content, which do not count.
+Each member signs its commit to a position and the digest of its mean. The conductor collects the signatures; members
+and backbones store them beside their checkpoints. Any peer that knows the members of that time can verify a proof, even
+if all of them are gone. Hostile input: invalid signatures, which are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from peerd.core.messages.swarm import Digest, Fingerprint, PeerText, Position, S
 
 
 class CommitStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The content that a commit signature signs."""
+    """The content that a commit's signature covers."""
 
     run: Fingerprint
     stage: StageNumber
@@ -35,20 +35,20 @@ class Committed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class CommitProof(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The members that stepped to a position, by their own signatures."""
+    """The signatures of the members that stepped to a position."""
 
     position: Position
     committed: Annotated[list[Committed], msgspec.Meta(max_length=MEMBERS)]
 
 
 class ShowProof(Message, frozen=True):
-    """Ask for the commit proof of a position."""
+    """A request for the commit proof of a position."""
 
     run: Fingerprint
     position: Position
 
 
 class ProofShown(Message, frozen=True):
-    """The proof; None: the answering peer has none."""
+    """Answer to ShowProof; `proof` is None if the answering peer has none."""
 
     proof: CommitProof | None

@@ -1,9 +1,8 @@
-"""Contributions: what each peer says it has given to a run, what the conductor counted, and why a member gives nothing.
+"""Contributions to a run: each peer's own figures, the conductor's counts, and why a member rests.
 
-Records are published for the leader-board. The figures of `Contributed` are the peer's own word, those of `CountedPage`
-the conductor's count of what its ledger held in the steps that were made. A publisher's name is neither: it stands in
-the token that travels along, which the organizer signed for this very peer; readers of the record check that. Values
-come from strangers, so all are bounded.
+The records are published for the leader-board. `Contributed` has a peer's unverified figures; `CountedPage` has the
+conductor's counts, from its ledger of the steps that were made. A publisher's name is in the record's token, which the
+organizer signed for that peer; readers verify it. All values come from strangers, so they are bounded.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Contributed(Message, frozen=True):
-    """The totals of one peer in one role, over all times that it took part."""
+    """The totals of one peer in one role, over all its sessions."""
 
-    samples: Count  # that it brought into global steps, or whose gradients it did; of role expert: updates made
+    samples: Count  # that it contributed to global steps or computed gradients of; role expert: its updates
     bytes_aggregated: Count  # of gradients that it summed for others
-    seconds: Count  # that it took part
-    since: Seconds  # Unix time of its first part in the run
+    seconds: Count  # of participation
+    since: Seconds  # Unix time of its first participation
     token: TokenData = b""
 
 
 def contributions_key(run: str) -> Key:
-    """DHT key for the contributions to a run; one sub-key for each role of a peer."""
+    """DHT key of the contributions to a run; one sub-key for each role of a peer."""
     return Key.of(f"{run}/contributions")
 
 
 def decode_contributed(value: bytes) -> Contributed:
-    """The totals in a record's value. Raises ProtocolViolation."""
+    """Decode the totals in a record's value. Raises ProtocolViolation."""
     return decode(Contributed, value)
 
 
@@ -45,40 +44,40 @@ class CountedRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """Samples of one peer in the steps that a conductor counted."""
 
     public_key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # the peer's
-    computed: Count  # in each stage: those whose gradients it held
+    computed: Count  # samples whose gradients it held, over all stages
     brought: Count  # as a trainer
 
 
 class CountedPage(Message, frozen=True):
-    """A part of the conductor's counts, the peers with the most samples first; pages are the record's suffixes."""
+    """A part of the conductor's counts, sorted by samples, most first. Each page is a record with its own suffix."""
 
-    since_step: Count  # the step from which on samples were counted, perhaps by an earlier conductor,
-    step: Count  # and the one that the last counted batch led to
-    unlisted: Count  # number of peers that have too little for any page
+    since_step: Count  # the step from which samples were counted, perhaps by an earlier conductor
+    step: Count  # the step after the last counted batch
+    unlisted: Count  # number of peers with too few samples for any page
     rows: Annotated[list[CountedRow], msgspec.Meta(max_length=COUNTED_ROWS)]
     token: TokenData = b""
 
 
-# The suffix of each page's record, in order.
+# Suffix of each page's record, in order.
 PAGE_SUFFIXES: Final = tuple(str(page).encode() for page in range(COUNTED_PAGES))
 
 
 def counted_key(run: str) -> Key:
-    """DHT key for the conductor's counts; one sub-key for each page."""
+    """DHT key of the conductor's counts; one sub-key for each page."""
     return Key.of(f"{run}/ledger")
 
 
 def decode_counted(value: bytes) -> CountedPage:
-    """The page in a record's value. Raises ProtocolViolation."""
+    """Decode the page in a record's value. Raises ProtocolViolation."""
     return decode(CountedPage, value)
 
 
 class Rest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The conductor's reason for a member to rest: how long its model of a step says that one takes with the member's
-    gradients, and without them.
+    """The conductor's reason why a member should rest: the predicted time of a step with the member's gradients and
+    without them, in seconds.
 
-    `needed_bytes_per_s` is the rate, in its narrower direction, at which the member's line would cost nobody anything;
-    0 if no line is enough, because the member computes too slowly.
+    `needed_bytes_per_s` is the bandwidth, in the slower direction, at which the member would not delay a step; 0 if no
+    bandwidth is enough because the member computes too slowly.
     """
 
     with_s: StepSeconds

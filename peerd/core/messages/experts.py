@@ -1,16 +1,18 @@
 """The messages of experts: calls, announcements, and checkpoints that outlive their host.
 
-`expert/1`: `forward` has the samples as its one frame and is answered with outputs; `backward` has the samples and the
-gradients of the outputs, and is answered with gradients of the samples after the expert has made an update. The frames'
-first axis is the samples, whose shape the run file fixes. `vault/2` moves checkpoints: `keep` asks a peer to fetch and
-hold one, `get` gives a piece of one, by digest. `sharing/2`: `take` asks a host to go on with an expert of the
-caller's. Records in the DHT are signed by their publishers; a `Pointer` is signed by the host that made the checkpoint
-and means the same whoever shows it.
+- `expert/1`: `forward` has the samples as its one frame; the answer has the outputs. `backward` has the samples and the
+  gradients of the outputs; the expert makes an update, and the answer has the gradients of the samples. The first axis
+  of the frames is the samples; the run file fixes the shape of a sample.
+- `vault/2` transfers checkpoints: `keep` asks a peer to fetch and store one, `get` returns a piece of one, by digest.
+- `sharing/2`: `take` asks another host to take over an expert of the caller.
 
-A hostile peer may send: experts outside the grid, bitmaps of another length, claims without experts, pointers that
-nobody signed, pieces that are not those of the digest. Decoding bounds sizes; the rest is checked where it is used.
-A signed pointer proves who made a checkpoint, not that its owner may host the expert: that follows from the chain of
-owners (`Former`), see `machine.owners.lineage`.
+DHT records are signed by their publishers. A `CheckpointRef` is signed by the host that made the checkpoint, so any
+peer may forward it.
+
+A hostile peer may send: experts outside the grid, bitmaps of the wrong length, claims without experts, pointers with an
+invalid signature, pieces that do not match the digest. Decoding bounds sizes; the code that uses the message checks the
+rest. A signed pointer proves who made a checkpoint, but not that this owner may host the expert: that follows from the
+chain of owners (`PreviousOwner`), see `machine.owners.lineage`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ Addrs = Annotated[list[AddrText], msgspec.Meta(max_length=16)]
 
 
 class Name(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Name of an expert, or of a prefix, as it travels."""
+    """Name of an expert or a prefix on the wire."""
 
     layer: LayerNumber
     at: Coordinates
@@ -74,14 +76,14 @@ class Name(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Forward(Message, frozen=True):
-    """A request for outputs; its frame holds the samples."""
+    """A request for an expert's outputs; its frame has the samples."""
 
     run: Fingerprint
     expert: Name
 
 
 class Output(Message, frozen=True):
-    """Answer to a forward; its frame holds the outputs, computed with the weights of (`generation`, `version`)."""
+    """Answer to a forward; its frame has the outputs, computed with the weights of (`generation`, `version`)."""
 
     generation: Generation
     version: Updates
@@ -89,21 +91,21 @@ class Output(Message, frozen=True):
 
 
 class Backward(Message, frozen=True):
-    """A request for an update and the gradients of the samples; repeated under the same id it counts once."""
+    """A request for an update and the gradients of the samples. A repeat with the same id makes no second update."""
 
     run: Fingerprint
     expert: Name
     request: RequestId
-    generation: Generation  # of the weights that the forward was computed with
+    generation: Generation  # of the forward's weights
     version: Updates
-    most_stale: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 53)] = -1  # updates since then, beyond which it is refused
+    most_stale: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 53)] = -1  # refuse after more updates than this; -1: never
 
 
 class Gradient(Message, frozen=True):
-    """Answer to a backward; its frame holds the gradients of the samples, by the weights before this update."""
+    """Answer to a backward; its frame has the gradients of the samples, by the weights before this update."""
 
     generation: Generation
-    version: Updates  # updates made, this one included
+    version: Updates  # updates made, including this one
     waited_s: Seconds = 0.0
 
 
@@ -111,44 +113,44 @@ class Gradient(Message, frozen=True):
 
 
 class Announced(Message, frozen=True):
-    """Announcement of the experts that one host has below one prefix.
+    """Announcement of the experts that one host serves below one prefix.
 
-    `below` is a bitmap of the next coordinates. Below the last prefix these are experts, and `generations` and
-    `versions` hold one number for each of them, in the order of their coordinates; above it both are empty.
+    `below` is a bitmap of the next coordinates. If only the last coordinate follows, each bit is an expert, and
+    `generations` and `versions` have one number for each expert, in the order of coordinates; otherwise both are empty.
     """
 
     prefix: Name
     below: Annotated[bytes, msgspec.Meta(max_length=EXPERT_SIDE // 8)]
     generations: Annotated[list[Generation], msgspec.Meta(max_length=EXPERT_SIDE)]
     versions: Annotated[list[Updates], msgspec.Meta(max_length=EXPERT_SIDE)]
-    queue_s: Seconds  # how long a request waits there now
+    queue_s: Seconds  # current waiting time of a request
     addrs: Addrs
-    token: TokenData = b""  # in a run with tokens: that the publisher may host experts
-    client: bool = False  # it can dial, and not be dialed
+    token: TokenData = b""  # in a run with tokens: proves that the publisher may host experts
+    client: bool = False  # it can dial, but not be dialed
 
 
 class HolderOffer(Message, frozen=True):
-    """A peer that has room for checkpoints of experts."""
+    """Announcement of a peer that can store checkpoints of experts."""
 
     room_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-    adopts: bool  # it hosts experts, and would take over some
+    adopts: bool  # it hosts experts, and may take over further ones
     addrs: Addrs
-    token: TokenData = b""  # that it may host experts, or be a backbone
+    token: TokenData = b""  # proves that it may host experts, or be a backbone
     client: bool = False
-    # Orphans that it is fetching now: others leave them to it, since a large state takes longer than their patience.
+    # Orphans that it is fetching now, so that others do not adopt them: a large state takes longer than others wait.
     taking: Annotated[list[Name], msgspec.Meta(max_length=EXPERT_TAKING)] = msgspec.field(default_factory=list)
-    hosted: Places = 0  # experts, by which hosts share them
-    places: Places = 0  # experts that it has memory for, besides
-    sample_s: Seconds = 0.0  # its device's time for a sample of an expert, as measured there; 0: none served yet
+    hosted: Places = 0  # number of experts that it hosts, for balancing them among hosts
+    places: Places = 0  # number of further experts that its memory has room for
+    sample_s: Seconds = 0.0  # measured time of its device per sample of an expert; 0: none served yet
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
 
-class Former(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The signed checkpoint of an earlier owner from which a later owner went on, as the later owner names it.
+class PreviousOwner(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The earlier owner's checkpoint from which an expert's next owner continued, as part of the next owner's pointer.
 
-    All fields but `origin` are those of the earlier owner's `Pointer`, so that its signature can be checked here.
+    All fields but `origin` are copied from the earlier owner's `CheckpointRef`, so that its signature can be verified.
     """
 
     generation: Generation
@@ -167,8 +169,8 @@ class Former(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return PeerId.from_public_key(self.owner)
 
 
-class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A host's signed word that an expert's state, after so many updates, has this digest."""
+class CheckpointRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A host's signed statement of the digest of an expert's state after `version` updates."""
 
     run: Fingerprint
     expert: Name
@@ -178,17 +180,18 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=EXPERT_STATE_BYTES)]
     owner: PublicKey
     signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
-    began: Updates = 0  # updates that it had when this generation began: of others' later ones, it has none
-    former: Former | None = None  # what this generation began from; None: from the run's seed
-    heir: Heir = b""  # whom the owner hands the expert to with this state; empty: nobody
+    began: Updates = 0  # updates when this generation began; it lacks later updates of other generations
+    former: PreviousOwner | None = None  # checkpoint that this generation began from, or None for the run's seed
+    heir: Heir = b""  # public key of the peer that the owner hands the expert to; empty: none
 
-    def signed(self, signer: Signer) -> Pointer:
-        """This pointer with its owner's signature."""
+    def signed(self, signer: Signer) -> CheckpointRef:
+        """A copy of this pointer with its owner's signature."""
         return msgspec.structs.replace(self, signature=signer.sign(self._statement(self._origin())))
 
     def is_signed(self) -> bool:
-        """True if its owner signed it, and the former owner signed what it began from. Takes some 0.1 ms for each of
-        the two: off the loop where there are many.
+        """True if the owner signed this pointer and the former owner signed `former`.
+
+        Each of the two checks takes some 0.1 ms; run many of them in a worker.
         """
         if not verify(self.peer, self._statement(self._origin()), self.signature):
             return False
@@ -196,21 +199,21 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         if former is None:
             return True
         facts = (former.generation, former.version, former.digest, former.size_bytes, former.owner)
-        bare = Pointer(self.run, self.expert, *facts, began=former.began, heir=former.heir)
+        bare = CheckpointRef(self.run, self.expert, *facts, began=former.began, heir=former.heir)
         return verify(former.peer, bare._statement(former.origin), former.signature)
 
     def continues(self) -> bool:
-        """True if this generation goes on from what `former` says: from exactly that state, or anew from the seed."""
+        """True if this generation continues from `former`: from exactly that state, or again from the seed."""
         former = self.former
         if former is None or self.generation <= former.generation or self.version < self.began:
             return False
         first = self.version == self.began
         return self.began == 0 or (self.began == former.version and (not first or self.digest == former.digest))
 
-    def as_former(self) -> Former:
-        """This checkpoint, as the pointers of the next owner name it."""
+    def as_former(self) -> PreviousOwner:
+        """This checkpoint as `PreviousOwner`, for the pointers of the next owner."""
         facts = (self.generation, self.version, self.digest, self.size_bytes, self.owner, self.signature, self.began)
-        return Former(*facts, self.heir, self._origin())
+        return PreviousOwner(*facts, self.heir, self._origin())
 
     @property
     def peer(self) -> PeerId:
@@ -219,62 +222,64 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     @property
     def rank(self) -> tuple[int, int, bytes]:
-        """Order of checkpoints of one expert: the highest is the newest."""
+        """Sort key among checkpoints of one expert: the highest is the newest."""
         return self.generation, self.version, self.owner
 
     def _origin(self) -> bytes:
         return hashlib.sha256(encode(self.former)).digest() if self.former is not None else b""
 
     def _statement(self, origin: bytes) -> bytes:
-        """What the owner signs. A pointer without `former` and `heir` is signed as it was before there were these."""
+        """The bytes that the owner signs. Without `former` and `heir`, they are as in versions without these fields."""
         told = (*msgspec.structs.astuple(self)[:7], b"", self.began)
         linked = (origin, self.heir) if origin or self.heir else ()
         return _DOMAIN + msgspec.msgpack.encode((*told, *linked))
 
 
 class KeptExperts(Message, frozen=True):
-    """Checkpoints of experts below one prefix that the publisher holds; several records under suffixes where many."""
+    """The checkpoints of experts below one prefix that the publisher stores; several records, by suffix, if many."""
 
-    pointers: Annotated[list[Pointer], msgspec.Meta(max_length=KEPT_EXPERTS_PER_RECORD)]
+    pointers: Annotated[list[CheckpointRef], msgspec.Meta(max_length=KEPT_EXPERTS_PER_RECORD)]
     addrs: Addrs
     token: TokenData = b""
     since: Moment = 0.0
 
 
 class Keep(Message, frozen=True):
-    """A request to fetch this checkpoint from the caller, and to hold it until a newer one of the expert comes."""
+    """A request to fetch this checkpoint from the caller, and to store it until there is a newer one of the expert."""
 
-    pointer: Pointer
+    pointer: CheckpointRef
 
 
 class Kept(Message, frozen=True):
-    """Answer to `keep`: it is held now, whole and checked."""
+    """Answer to `keep`: whether the checkpoint is now stored, complete and verified."""
 
     held: bool
 
 
-class TakeOver(Message, frozen=True):
-    """A request to fetch this state from the caller, and to host the expert from now on in the next generation."""
+class TransferRequest(Message, frozen=True):
+    """A request to fetch this state from the caller, and to host the expert in the next generation."""
 
-    pointer: Pointer  # of the caller's own, after its last update
-    hosted: Places  # the caller's figures, as in its offer
+    pointer: CheckpointRef  # the caller's, after its last update
+    hosted: Places  # of the caller, as in HolderOffer
     sample_s: Seconds
-    leaves: bool = False  # it hosts none from now on: whoever has room may take it
+    leaves: bool = False  # the caller stops hosting experts, so any peer with memory may accept
 
 
-class TakenOver(Message, frozen=True):
-    """Answer to `take`: the expert is hosted and announced in this generation."""
+class TransferAnswer(Message, frozen=True):
+    """Answer to `take`: the expert is now hosted and announced in this generation."""
 
     generation: Generation
 
 
 class PieceWanted(Message, frozen=True):
-    """A request for a piece of a checkpoint; piece -1: the digests of all pieces. Answered with one uint8 frame."""
+    """A request for a piece of a checkpoint, or, with piece -1, for the digests of all pieces. The answer has one uint8
+    frame.
+    """
 
     digest: Sha256
     piece: Annotated[int, msgspec.Meta(ge=-1, lt=EXPERT_PIECES)]
 
 
 def state_root(digests: Iterable[bytes]) -> bytes:
-    """The digest of a checkpoint, of the SHA-256 digests of its pieces in order."""
+    """The digest of a checkpoint: the SHA-256 of its pieces' digests, in order."""
     return hashlib.sha256(b"".join(digests)).digest()

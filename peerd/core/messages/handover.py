@@ -1,10 +1,11 @@
-"""The messages by which stage peers hand a microbatch on to each other, and a trainer relays for two that cannot.
+"""The messages by which stage peers pass a microbatch to each other; the trainer relays for two that cannot connect.
 
-A trainer signs a ticket for each attempt of a microbatch: which peers serve its stages, in order, and which stages are
-to be done. The ticket travels with the call from the first stage to the last; each peer answers the one before it with
-the gradient of its input, and with the hops from there on. What a ticket allows, its numbers and the conductor's grant
-say, never the peer that brings it. The first peer of a ticket that does a lost stage again keeps that stage's input,
-and the last keeps its gradient: they bring these and do nothing else.
+A trainer signs a ticket for each attempt of a microbatch: the peers of its stages, in order, and the stages that must
+compute. The ticket is sent with the call from the first stage to the last. Each peer answers the previous one with the
+gradient of its input and the list of hops from there on. The ticket and the conductor's grant decide which calls are
+allowed, not the identity of the caller. If a ticket repeats lost stages only, its first peer may be the stage before
+them, which has kept their input, and its last peer the stage after them, which has kept their gradient; these two send
+what they have kept and compute nothing.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from peerd.core.messages.microbatches import PeerText, Seq
 from peerd.core.messages.swarm import Fingerprint, Grant, Rate, Receipt, Signature, StageNumber, StepNumber
 
 Attempt = Annotated[int, msgspec.Meta(ge=0, lt=ATTEMPTS)]
-Way = Literal["", "direct", "relay", "trainer"]  # to the next stage: not taken, a link, a circuit, over the trainer
+Way = Literal["", "direct", "relay", "trainer"]  # path to the next stage: unused, a link, a circuit, via the trainer
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A trainer's signed order for one attempt: stages `low` to `high` are done, by `route` from stage `first` on.
+    """A trainer's signed order for one attempt: stages `low` to `high` compute; `route` has the peers from `first` on.
 
-    Where `first` is the stage before `low`, its peer holds the microbatch and gives `low` its input; where the route
-    goes on to the stage after `high`, that peer holds it and gives the gradient.
+    If `first` is the stage before `low`, its peer has kept the microbatch and sends `low` its input. If the route
+    includes the stage after `high`, that peer has kept the microbatch and returns the gradient.
     """
 
     step: StepNumber
     seq: Seq
-    attempt: Attempt  # of this microbatch; an earlier one gives way to a later one
+    attempt: Attempt  # of this microbatch; a later attempt replaces an earlier one
     low: StageNumber
     high: StageNumber
     first: StageNumber
@@ -52,66 +53,66 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return self.first + len(self.route) - 1
 
     def is_done_at(self, stage: int) -> bool:
-        """True when the stage's backward is asked for, rather than what its peer keeps."""
+        """True if the stage must compute, rather than send what its peer has kept."""
         return self.low <= stage <= self.high
 
     def peer_of(self, stage: int) -> str | None:
-        """The peer that the trainer chose for `stage`; None: the route does not come there."""
+        """The peer that the trainer chose for `stage`, or None if the route does not include the stage."""
         return self.route[stage - self.first] if self.first <= stage <= self.last else None
 
     @property
     def is_well_named(self) -> bool:
-        """True when all of the route are peer ids."""
+        """True if the whole route consists of valid peer ids."""
         return all(map(is_peer_text, self.route))
 
 
 class TicketStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The content that a ticket signs."""
+    """The content that a ticket's signature covers."""
 
     run: Fingerprint
     trainer: PeerText
     ticket: Ticket  # without its signature
 
 
-class Pass(Message, frozen=True):
-    """A microbatch's arrival at `stage`, from the trainer or from a peer of the stage before.
+class PassRequest(Message, frozen=True):
+    """A microbatch for `stage`, sent by the trainer or by a peer of the previous stage.
 
-    Frames: the stage's input, where the stage is to be done; then the targets, where the last stage is.
+    Frames: the stage's input, if the stage must compute; then the targets, if the last stage must compute.
     """
 
     run: Fingerprint
     stage: StageNumber
     trainer: PeerText
     ticket: Ticket
-    grant: Grant | None  # by which the conductor admitted the microbatch
-    line_bytes_per_s: Rate = 0.0  # how fast frames of the called peer arrive at the caller; 0: unknown
+    grant: Grant | None  # the conductor's, which admits the microbatch
+    line_bytes_per_s: Rate = 0.0  # rate at which frames of the called peer arrive at the caller; 0: unknown
 
 
 class Hop(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A stage's part in a microbatch's way: who holds the gradient, and the time that it took."""
+    """One stage of a microbatch's way: the peer that holds the gradient, and the times that it took."""
 
     peer: PeerText
     receipt: Receipt
     service_s: Rate = 0.0  # of computing
     wait_s: Rate = 0.0  # in this peer's queues
-    onward_s: Rate = 0.0  # until the next stage had answered
+    onward_s: Rate = 0.0  # until the next stage answered
     way: Way = ""  # to the next stage
-    instead_of: PeerText = ""  # the ticket's peer of the next stage, where that failed and another took its place
+    instead_of: PeerText = ""  # the ticket's peer of the next stage, if it failed and another peer replaced it
 
 
 class Broken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A way that ended: nobody of `stage` could be had, and the trainer has to choose anew."""
+    """A failed way: no peer of `stage` could be reached, so the trainer has to choose another route."""
 
     stage: StageNumber
-    peer: PeerText  # that the ticket named there
+    peer: PeerText  # of the ticket at that stage
     reason: Annotated[str, msgspec.Meta(max_length=BROKEN_CHARS)]
 
 
 @dataclass(frozen=True, slots=True)
 class NotFiniteAt:
-    """A way that ended: a peer of `stage` has a usable input, and its own output or gradient is not finite.
+    """A failed way: a peer of `stage` computed a non-finite output or gradient from a finite input.
 
-    On the wire it is a map, which distinguishes it from `Broken`.
+    It is encoded as a map, which distinguishes it from `Broken`.
     """
 
     stage: StageNumber
@@ -119,20 +120,20 @@ class NotFiniteAt:
     reason: Annotated[str, msgspec.Meta(max_length=BROKEN_CHARS)]
 
 
-class Passed(Message, frozen=True):
-    """The answer to Pass; frame: the input's gradient, where the stage before is to be done as well.
+class PassAnswer(Message, frozen=True):
+    """The answer to Pass. Frame: the gradient of the input, if the previous stage must compute, too.
 
-    `hops`: of this stage and all after it that were to be done; none where the way is `broken`.
+    `hops`: this stage and the later ones that had to compute; empty if the way is `broken`.
     """
 
     hops: Annotated[list[Hop], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
     loss_sum: float = 0.0  # over the samples, of the last stage
     broken: Broken | NotFiniteAt | None = None
-    arrival_bytes_per_s: Rate = 0.0  # how fast the caller's frames arrive here; 0: unknown
+    arrival_bytes_per_s: Rate = 0.0  # rate at which the caller's frames arrive here; 0: unknown
 
 
-class CarryOn(Message, frozen=True):
-    """A question to the trainer of a ticket, by a hop that cannot reach `to`: call it with `passed`, and the frames."""
+class RelayRequest(Message, frozen=True):
+    """A request to the ticket's trainer by a peer that cannot reach `to`: call `to` with `passed` and these frames."""
 
     to: PeerText
-    passed: Pass
+    passed: PassRequest

@@ -1,7 +1,7 @@
-"""Ids of microbatches on the wire: short where numbers follow each other, and never more than a batch has.
+"""Ids of microbatches on the wire: compact for consecutive numbers, and bounded by the size of a batch.
 
-Values only. Hostile input: numbers out of range, more of them than a batch has, names twice; the first two are refused
-in decoding, the last is harmless where sets are made of them.
+Hostile input: numbers out of range, more ids than a batch can have, duplicates. Decoding rejects the first two;
+duplicates are harmless because callers build sets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SpanCount = Annotated[int, msgspec.Meta(ge=1, le=MICROBATCHES)]
 
 
 class Mb(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
-    """A microbatch's id: its trainer and the trainer's own number for it."""
+    """A microbatch's id: its trainer, and a number that is unique for this trainer."""
 
     trainer: PeerText
     seq: Seq
@@ -29,9 +29,9 @@ class Mb(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 class Seqs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Numbers of one trainer's microbatches, in order, at most MICROBATCHES.
 
-    As spans of numbers that follow each other, which most do: reports come with each microbatch, and number by number
-    they would fill a slow line when a batch has many. A span says how far behind the end of the one before it it
-    begins (the first: behind 0), since a session's numbers are large and lie close together.
+    Encoded as spans of consecutive numbers: reports are sent for each microbatch, and single numbers would fill a slow
+    connection if a batch has many. Each span is (gap after the end of the previous span, count); the first gap counts
+    from 0. Gaps are small, while a session's numbers are large.
     """
 
     spans: Annotated[
@@ -51,7 +51,7 @@ class Seqs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> Seqs:
-        """The numbers as spans; ValueError if they are too many."""
+        """Encode numbers as spans, in the given order. Raises ValueError if there are too many."""
         spans: list[tuple[int, int]] = []
         end = 0
         for number in numbers:
@@ -66,8 +66,8 @@ class Seqs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return iter(self.numbers())
 
     def numbers(self) -> tuple[int, ...]:
-        """All of them, in order."""
-        if not self.spans:  # as most are
+        """All numbers, in order."""
+        if not self.spans:  # the most frequent case
             return ()
         found, end = list[int](), 0
         for skipped, count in self.spans:
@@ -91,7 +91,7 @@ class Seqs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Mbs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Microbatches of a batch, of at most BATCH_TRAINERS trainers and MICROBATCHES in all, by trainer."""
+    """Microbatches of a batch, grouped by trainer: at most BATCH_TRAINERS trainers, MICROBATCHES in total."""
 
     of_trainers: Annotated[list[tuple[PeerText, Seqs]], msgspec.Meta(max_length=BATCH_TRAINERS)] = msgspec.field(
         default_factory=list
@@ -103,8 +103,9 @@ class Mbs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
     @classmethod
     def of(cls, mbs: Iterable[Mb]) -> Mbs:
-        """The microbatches in sorted order. What is beyond the bounds is left out: a batch is within them, and whoever
-        is told of less than somebody holds has the rest done again, or taken out.
+        """Encode microbatches in sorted order; those beyond the bounds are dropped.
+
+        A batch is within the bounds. If a report was cut, the conductor has the missing ones repeated or removed.
         """
         numbers: dict[str, list[int]] = {}
         for mb in sorted(mbs)[:MICROBATCHES]:

@@ -1,8 +1,8 @@
-"""The messages of `network/1`: what peers measure of the links between them, and parts of the conductor's map.
+"""The messages of `network/1`: measurements of the links between peers, and parts of the conductor's network map.
 
-A stage peer, helper or trainer reports to its run's conductor what changed of the pairs that it is part of; the map is
-told by pairs, in the order of their names, a part in each answer. Hostile input: figures that are not true, of peers
-that do not exist; neither NaN nor infinity passes the decoder, and every list is bounded.
+A stage peer, helper or trainer reports changed measurements of its own links to its run's conductor. The map is sent as
+pairs, sorted by name, in several answers. Hostile input: false figures, peers that do not exist; the decoder rejects
+NaN and infinity, and every list is bounded.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ PeerIndex = Annotated[int, msgspec.Meta(ge=0, lt=2 * NETWORK_PART_PAIRS)]
 
 
 class PairFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The sender's figures of its links to `peer`."""
+    """The sender's measurements of its links to `peer`."""
 
     peer: PeerText
-    rtt_s: RoundTrip = 0.0  # the least of the last minutes
-    up_bytes_per_s: SeenRate = 0.0  # the most that was seen to pass, from the sender to `peer`
+    rtt_s: RoundTrip = 0.0  # minimum of the last minutes
+    up_bytes_per_s: SeenRate = 0.0  # the highest rate observed, from the sender to `peer`
     down_bytes_per_s: SeenRate = 0.0
     rtt_age_s: Age = 0.0
-    rate_age_s: Age = 0.0  # of the younger rate
-    # True: that rate is what the pair gave, while the sender's own line had room for twice as much.
+    rate_age_s: Age = 0.0  # of the newer rate
+    # True if the pair limited that rate: the reporting peer's own line could carry at least twice as much.
     up_limited: bool = False
     down_limited: bool = False
 
 
 class NetworkReport(Message, frozen=True):
-    """A peer's figures of pairs that it is part of: those that changed, or were not told for long."""
+    """A peer's measurements of its own links: those that changed, or were not reported for a long time."""
 
     run: Fingerprint
     pairs: Annotated[list[PairFigures], msgspec.Meta(max_length=NETWORK_REPORT_PAIRS)]
 
 
-class NetworkMapAsk(Message, frozen=True):
-    """A question for the pairs that come after this one, in the order of names; "" and "": for the first."""
+class NetworkMapRequest(Message, frozen=True):
+    """A request for the pairs after (`one`, `other`), sorted by name; two empty names request the first pairs."""
 
     run: Fingerprint
     one: PeerText = ""
@@ -59,7 +59,7 @@ class NetworkMapAsk(Message, frozen=True):
 
 
 class MappedPair(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One pair of the map; its peers by their places in the answer's list. 0: unknown."""
+    """One pair of the map; its peers are indices into the answer's list of peers. Figures of 0 are unknown."""
 
     one: PeerIndex
     other: PeerIndex
@@ -73,9 +73,9 @@ class MappedPair(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class NetworkPart(Message, frozen=True):
-    """A part of the conductor's map: all pairs of a small swarm, of a large one the measured pairs."""
+    """A part of the conductor's map, which has all pairs of a small swarm, and the measured pairs of a large one."""
 
     peers: Annotated[list[PeerText], msgspec.Meta(max_length=2 * NETWORK_PART_PAIRS)]
     pairs: Annotated[list[MappedPair], msgspec.Meta(max_length=NETWORK_PART_PAIRS)]
     total_peers: Annotated[int, msgspec.Meta(ge=0, le=MEMBERS * 4)]
-    more: bool  # there are further pairs, for the next question
+    more: bool  # there are further pairs, for the next request

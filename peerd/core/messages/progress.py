@@ -1,6 +1,6 @@
-"""Records that peers publish about a run in the DHT, and their keys: for finding each other, and for watchers.
+"""Records about a run that peers publish in the DHT, and their keys: for discovery, and for `peerd status`.
 
-All values are read from strangers: bounded here, signed and expiring in the DHT.
+All values come from strangers: they are bounded here, and signed and expiring in the DHT.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peerd.core.messages.encoding import Message, decode, encode
 from peerd.core.messages.swarm import AddrText, Moment, PeerText, Position, StageNumber
 from peerd.core.messages.token import TokenData
 
-OVERDUE_S: Final = 15.0  # so long a forecast that was wrong still says that the step may end at any moment
+OVERDUE_S: Final = 15.0  # a missed forecast means "any moment" for this long; later it is ignored
 ShortText = Annotated[str, msgspec.Meta(max_length=200)]
 
 
@@ -43,52 +43,52 @@ def settings_key(run: str) -> Key:
 
 
 def kept_key(run: str) -> Key:
-    """DHT key under which backbones announce the checkpoints that they keep."""
+    """DHT key under which backbones announce their stored checkpoints."""
     return Key.of(f"{run}/kept")
 
 
 class StageProgress(Message, frozen=True):
-    """One stage peer, as it announces itself."""
+    """Announcement of a stage peer."""
 
     stage: int
     since: Moment  # when it joined the stage
     step: int
-    held: int  # samples accumulated for the step under way
+    held: int  # samples accumulated for the current step
     samples_per_s: float
     device: ShortText
-    conductor: PeerText  # the conductor that it follows; "" while it looks for one
+    conductor: PeerText  # the conductor that it follows; "" while it has none
     waits_for: ShortText
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
-    token: TokenData = b""  # in a run with tokens: that the publisher is a member, and may serve a stage
-    step_at: Moment = 0.0  # when the step under way should be done, as the conductor foretells it; 0: nobody knows
-    client: bool = False  # it can dial, and not be dialed
-    # The other stages that this peer serves now: what it announced of any further one, earlier, is over.
+    token: TokenData = b""  # in a run with tokens: proves that the publisher may serve a stage
+    step_at: Moment = 0.0  # Unix time of the current step's end by the conductor's forecast; 0: unknown
+    client: bool = False  # it can dial, but not be dialed
+    # The other stages that this peer serves now; its earlier announcements of any other stage are outdated.
     also: Annotated[list[StageNumber], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
     busy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # as in PostLoad
-    queue: Annotated[float, msgspec.Meta(ge=0, le=MICROBATCHES)] = 0.0  # likewise
-    ends: bool = False  # it leaves with this step, and the run may end with it: backbones keep what is final
+    queue: Annotated[float, msgspec.Meta(ge=0, le=MICROBATCHES)] = 0.0  # as in PostLoad
+    ends: bool = False  # it leaves after this step, and the run may end with it: backbones keep the state of this step
 
 
 class Joiner(Message, frozen=True):
-    """A peer that is about to serve a stage; `since`: when it arrived, Unix time."""
+    """Announcement of a peer that is about to serve a stage; `since` is the Unix time of its arrival."""
 
     since: Moment
     token: TokenData = b""  # as in StageProgress
-    # Stages that it has a checkpoint of, the newest first.
+    # Stages that it has checkpoints of, the newest first.
     has: Annotated[list[StageNumber], msgspec.Meta(max_length=JOINER_STAGES)] = msgspec.field(default_factory=list)
-    takes: StageNumber | None = None  # the stage that it has chosen; None: not yet
+    takes: StageNumber | None = None  # the stage that it has chosen, or None
 
 
 class KeptCheckpoints(Message, frozen=True):
-    """Checkpoints that a backbone keeps: positions at which it has those of all stages, oldest first."""
+    """Announcement of a backbone's checkpoints: the positions for which it has those of all stages, oldest first."""
 
     positions: Annotated[list[Position], msgspec.Meta(max_length=KEPT_SETS)]
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
-    token: TokenData = b""  # as in StageProgress, but to be a backbone
+    token: TokenData = b""  # in a run with tokens: proves that the publisher may be a backbone
 
 
 class TrainerProgress(Message, frozen=True):
-    """One trainer, as it announces itself."""
+    """Announcement of a trainer."""
 
     step: int
     loss: float  # mean of the last step's microbatches, nats per token
@@ -96,19 +96,18 @@ class TrainerProgress(Message, frozen=True):
     valid_step: int
     samples_per_s: float
     tokens_per_s: float
-    microbatches: int  # counted so far
+    microbatches: int  # counted in steps so far
     redone: int  # repeated on one stage because its peer was lost
-    lost: int  # neither counted nor begun again
+    lost: int  # neither counted nor restarted
     waits_for: ShortText
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=list)
-    client: bool = False  # it can dial, and not be dialed
+    client: bool = False  # it can dial, but not be dialed
 
 
 def followed_most(told: Iterable[tuple[str, str]]) -> str | None:
-    """The conductor that most of a run's stage peers follow, or None if they follow nobody that conducts.
+    """The conductor that most stage peers of a run follow, or None if that peer does not follow itself.
 
-    `told`: each peer's id, and the conductor that it follows, by its record. A peer that conducts in its own eyes alone
-    does not count.
+    `told`: (peer id, followed conductor) of each record. A conductor follows itself.
     """
     rows = list(told)
     followed = Counter(conductor for _, conductor in rows if conductor)
@@ -117,10 +116,10 @@ def followed_most(told: Iterable[tuple[str, str]]) -> str | None:
 
 
 def foretold_in_s(told: Iterable[tuple[str, str, float]], wall: float) -> float | None:
-    """Seconds until the step under way should be done, by the records of a run's stage peers; None: nobody knows.
+    """Seconds until the current step should end, by the records of a run's stage peers; None if unknown.
 
-    `told`: each peer's id, the conductor that it follows, and its `step_at`. Only the conductor that most follow
-    counts; not if the time is over for longer than records take to be renewed.
+    `told`: (peer id, followed conductor, `step_at`) of each record. Only the forecast of the conductor that most peers
+    follow counts. It is ignored once it is overdue for longer than records take to be renewed (OVERDUE_S).
     """
     rows = list(told)
     first = followed_most((peer, conductor) for peer, conductor, _ in rows)
@@ -131,16 +130,17 @@ def foretold_in_s(told: Iterable[tuple[str, str, float]], wall: float) -> float 
 
 
 def sum_told(values: Iterable[float]) -> float:
-    """Sum of the finite values; 0 when the sum itself is too large for a float, which no training's figure is."""
+    """Sum of the finite values, or 0 if the sum overflows a float, which no honest figures do."""
     total = sum(value for value in values if math.isfinite(value))
     return total if math.isfinite(total) else 0.0
 
 
 def pause_s(due_in_s: float | None, usual_s: float, longest_s: float) -> float:
-    """Pause before the next look at a step, or word about it, when it is due in `due_in_s` seconds.
+    """Seconds until the next poll or announcement of a step that is due in `due_in_s` seconds.
 
-    Unknown, near or past: `usual_s`, the shortest there is. Otherwise one look comes shortly before the step is due
-    and one shortly after it, and before that one every `longest_s`, since forecasts change.
+    Returns `usual_s`, the shortest pause, if the due time is unknown or past. Otherwise the pauses are chosen so that
+    one poll is shortly before the step is due and one shortly after, with at most `longest_s` between polls, since
+    forecasts change.
     """
     near_s = usual_s / 2
     if due_in_s is None or not due_in_s > 0:
@@ -155,10 +155,10 @@ def encode_progress(value: StageProgress | TrainerProgress) -> bytes:
 
 
 def decode_stage(value: bytes) -> StageProgress:
-    """The announcement in a record's value. Raises ProtocolViolation."""
+    """Decode a stage peer's announcement from a record's value. Raises ProtocolViolation."""
     return decode(StageProgress, value)
 
 
 def decode_trainer(value: bytes) -> TrainerProgress:
-    """The announcement in a record's value. Raises ProtocolViolation."""
+    """Decode a trainer's announcement from a record's value. Raises ProtocolViolation."""
     return decode(TrainerProgress, value)

@@ -1,10 +1,10 @@
-"""One line to join by, and the run file that it leads to: `peerd://HOST:PORT/PEER/RUN`, and the call for that file.
+"""Join links `peerd://HOST:PORT/PEER/RUN`, and the messages that fetch a run file through one.
 
-The part of a run file that all share travels as canonical JSON, without a volunteer's own sections and without the
-publisher's paths, with the organizer's signature where the run has one. What arrives becomes a typed run file before
-anything of it is looked at; what it names, the volunteer has to allow (`core.run.check_line`). Hostile input: links of
-any form (ConfigError); answers that are too long, no JSON, deep, with keys of other types, unsigned, signed by others,
-or with keys that each user sets for themselves (ProtocolViolation).
+The shared part of a run file is sent as canonical JSON, without the sections that each volunteer sets and without the
+publisher's paths, signed by the organizer if the run has one. The receiver decodes it into a typed run file before it
+uses any value; the volunteer has to allow the code, files and hosts that it names (`core.run.check_line`). Hostile
+input: malformed links (ConfigError); answers that are too long, not JSON, deeply nested, with wrong types, unsigned,
+signed by others, or with keys that each user sets (ProtocolViolation).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _ACCESS: Final = ("allow", "organizer")
 _DEFAULT: Final[dict[str, Any]] = msgspec.to_builtins(RunFile(run="", line=LineSection(link="")))
 
 
-class RunFileAsked(Message, frozen=True):
-    """Question for the run file of a run."""
+class RunFileRequest(Message, frozen=True):
+    """A request for the run file of a run."""
 
     run: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
-class RunFileTold(Message, frozen=True):
-    """Answer: the shared part, and the organizer's signature; empty where there is none."""
+class RunFileAnswer(Message, frozen=True):
+    """Answer: the shared part of the run file, and the organizer's signature, empty if the run has no organizer."""
 
     text: Annotated[bytes, msgspec.Meta(max_length=RUN_FILE_BYTES)]
     signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)]
@@ -56,7 +56,7 @@ class RunFileTold(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
-    """One line to join by: a backbone's place, its peer id, and the run."""
+    """A join link: a backbone's host, port and peer id, and the name of the run."""
 
     host: str  # IPv4, IPv6 or DNS name
     port: int
@@ -65,23 +65,23 @@ class JoinLink:
 
     @classmethod
     def parse(cls, text: str) -> JoinLink:
-        """The link that `text` is, all of it; ConfigError when it is none."""
+        """Parse a join link. Raises ConfigError."""
         match = _LINK.fullmatch(text) if len(text) <= LINK_CHARS else None
         if match is None:
-            raise ConfigError(f"{text[:120]!r} is no line to join by; it has the form {FORM}")
+            raise ConfigError(f"{text[:120]!r} is not a join link; it has the form {FORM}")
         host, port, peer, run = match.groups()
         try:
             link = cls(_host(host), int(port), PeerId.parse(peer), unquote(run, errors="strict"))
         except ValueError as error:
-            raise ConfigError(f"{text[:120]!r} is no line to join by: {error}; it has the form {FORM}") from error
+            raise ConfigError(f"{text[:120]!r} is not a join link: {error}; it has the form {FORM}") from error
         if link.port > 65535 or not 0 < len(link.run) <= 64 or not link.run.isprintable() or link.text != text:
-            raise ConfigError(f"{text[:120]!r} is no line to join by as peerd writes it; it has the form {FORM}")
-        link.addr  # noqa: B018 - a name that no address has
+            raise ConfigError(f"{text[:120]!r} is not a join link as peerd writes it; it has the form {FORM}")
+        link.addr  # noqa: B018 - raises ConfigError for an invalid host name
         return link
 
     @property
     def text(self) -> str:
-        """The line as it is published."""
+        """The link as text, as it is published."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"peerd://{host}:{self.port}/{self.peer.text}/{quote(self.run, safe='')}"
 
@@ -96,13 +96,16 @@ class JoinLink:
 
 
 def best_link(addrs: Iterable[Multiaddr], peer: PeerId, run: str) -> JoinLink | None:
-    """The line that leads to `peer` from farthest: a public address, else one of its network, else of this machine."""
+    """The link to `peer` with the widest reach: a public address, else one of its network, else of this machine.
+
+    Returns None if no address has a host and a TCP port.
+    """
     found = []
     for addr in addrs:
         ip, port = ip_of(addr), re.search(r"/tcp/(\d+)(/p2p/[^/]+)?$", str(addr))
         if port is None or is_relayed(addr):
             continue
-        if ip is None:  # a name, which its user announces
+        if ip is None:  # a name that the user announces
             place = tcp_place(addr)
             found += [(0, 0, JoinLink(place.host, place.port, peer, run))] if place is not None else []
             continue
@@ -112,7 +115,7 @@ def best_link(addrs: Iterable[Multiaddr], peer: PeerId, run: str) -> JoinLink | 
 
 
 def shared_file(run: RunFile) -> bytes:
-    """The part of a run file that is published, as canonical JSON: what differs from the defaults."""
+    """The published part of a run file, as canonical JSON: the values that differ from the defaults."""
     tree = msgspec.to_builtins(run)
     for name in _LEFT_OUT:
         del tree[name]
@@ -126,13 +129,14 @@ def shared_file(run: RunFile) -> bytes:
 
 
 def plain_tree(run: RunFile) -> dict[str, Any]:
-    """All that differs from the defaults in a run file that came by a line, as plain values."""
+    """The values of a run file from a join link that differ from the defaults, as plain values."""
     return _beside(msgspec.to_builtins(run), _DEFAULT)
 
 
-def shared_run(told: RunFileTold, run: str) -> RunFile:
-    """The run file that was published, if it is of this run and signed where it must be; ProtocolViolation says why
-    not. What it names is not allowed yet: see `check_line`.
+def shared_run(told: RunFileAnswer, run: str) -> RunFile:
+    """Decode a published run file. Raises ProtocolViolation if it is malformed, of another run or wrongly signed.
+
+    Does not check what the file may name: see `check_line`.
     """
     try:
         found = from_json(told.text, RunFile)
@@ -154,11 +158,11 @@ def shared_run(told: RunFileTold, run: str) -> RunFile:
 
 
 def is_local(path: str) -> bool:
-    """True for a path of files on the machine that reads it."""
+    """True if `path` names local files."""
     return path != "stdlib" and not path.startswith(("http://", "https://"))
 
 
-def _signed(organizer: str, told: RunFileTold) -> bool:
+def _signed(organizer: str, told: RunFileAnswer) -> bool:
     try:
         peer = PeerId.parse(organizer)
     except ValueError:
@@ -167,7 +171,7 @@ def _signed(organizer: str, told: RunFileTold) -> bool:
 
 
 def _beside(tree: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """The values that are not the default's."""
+    """The values of `tree` that differ from `default`."""
     left: dict[str, Any] = {}
     for key, value in tree.items():
         known = default.get(key)

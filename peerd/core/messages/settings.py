@@ -1,8 +1,8 @@
-"""Settings of a run as peers publish and compare them: every key in which two differ, in words.
+"""A run's settings as peers publish them, and the list of keys in which two peers' settings differ, for users.
 
-Published are the `shared_text` of a run file and, by trainers, digests of the text that each of them reads, with a
-token in a run that has some. Values may be a stranger's bytes: what cannot be read is said to be so, and what is told
-of it is bounded and printable.
+Each peer publishes the `shared_text` of its run file. Trainers add digests of the training text that they read and, in
+a run with tokens, their token. Values may be a stranger's bytes: unreadable ones are reported as such, and text shown
+from them is bounded and printable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from peerd.core.messages.encoding import BAD_INPUT
 
-DIFFERENCES: Final = 12  # told at once
+DIFFERENCES: Final = 12  # listed at most
 _VALUE_CHARS: Final = 160
 _CORPUS: Final = "corpus"
 _TOKEN: Final = "token"
@@ -27,14 +27,14 @@ _SOURCE: Final = re.compile(r"data(\.sources\[\d{1,3}\])?")
 
 @dataclass(frozen=True, slots=True)
 class PublishedSettings:
-    """One peer's published settings. `corpus`: the digest of what it reads, by the key of the source; of trainers."""
+    """One peer's published settings. `corpus`, of trainers only: source's key -> digest of the text that it reads."""
 
     shared: bytes
     corpus: Mapping[str, str] = field(default_factory=dict)
     token: bytes = b""
 
     def encode(self) -> bytes:
-        """The value of a record."""
+        """Encode as a record's value."""
         if not self.corpus:
             return self.shared
         tree = msgspec.json.decode(self.shared)
@@ -45,7 +45,7 @@ class PublishedSettings:
 
 
 def read_settings(value: bytes) -> PublishedSettings:
-    """The settings in a record's value; what is no such thing is `shared` as it is, and differs from everything."""
+    """Decode a record's value. An invalid value becomes `shared` unchanged, which differs from all valid settings."""
     try:
         tree = msgspec.json.decode(value)
         if not isinstance(tree, dict) or _CORPUS not in tree:
@@ -64,9 +64,9 @@ def _is_of_a_source(key: object, digest: object) -> bool:
 
 
 def differences(mine: bytes, theirs: bytes, files: Mapping[str, str] | None = None) -> list[str]:
-    """Every key in which two `shared_text`s differ, a sentence each; empty when they agree.
+    """A sentence for each key in which two `shared_text`s differ; empty if they agree.
 
-    `theirs` may be a stranger's bytes. `files`: key of a digest -> the file here that it is of.
+    `theirs` may be a stranger's bytes. `files`: key of a digest -> the local file with this digest.
     """
     try:
         published = msgspec.json.decode(theirs)
@@ -96,7 +96,7 @@ def _told(path: str, mine: object, theirs: object, file: str | None) -> str:
 
 
 def other_content(key: str, file: str, mine: str, theirs: str) -> str:
-    """A sentence on a file whose content is not that of the run's; an empty digest is an unknown one."""
+    """A sentence on a file whose content differs from the run's. An empty digest means unknown."""
     here = f"{_short(mine)} here" if mine else "no such file here"
     there = f"{_short(theirs)} there" if theirs else "unknown there"
     return f"{key}: {file[:200]} differs from the run's (sha256 {here}, {there})"

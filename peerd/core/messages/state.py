@@ -1,12 +1,13 @@
-"""A stage's state as one row of bytes, cut into pieces that are checked one by one, and the messages to ask for them.
+"""A stage's state as a byte array that is transferred in verified pieces, and the messages that request them.
 
-The tensors lie one after another in the order given, each at a multiple of STATE_ALIGN_BYTES, with zeros in between;
-the row is cut into pieces of STATE_PIECE_BYTES. Each piece has a SHA-256; the root, a SHA-256 over position, layout
-and all digests, stands for the whole state: equal roots mean equal bits at the same position. Giver and receiver both
-know the layout from their own stage, so no names and shapes travel, and nothing that a peer says decides how much
-memory is taken. Only a keeper of users' own loops has no model of its own: its run file has the layout's digest, and
-`read_layout` reads the text of that digest. Hostile input: a text of another digest, or of a run file whose author
-wrote anything (ValueError).
+The tensors are concatenated in the given order, each aligned to STATE_ALIGN_BYTES with zero padding; this byte array is
+cut into pieces of STATE_PIECE_BYTES. Each piece has a SHA-256. The root, a SHA-256 over position, layout and all piece
+digests, identifies the whole state: equal roots mean equal bits at the same position. Donor and receiver both know the
+layout from their own stage, so names and shapes are not sent, and no peer decides how much memory is allocated.
+
+Only a backbone that keeps checkpoints of users' own loops has no model: its run file has the layout's digest, and
+`read_layout` parses the text with that digest. Hostile input: a text with another digest, or a malformed text whose
+digest a run file's author chose (ValueError).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values; KeyError when there is no such dtype."""
+        """Bytes of the values. Raises KeyError for an unknown dtype."""
         return DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
@@ -56,7 +57,7 @@ class StateItem(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Bytes `begin` to `end` of one tensor, which stand at `offset` of a piece."""
+    """Bytes `begin` to `end` of one tensor, located at `offset` in a piece."""
 
     tensor: int
     begin: int
@@ -65,13 +66,13 @@ class Span(NamedTuple):
 
 
 class StateLayout:
-    """Layout of a state: the offset of each tensor in the row, and the pieces that the row is cut into."""
+    """Layout of a state: the offset of each tensor in the byte array, and the pieces of the byte array."""
 
     def __init__(self, tensors: Iterable[TensorSpec | StateItem], piece_bytes: int = STATE_PIECE_BYTES) -> None:
-        """Lay out the tensors in a row."""
+        """Assign each tensor its offset, in the given order."""
         self.tensors = [TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in tensors]
         self.piece_bytes = piece_bytes
-        self.begins: list[int] = []  # of each tensor, in the row
+        self.begins: list[int] = []  # offset of each tensor
         end = 0
         for spec in self.tensors:
             begin = -(-end // STATE_ALIGN_BYTES) * STATE_ALIGN_BYTES
@@ -80,16 +81,16 @@ class StateLayout:
         self.total_bytes = end
         self.pieces = -(-end // piece_bytes)
         text = "".join(f"{t.name}\0{t.dtype}\0{list(t.shape)}\0" for t in self.tensors)
-        self.text = text.encode()  # names, dtypes and shapes, for those who do not know them
+        self.text = text.encode()  # names, dtypes and shapes, for peers without the model
         self.digest = hashlib.sha256(self.text).digest()
 
     def piece(self, number: int) -> tuple[int, int]:
-        """Begin and end of piece `number` in the row."""
+        """Begin and end of piece `number` in the byte array."""
         begin = number * self.piece_bytes
         return begin, min(begin + self.piece_bytes, self.total_bytes)
 
     def spans(self, number: int) -> list[Span]:
-        """The parts of tensors that make up a piece."""
+        """The parts of tensors in a piece."""
         begin, end = self.piece(number)
         spans = []
         for tensor in range(max(0, bisect_right(self.begins, begin) - 1), len(self.begins)):
@@ -102,7 +103,7 @@ class StateLayout:
         return spans
 
     def cut_out(self, number: int, payloads: Sequence[memoryview]) -> memoryview:
-        """The bytes of a piece; a view where they lie in one tensor, else a copy. `payloads`: raw bytes by tensor."""
+        """The bytes of a piece: a view if they are in one tensor, else a copy. `payloads`: raw bytes of each tensor."""
         begin, end = self.piece(number)
         spans = self.spans(number)
         if len(spans) == 1 and spans[0].end - spans[0].begin == end - begin:
@@ -113,18 +114,18 @@ class StateLayout:
         return memoryview(joined)
 
     def views(self, row: memoryview) -> list[memoryview]:
-        """Each tensor's part of a whole row."""
+        """Each tensor's part of the whole byte array."""
         return [row[b : b + t.nbytes] for b, t in zip(self.begins, self.tensors, strict=True)]
 
     def root(self, position: Position, digests: bytes | bytearray | memoryview) -> bytes:
-        """Root hash of a state of this layout; `digests`: those of all pieces, joined."""
+        """Root hash of a state with this layout. `digests`: the digests of all pieces, concatenated."""
         lineage = position.lineage
         head = position.step.to_bytes(8, "big") + len(lineage).to_bytes(1, "big") + lineage
         return hashlib.sha256(_TAG + head + self.digest + digests).digest()
 
 
 def read_layout(text: bytes | bytearray | memoryview, digest: bytes) -> list[TensorSpec]:
-    """The tensors that `StateLayout.text` names; ValueError if it is not the text of this digest, or not valid."""
+    """Parse `StateLayout.text`. Raises ValueError if the text has another digest or is malformed."""
     if hashlib.sha256(text).digest() != digest:
         raise ValueError("the layout of the state has the wrong digest")
     parts = bytes(text).decode().split("\0")
@@ -154,11 +155,11 @@ Root = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class StateRequest(Message, frozen=True):
-    """Ask a donor what its state is at its current position: it freezes a copy and vouches for it.
+    """A request for the manifest of a donor's current state, of which it freezes a copy.
 
-    With a position, `state/1` gives the total that led on from it (one tensor, at the next position), and `kept/1` the
-    checkpoint of that position. Without one, `meet` is the step before which it shall not copy its state, if it
-    comes soon: donors that wait for the same step vouch for the same bits.
+    With a position `of`, `state/1` returns the manifest of the total of the step from that position (one tensor, at the
+    next position), and `kept/1` that of the checkpoint of that position. Without one, the donor waits until step
+    `meet`, if it comes soon, before it copies its state, so that all donors report the same bits.
     """
 
     run: Fingerprint
@@ -168,29 +169,29 @@ class StateRequest(Message, frozen=True):
 
 
 class StateManifest(Message, frozen=True):
-    """A donor's claim to a state; the same from all donors that hold the same bits at the same position."""
+    """A donor's description of a state; equal for all donors with the same bits at the same position."""
 
     position: Position
     layout: Root  # digest of the names, dtypes and shapes
-    root: Root  # digest of position, layout and the digests of all pieces; names the copy in further calls
+    root: Root  # digest of position, layout and all pieces' digests; identifies the copy in further calls
 
 
 class StateDigests(Message, frozen=True):
-    """Ask for the digests of a copy's pieces; the answer's frame has them all, uint8 [pieces, 32]."""
+    """A request for the digests of a copy's pieces; the answer's frame has all of them, uint8 [pieces, 32]."""
 
     run: Fingerprint
     root: Root
 
 
 class StateRelease(Message, frozen=True):
-    """The caller has what it wanted of a copy: the donor need not keep it for the caller's sake."""
+    """Notice that the caller is done with a copy, so that the donor need not keep it for the caller."""
 
     run: Fingerprint
     root: Root
 
 
 class StatePiece(Message, frozen=True):
-    """Ask for one piece of a copy; the answer's frame is its bytes."""
+    """A request for one piece of a copy; the answer's frame has its bytes."""
 
     run: Fingerprint
     root: Root

@@ -1,12 +1,12 @@
-"""The messages by which stage peers and trainers make global steps together, and what each field may hold.
+"""The messages by which stage peers and trainers make global steps together, and the bounds of each field.
 
-One conductor (a peer of stage 0) keeps the ledger of the step under way: which microbatches make up the batch, and
-which peer holds each one's gradient in each stage. Trainers and stage peers report to it by `sync` calls that wait for
-news; it closes the step by `prepare` (average inside each stage) and `commit` (step the optimizer) calls to the stage
-peers. Everything may be repeated: calls name microbatches, steps and attempts by id. In a delayed run a second ledger
-is open meanwhile, that of the step after: its microbatches are `early`. A microbatch's `seq` is unique for its trainer
-(session in the upper bits); the authenticated connection says which trainer that is. Senders keep these bounds, too:
-what is longer is sent in parts (the list of members, for example), or cut by a rule that stands at the field.
+One conductor (a peer of stage 0) keeps the ledger of the current step: which microbatches make up the batch, and which
+peer holds each one's gradient in each stage. Trainers and stage peers report to it in `sync` calls, which return when
+there is news. It closes the step with `prepare` calls (average inside each stage) and `commit` calls (step the
+optimizer) to the stage peers. Every call may be repeated: microbatches, steps and attempts have ids. In a delayed run a
+second ledger is open at the same time, that of the following step; its microbatches are `early`. A microbatch's `seq`
+is unique for its trainer (session in the upper bits); the authenticated connection identifies the trainer. Senders keep
+the bounds, too: longer lists are sent in parts (such as the members), or cut as the field's comment says.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ StepNumber = Annotated[int, msgspec.Meta(ge=0, le=LAST_STEP)]
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=STAGES)]
 Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
-WorkRateTold = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # microbatches a second; neither NaN nor infinite
+ReportedWorkRate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # microbatches a second; neither NaN nor infinite
 SecondsPerByte = Annotated[float, msgspec.Meta(ge=0, le=LINE_S_PER_BYTE)]
 Foreseen = Annotated[float, msgspec.Meta(ge=0, le=FORESEEABLE_S)]  # seconds from now; neither NaN nor infinite
 Moment = Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]  # Unix time; neither NaN nor infinite
@@ -61,20 +61,20 @@ Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The conductor's signed word that it has admitted these microbatches of one trainer; see core/messages/proof.
+    """The conductor's signed statement that it admitted these microbatches of one trainer; see core/messages/proof.
 
-    Without microbatches: that this trainer is the one that evaluates.
+    Without microbatches, it lets the trainer evaluate.
     """
 
     term: Term
     step: StepNumber
     seqs: Seqs
     signature: Signature
-    helped: bool = False  # the trainer has helped to make a step: it is a member of the run
+    helped: bool = False  # the trainer has helped to make a step, so it is a member of the run
 
 
 class GrantStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The content that a grant signs."""
+    """The content that a grant's signature covers."""
 
     run: Fingerprint
     term: Term
@@ -85,14 +85,14 @@ class GrantStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A stage peer's signed word that it holds a microbatch's gradient, as long as this session of its lasts."""
+    """A stage peer's signed statement that it holds a microbatch's gradient; valid until its session ends."""
 
     session: Seq
     signature: Signature
 
 
 class ReceiptStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The content that a receipt signs."""
+    """The content that a receipt's signature covers."""
 
     run: Fingerprint
     session: Seq
@@ -102,8 +102,9 @@ class ReceiptStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
-    """The position of a peer's parameters: the step, and the lineage of the commit that led there (differs after a
-    split).
+    """The position of a peer's parameters: the step, and the lineage of the commit that made it.
+
+    After a network split, two positions of the same step have different lineages.
     """
 
     step: StepNumber
@@ -111,24 +112,24 @@ class Position(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A living stage peer as the conductor knows it."""
+    """A live stage peer in the conductor's list of members."""
 
     peer: PeerText
     stage: StageNumber
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
-    ready: bool  # holds the parameters of the current step and serves
-    client: bool = False  # it can dial, and not be dialed
-    since: Moment = 0.0  # when it joined its stage; 0 of a helper
-    rate: WorkRateTold = 0.0  # microbatches a second, as far as batches bear it out; 0: not known
-    helped: bool = False  # its peer has helped to make a step: it is a member of the run
-    rests: bool = False  # it contributes no gradients for now, and makes no steps
+    ready: bool  # has the parameters of the current step, and serves
+    client: bool = False  # it can dial, but not be dialed
+    since: Moment = 0.0  # when it joined its stage; 0 for a helper
+    rate: ReportedWorkRate = 0.0  # microbatches/s, as reported and confirmed by past batches; 0: unknown
+    helped: bool = False  # it has helped to make a step, so it is a member of the run
+    rests: bool = False  # it currently contributes no gradients and makes no steps
 
 
 class MemberNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Changes of the conductor's list of members between two versions; see machine/conductor/member_list."""
 
-    since: Version  # the list that these are changes to; 0: an empty one
-    version: Version  # what it is with these changes
+    since: Version  # of the list before these changes; 0: the empty list
+    version: Version  # of the list after these changes
     changed: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)]
     gone: Annotated[list[PostText], msgspec.Meta(max_length=MAX_MEMBERS)]
     more: bool  # there are further changes, for the next answer
@@ -138,95 +139,97 @@ Mode = Literal["node", "client", "aux"]  # sends a vector and sums a share; only
 
 
 class LineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A peer's own figures of its line, and its part in averaging; rates of 0: unknown."""
+    """A peer's own bandwidth figures and its role in averaging; a rate of 0 is unknown."""
 
     mode: Mode = "node"
     up_bytes_per_s: Rate = 0.0
     down_bytes_per_s: Rate = 0.0
-    elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vector that it brings; 0: none
+    elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vector that it averages; 0: none
     dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # of that vector
-    further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vector that it brings right after that
-    up_measured: bool = False  # the rate is what was seen to pass: the line may carry more
+    further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of a second vector, right after the first
+    up_measured: bool = False  # the rate was observed in transfers: the line may carry more
     down_measured: bool = False
 
 
 class PostLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A post's own figures of its work in the last minute or so."""
+    """A post's own figures of its load during about the last minute."""
 
-    rate: WorkRateTold = 0.0  # microbatches a second of a device that is never idle; 0: not known yet
-    busy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # share of the time in which it computed
-    queue: Annotated[float, msgspec.Meta(ge=0, le=MICROBATCHES)] = 0.0  # microbatches that waited, the mean
-    movable: bool = False  # it would serve another stage, if the conductor says so
+    rate: ReportedWorkRate = 0.0  # microbatches/s of its device if it were never idle; 0: not known yet
+    busy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # fraction of time spent computing
+    queue: Annotated[float, msgspec.Meta(ge=0, le=MICROBATCHES)] = 0.0  # mean number of waiting microbatches
+    movable: bool = False  # it can move to another stage at the conductor's order
 
 
 class MemberSync(Message, frozen=True):
-    """A stage peer's report to the conductor; the answer waits until something changed."""
+    """A stage peer's report to the conductor, which answers when something has changed."""
 
     run: Fingerprint
     session: Seq
     stage: StageNumber
     position: Position
-    prepared: Position | None  # where a commit would lead, when an average lies ready
-    # Checkpoints it could return to: those it has recalled from a backbone, and the newest of the others.
+    prepared: Position | None  # the position after a commit, if an average is ready
+    # Checkpoints it could return to: those it has fetched from a backbone, and the newest of its own.
     saved: Annotated[list[Position], msgspec.Meta(max_length=SAVED_TOLD)]
-    held: Mbs | None  # None: as reported before
-    counted: Mbs  # what it contributed to the last mean it has; only together with `held`
+    held: Mbs | None  # None: unchanged since the last report
+    counted: Mbs  # its microbatches in its last mean; only together with `held`
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
     since: Moment  # when it joined the stage
     term: Term  # the highest it has seen
-    seen: Version  # of the answer it had
+    seen: Version  # of the last answer
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
-    line: LineInfo | None = None  # None: as said before, or nothing known; mode "aux": a helper, not a member
-    early: Mbs = msgspec.field(default_factory=Mbs)  # held for the step after; only together with `held`
-    digest: Digest = b""  # of the last mean it has, as in Prepared; only together with `held`
-    listed: Version = 0  # of the list of members that it has
-    load: PostLoad | None = None  # None: as said before, or nothing known
-    # Positions of the swarm, the newest last, that it took part in or was told of; only together with `held`.
+    line: LineInfo | None = None  # None: unchanged or unknown; mode "aux": a helper, not a member
+    early: Mbs = msgspec.field(default_factory=Mbs)  # held for the following step; only together with `held`
+    digest: Digest = b""  # of its last mean, as in Prepared; only together with `held`
+    listed: Version = 0  # of its list of members
+    load: PostLoad | None = None  # None: unchanged or unknown
+    # Positions of the swarm, newest last, that it took part in or learned of; only together with `held`.
     witnessed: Annotated[list[Position], msgspec.Meta(max_length=SEEN_POSITIONS)] = msgspec.field(default_factory=list)
 
 
 class Forecast(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Seconds until the batch under way is whole, and until the step that it makes is done."""
+    """Predicted seconds until the current batch is complete, and until its step is done."""
 
     whole_in_s: Foreseen
     step_in_s: Foreseen
 
 
 class MemberAnswer(Message, frozen=True):
+    """The conductor's answer to a stage peer's report."""
+
     term: Term
-    current: Position | None  # where members should stand; None while they are on their way
-    complete: bool  # every stage has a ready peer
+    current: Position | None  # that members should have; None while they move between positions
+    complete: bool  # the run has made all its steps
     waits_for: WaitsText
-    resend: bool  # the conductor does not know this session: say what you hold
+    resend: bool  # the conductor does not know this session, so the next report must include `held`
     version: int
-    members: MemberNews | None  # None: the list that it has is the newest
-    forecast: Forecast | None = None  # of the step under way; None: nobody knows
-    lost: bool = False  # there is no position that every stage can reach: what others keep is needed
-    # While `lost`: positions with proof, the newest first; a checkpoint of one that a backbone keeps is wanted.
+    members: MemberNews | None  # None: the member's list is the newest
+    forecast: Forecast | None = None  # of the current step, or None if unknown
+    lost: bool = False  # no position is available in every stage: checkpoints of others are needed
+    # While `lost`: proven positions, newest first; the member should fetch a backbone's checkpoint of one of them.
     wanted: Annotated[list[Position], msgspec.Meta(max_length=KEPT_SETS)] = msgspec.field(default_factory=list)
-    apart: bool = False  # the position in the report is unknown here: it may be of another part of the run
-    rests: Rest | None = None  # it contributes no gradients for now, and makes no steps
-    spared: bool = False  # its gradient of this step is in a sum: others of its stage take what is still to be done
+    apart: bool = False  # the conductor does not know the reported position: it may be of another part of the run
+    rests: Rest | None = None  # if set, the member contributes no gradients and makes no steps for now
+    spared: bool = False  # its gradient of this step is in a sum, so other peers compute the remaining microbatches
 
 
 class ListMembers(Message, frozen=True):
-    """A question of a peer that is about to choose a stage: which members does the conductor know?"""
+    """A request for the conductor's list of members, by a peer that is about to choose a stage."""
 
     run: Fingerprint
-    listed: Version = 0  # of the list that it has
+    listed: Version = 0  # of the list that the caller has
 
 
 class MembersListed(Message, frozen=True):
-    """The conductor's list, as in MemberAnswer, and the stages of which a member has a state beyond the start."""
+    """The conductor's list, as in MemberAnswer; `held` are the stages of which a member has a state after step 0."""
 
     members: MemberNews | None
     held: Annotated[list[StageNumber], msgspec.Meta(max_length=STAGES)]
-    # Microbatches a second that the peers of each stage can do, as the conductor believes; empty: not known.
-    capacity: Annotated[list[WorkRateTold], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
+    # Estimated microbatches/s of all peers of each stage together; empty: unknown.
+    capacity: Annotated[list[ReportedWorkRate], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
 
 
 class WhichPosts(Message, frozen=True):
-    """A question which stages of a run a peer serves at this moment: its records may be of an earlier life."""
+    """A request for the stages of a run that a peer serves now. Its DHT records may be from before a restart."""
 
     run: Fingerprint
 
@@ -238,53 +241,55 @@ class PostsHeld(Message, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A microbatch of the calling trainer and the holders of its gradient, stage by stage ("" where there is none)."""
+    """A microbatch of the calling trainer, and the holder of its gradient in each stage ("" if there is none)."""
 
     seq: Seq
     holders: Annotated[list[PeerText], msgspec.Meta(max_length=STAGES)]
-    # What the holders signed, in the same order; shorter, or None at a place: nothing to show.
+    # The holders' receipts, in the same order; None, or a shorter list: no receipt.
     receipts: Annotated[list[Receipt | None], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
 
 
 class TrainerSync(Message, frozen=True):
-    """A trainer's report; the answer waits until something changed for it."""
+    """A trainer's report to the conductor, which answers when something has changed for the trainer."""
 
     run: Fingerprint
     term: Term  # the highest it has seen
     step: StepNumber  # the step these microbatches belong to
-    open: Seqs  # begun or wished for, in the trainer's order of preference
-    done: Annotated[list[Done], msgspec.Meta(max_length=MAX_MICROBATCHES)]  # news since the last answer
-    seen: Version  # of the view it has
-    seen_members: Version  # of the list of members that it has
+    open: Seqs  # begun or requested, in the trainer's order of preference
+    done: Annotated[list[Done], msgspec.Meta(max_length=MAX_MICROBATCHES)]  # finished since the last answer
+    seen: Version  # of the last answer
+    seen_members: Version  # of its list of members
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
-    early: Seqs = msgspec.field(default_factory=Seqs)  # of `open` and `done`, those begun for the step after
-    # It cannot do these: it was told to repeat them and has them no more, or they have no finite gradient.
+    early: Seqs = msgspec.field(default_factory=Seqs)  # of `open` and `done`, those begun for the following step
+    # Microbatches that it cannot compute: it was asked to repeat them and no longer has them, or gradients not finite.
     unknown: Seqs = msgspec.field(default_factory=Seqs)
 
 
 class Redo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A microbatch whose gradient a stage has lost: repeat it on that stage alone."""
+    """An order to repeat a microbatch on one stage, which has lost its gradient."""
 
     seq: Seq
     stage: StageNumber
 
 
 class TrainerAnswer(Message, frozen=True):
+    """The conductor's answer to a trainer's report."""
+
     term: Term
     step: StepNumber
-    taken: bool  # False: report `done` again later
+    taken: bool  # False: the trainer must report `done` again later
     admitted: Seqs  # all of this trainer's microbatches that count towards `step`
-    redo: Annotated[list[Redo], msgspec.Meta(max_length=REDO_AT_ONCE)]  # the first; others when these are done
-    counted: Seqs | None  # those of this trainer in the batch of the step it reported on; None: not known
-    evaluate: Grant | None  # for the one trainer that evaluates, to be shown to stage peers; None: it is another one
+    redo: Annotated[list[Redo], msgspec.Meta(max_length=REDO_AT_ONCE)]  # the first; others follow when these are done
+    counted: Seqs | None  # this trainer's microbatches in the batch of the reported step, or None if unknown
+    evaluate: Grant | None  # for the trainer that evaluates, to send to stage peers; None for all others
     complete: bool  # the run has made all its steps
     waits_for: WaitsText
     version: int
     members: MemberNews | None  # as in MemberAnswer
     forecast: Forecast | None = None  # as in MemberAnswer
-    early: Seqs = msgspec.field(default_factory=Seqs)  # as `admitted`, for the step after; only in a delayed run
-    counted_early: Seqs | None = msgspec.field(default_factory=Seqs)  # as `counted`, of the step after that one
-    grant: Grant | None = None  # of `admitted`, to be shown to stage peers; None: nothing is admitted
+    early: Seqs = msgspec.field(default_factory=Seqs)  # like `admitted`, for the following step of a delayed run
+    counted_early: Seqs | None = msgspec.field(default_factory=Seqs)  # like `counted`, for the step after that one
+    grant: Grant | None = None  # of `admitted`, to send to stage peers, or None if nothing is admitted
     grant_early: Grant | None = None  # of `early`
 
 
@@ -300,9 +305,9 @@ class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Prepare(Message, frozen=True):
-    """Take part in one group's sum of a stage's gradients of `step`; the answer comes when the sum lies ready.
+    """An order to sum the gradients of `step` in one group of a stage; the answer is sent when the sum is ready.
 
-    A member brings the gradient of its own microbatches, or a sum that an earlier order gave it.
+    A member sends the gradient of its own microbatches, or the sum of an earlier order.
     """
 
     run: Fingerprint
@@ -310,40 +315,44 @@ class Prepare(Message, frozen=True):
     step: StepNumber
     attempt: AttemptName
     lineage: Lineage  # of the step after the commit
-    # Peers of the stage that average: those that bring something, in the order of the sum, and then `listeners`.
+    # Peers of the stage that average: senders, in the order of the sum, followed by `listeners`.
     group: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]
-    assigned: Mbs  # this member's own in the sum; what it brings of its own holds nothing else
+    assigned: Mbs  # this member's microbatches in the sum; its own gradient includes no others
     samples: Annotated[int, msgspec.Meta(ge=1)]  # of the whole batch
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=RPC_ROUND_DEADLINE_S)]
-    # Everyone in the round in the order of the cut, the group and helpers; empty: the group in equal shares.
+    # All peers of the round, helpers included, in the order of their shares; empty: the group, in equal shares.
     split: Annotated[list[Party], msgspec.Meta(max_length=MAX_MEMBERS)] = msgspec.field(default_factory=list)
-    part_bytes: Annotated[int, msgspec.Meta(ge=0, le=AVERAGE_PART_BYTES)] = 0  # at most; 0: as the run file says
+    part_bytes: Annotated[int, msgspec.Meta(ge=0, le=AVERAGE_PART_BYTES)] = 0  # at most; 0: as in the run file
     elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vectors, for helpers
-    dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # likewise
-    further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of a second sum; 0: there is none
-    s_per_byte: SecondsPerByte = 0.0  # a round's time over the vector's bytes; 0: a line is not stated
-    stage: StageNumber = 0  # which of the stages that the peer serves or helps
-    # These of the group bring nothing and take the sum.
+    dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # of the vectors, for helpers
+    further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # elements of a second sum; 0: none
+    s_per_byte: SecondsPerByte = 0.0  # a round's time over the vector's bytes, for pacing; 0: some line is unknown
+    stage: StageNumber = 0  # the peer may serve or help several
+    # Members of the group that send nothing and receive the sum.
     listeners: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)] = msgspec.field(default_factory=list)
-    copy: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)] = 0  # which of the groups that make the same sum, from 0,
-    copies: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)] = 1  # and how many of them there are
-    # The order that gave the sum that this member brings, or keeps if it listens; without one it brings its own.
+    copy: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)] = 0  # index of this group among those with the same sum,
+    copies: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)] = 1  # and their number
+    # The attempt whose sum this member sends, or keeps if it is a listener. If None, it sends its own gradient.
     brings: AttemptName | None = None
-    last: bool = True  # the result is the sum of the batch, for the step; else a later order has it brought
-    second: bool = False  # of gradients in factors: it brings its second factors, made with the sum that it has
-    leads: bool = True  # it brings what only one member of the stage may bring
+    last: bool = True  # the result is the sum of the whole batch; else a later order continues with it
+    second: bool = False  # of PowerSGD: the member sends its second factors, computed from the sum that it has
+    leads: bool = True  # it contributes the buffers that only one member of the stage may contribute
 
 
 class Prepared(Message, frozen=True):
+    """The answer to Prepare: whether the sum is ready, else why not."""
+
     ok: bool
     missing: Mbs  # assigned, but not held here
-    lost: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # members that failed this one
-    digest: Digest = b""  # SHA-256 of the mean that lies ready, as bytes in the order of the vector; "" of a helper
-    refused: Mbs = msgspec.field(default_factory=Mbs)  # assigned, held, and of values that cannot be summed
-    absent: bool = False  # the sum that it is to bring is not here
+    lost: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # group members that failed this one
+    digest: Digest = b""  # SHA-256 of the prepared mean, as bytes in the order of the vector; "" of a helper
+    refused: Mbs = msgspec.field(default_factory=Mbs)  # assigned and held, but their values cannot be summed
+    absent: bool = False  # the sum that it should send is not here
 
 
 class Commit(Message, frozen=True):
+    """An order to step the optimizer with the prepared mean, to position `target`."""
+
     run: Fingerprint
     term: Term
     target: Position
@@ -351,7 +360,7 @@ class Commit(Message, frozen=True):
 
 
 class Restore(Message, frozen=True):
-    """Return to a saved position: the swarm has no common newer one."""
+    """An order to return to the checkpoint of `target`, the newest position that the swarm has in common."""
 
     run: Fingerprint
     term: Term
@@ -360,7 +369,7 @@ class Restore(Message, frozen=True):
 
 
 class Relocate(Message, frozen=True):
-    """Serve stage `target` in place of `stage`. The answer, empty, says that the peer will try; else it refuses."""
+    """An order to serve stage `target` instead of `stage`. An empty answer means that the peer will try."""
 
     run: Fingerprint
     term: Term
@@ -370,56 +379,56 @@ class Relocate(Message, frozen=True):
 
 
 class Moved(Message, frozen=True):
-    """The answer to commit and restore: where the member stands now."""
+    """The answer to commit and restore: the member's new position."""
 
     position: Position
     digest: Digest = b""  # of a commit: of the mean that it stepped with,
-    signature: Signature = b""  # and its signature of that; see core/messages/commits
+    signature: Signature = b""  # and its signature of the commit; see core/messages/commits
 
 
 class Conducts(Message, frozen=True):
-    """A conductor's answer that it is one: the term it acts in, and the position of its members (None: unknown)."""
+    """A conductor's answer to WhoConducts: its term, and the position of its members, or None if unknown."""
 
     term: Term
     current: Position | None = None
 
 
 class Leave(Message, frozen=True):
-    """A peer says goodbye, so that nobody waits for it: at one stage, or (None) as a trainer."""
+    """Notice that the sender leaves: the given stage, or, if None, as a trainer. Nobody then waits for it."""
 
     run: Fingerprint
     stage: StageNumber | None = None
 
 
 class WhoConducts(Message, frozen=True):
-    """A question whether a peer conducts a run."""
+    """A request to a peer to report whether it conducts a run."""
 
     run: Fingerprint
 
 
 class StageForward(Message, frozen=True):
-    """Input as the call's first frame; `step` None: an evaluation, at whatever step the stage is."""
+    """A forward call; the first frame is the input. With `step` None, an evaluation at the stage's current step."""
 
     run: Fingerprint
     stage: StageNumber
     step: StepNumber | None
-    line_bytes_per_s: Rate = 0.0  # the slowest line that the answer has to pass, as the caller knows; 0: unknown
-    seq: Seq = 0  # the microbatch; of no meaning in an evaluation
-    grant: Grant | None = None  # by which the conductor admitted `seq` to `step`, or lets the caller evaluate
+    line_bytes_per_s: Rate = 0.0  # the slowest known connection on the answer's path; 0: unknown
+    seq: Seq = 0  # the microbatch; unused in an evaluation
+    grant: Grant | None = None  # the conductor's, which admits `seq` to `step`, or lets the caller evaluate
 
 
 class StageLoss(Message, frozen=True):
-    """Inputs and targets as frames: the mean loss of the samples, at the last stage. Part of an evaluation."""
+    """A call to the last stage in an evaluation: compute the samples' mean loss. Frames: inputs, targets."""
 
     run: Fingerprint
     stage: StageNumber
-    grant: Grant | None = None  # by which the conductor lets the caller evaluate
+    grant: Grant | None = None  # the conductor's, which lets the caller evaluate
 
 
 class StageBackward(Message, frozen=True):
-    """Inputs, then output gradients (targets at the last stage), as frames. Counts once per (step, seq).
+    """A backward call. Frames: inputs, then output gradients (targets at the last stage). Counts once per (step, seq).
 
-    In a delayed run `step`, here and in StageForward, may be the one after the stage's.
+    In a delayed run `step`, here and in StageForward, may be the step after the stage's current one.
     """
 
     run: Fingerprint
@@ -427,27 +436,32 @@ class StageBackward(Message, frozen=True):
     step: StepNumber
     seq: Seq
     line_bytes_per_s: Rate = 0.0  # as in StageForward
-    grant: Grant | None = None  # by which the conductor admitted `seq` to `step`
+    grant: Grant | None = None  # the conductor's, which admits `seq` to `step`
 
 
 class StageAnswer(Message, frozen=True):
-    """The output, or the input's gradient, as the answer's frame (none in the first stage's backward)."""
+    """Answer to StageForward, StageLoss and StageBackward; its frame is the output or the gradient of the input.
 
-    loss_sum: float = 0.0  # over samples; the last stage's backward and loss
+    The first stage's backward has no frame.
+    """
+
+    loss_sum: float = 0.0  # over samples; of the last stage's backward and loss
     service_s: float = 0.0  # seconds of computing, for routing
-    arrival_bytes_per_s: Rate = 0.0  # how fast the caller's frames arrive here; 0: unknown
-    receipt: Receipt | None = None  # of a backward: for the caller to show to the conductor
+    arrival_bytes_per_s: Rate = 0.0  # rate at which the caller's frames arrive here; 0: unknown
+    receipt: Receipt | None = None  # of a backward; the caller sends it to the conductor
 
 
 class AverageAlive(Message, frozen=True):
-    """The answer of a member that takes part in a round's attempt; `coming`: it is still in the sum before this."""
+    """The answer of a member that takes part in an averaging attempt. `coming`: it is still busy with another sum."""
 
     coming: bool = False
-    idle_s: Annotated[float, msgspec.Meta(ge=0, le=RPC_ROUND_DEADLINE_S)] = 0.0  # since bytes of others came or left
+    idle_s: Annotated[float, msgspec.Meta(ge=0, le=RPC_ROUND_DEADLINE_S)] = 0.0  # since it last sent or received bytes
 
 
 class AverageKey(Message, frozen=True):
-    """One part of one averaging round, as the call's frame; the answer's frame is the sum of all members'."""
+    """One part of a vector in an averaging round, as the call's frame; the answer's frame is the sum of all members'
+    parts.
+    """
 
     attempt: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     part: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]

@@ -1,17 +1,16 @@
-"""Tokens: what an organizer signs to let a peer into a run, and the list of revoked ones.
+"""Tokens, by which an organizer admits a peer to a run, and the list of revoked tokens.
 
-A token names one peer by its key, so it is no secret: whoever copies it cannot use it. It says for which run, under
-what name, for which roles and until when. A revocation list has a number that only grows: an older list never
-replaces a newer one. Both are signed over a domain tag and their bytes, and have exactly one encoding. Whether a
-token counts now is `fault`'s business; whose connection it came over, the caller's.
+A token contains one peer's public key, so it need not be secret: a copy is useless to other peers. It also has the run,
+a name, the allowed roles and the expiry. A revocation list has a number that only grows, so that an older list never
+replaces a newer one. Both are signed over a domain tag and their bytes, and have exactly one encoding. `fault` decides
+whether a token is valid now; the caller checks that it came over the holder's own connection.
 
-On the wire: the organizer's signature, 64 bytes, then the body in msgpack. As text, for files and for copying: a word
-that says what it is, and base64url; white space in it means nothing.
+On the wire: the organizer's signature, 64 bytes, then the body in msgpack. As text, for files and for copying: a prefix
+that names the type, then base64url; white space is ignored.
 
-A hostile peer may send: anything shorter or longer, bodies that are no token, other encodings of a genuine one,
-unprintable names, another's token, an expired one, one of another run, one that nobody or someone else signed, an old
-list. `unseal` raises ProtocolViolation for the first three; `fault`, the signature and the list's number settle the
-rest.
+A hostile peer may send: data of a wrong length, invalid bodies, other encodings of a genuine token, unprintable names;
+another peer's token, an expired one, one of another run, one with an invalid signature, an old list. `unseal` raises
+ProtocolViolation for the former; `fault`, `signed_by` and the list's number detect the latter.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from peerd.core.limits import REVOKED_BYTES, REVOKED_TOKENS, TOKEN_BYTES, TOKEN_
 from peerd.core.messages.encoding import Message, decode, encode
 from peerd.core.record import Signer
 
-NO_TOKEN: Final = "no valid token"  # how every refusal for want of one begins: the caller then shows its own again
+NO_TOKEN: Final = "no valid token"  # prefix of every refusal for lack of a token: the caller then sends its token again
 ID_BYTES: Final = 8
-_MAX_S: Final = 1 << 38  # the year 10680: no calendar function fails on it
+_MAX_S: Final = 1 << 38  # the year 10680, valid for calendar functions
 
 Seconds = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_S)]  # Unix time
 TokenId = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -42,7 +41,7 @@ RevokedData = Annotated[bytes, msgspec.Meta(max_length=REVOKED_BYTES)]  # a seal
 
 
 class Token(Message, frozen=True):
-    """The organizer's statement: this peer may take part in this run, in these roles, until then."""
+    """The organizer's permission for one peer to take part in a run, in these roles, until `expires`."""
 
     id: TokenId
     public_key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # of the peer that may use it
@@ -58,9 +57,9 @@ class Token(Message, frozen=True):
 
 
 class Revoked(Message, frozen=True):
-    """The tokens of one organizer that count no more, apart from those that expired anyway."""
+    """The revoked tokens of one organizer, without those that have expired."""
 
-    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # grows with each change
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # increases with each change
     ids: Annotated[list[TokenId], msgspec.Meta(max_length=REVOKED_TOKENS)]
 
 
@@ -71,7 +70,7 @@ _SIZES: Final[dict[type, int]] = {Token: TOKEN_BYTES, Revoked: REVOKED_BYTES}
 
 
 def seal(body: Token | Revoked, organizer: Signer) -> bytes:
-    """`body` with the organizer's signature, as it travels. ConfigError when it cannot be one."""
+    """Encode and sign `body` as the organizer. Raises ConfigError if the content is invalid."""
     content = encode(body)
     try:
         signed = organizer.sign(_DOMAINS[type(body)] + content) + content
@@ -82,9 +81,7 @@ def seal(body: Token | Revoked, organizer: Signer) -> bytes:
 
 
 def unseal(kind: type[S], data: bytes) -> S:
-    """The content of a sealed message; ProtocolViolation when it has not that form. Does not check the signature: see
-    `signed_by`.
-    """
+    """Decode a sealed token or list. Raises ProtocolViolation. Does not verify the signature: see `signed_by`."""
     if not SIGNATURE_BYTES < len(data) <= _SIZES[kind]:
         raise ProtocolViolation(f"a {kind.__name__} of {len(data)} bytes; allowed: up to {_SIZES[kind]}")
     body: S = decode(kind, data[SIGNATURE_BYTES:])
@@ -102,12 +99,15 @@ def unseal(kind: type[S], data: bytes) -> S:
 
 
 def signed_by(organizer: PeerId, kind: type[Token] | type[Revoked], data: bytes) -> bool:
-    """True when `organizer` sealed this."""
+    """True if the signature in `data` is the organizer's."""
     return verify(organizer, _DOMAINS[kind] + data[SIGNATURE_BYTES:], data[:SIGNATURE_BYTES])
 
 
 def fault(token: Token, run: str, holder: PeerId, now: float) -> str | None:
-    """Why the token does not count for `holder` at corrected Unix time `now`; None when only its signature is open."""
+    """Reason why the token is invalid for `holder` at corrected Unix time `now`, or None if it is valid.
+
+    Does not verify the signature.
+    """
     if token.public_key != holder.public_key:
         return f"the token shown is that of peer {token.peer.short}"
     if token.run != run:
@@ -118,7 +118,7 @@ def fault(token: Token, run: str, holder: PeerId, now: float) -> str | None:
 
 
 def age(seconds: float) -> str:
-    """A span of time as people say it: `45 s`, `3 h`, `12 days`."""
+    """A duration as text for people: `45 s`, `3 h`, `12 days`."""
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -126,12 +126,12 @@ def age(seconds: float) -> str:
 
 
 def to_text(kind: type[Token] | type[Revoked], data: bytes) -> str:
-    """Sealed bytes as one line of text."""
+    """Encode sealed bytes as one line of text."""
     return _WORDS[kind] + base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
 def from_text(kind: type[Token] | type[Revoked], text: str) -> bytes:
-    """The sealed bytes that a text stands for, well formed; ProtocolViolation otherwise. Not yet their signature."""
+    """Decode text into sealed bytes. Raises ProtocolViolation if malformed. Does not verify the signature."""
     word = _WORDS[kind]
     if len(text) > 4 * _SIZES[kind]:
         raise ProtocolViolation(f"a text of {len(text)} characters is too long")
@@ -150,7 +150,7 @@ def from_text(kind: type[Token] | type[Revoked], text: str) -> bytes:
 
 
 def normal_roles(roles: Iterable[str]) -> list[str]:
-    """Names of roles as a token lists them."""
+    """Role names in a token's form: stripped, sorted, without duplicates."""
     return sorted({role.strip() for role in roles} - {""})
 
 

@@ -1,1 +1,1 @@
-"""Sizes of a run's model, from its run file alone: shapes, cut into stages, work, bytes, memory. No torch."""
+"""Sizes of a run's model, from its run file alone: shapes, stages, FLOPs, bytes, memory. No torch."""

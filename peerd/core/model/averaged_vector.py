@@ -1,6 +1,6 @@
-"""Vector of a stage's gradients that averaging sums: its size, and the check that rounds can carry it.
+"""Vector of a stage's gradients that averaging sums: its size, and the check that averaging rounds can carry it.
 
-Doctor, a stage that is about to be built, and a model that was built are checked by the same function.
+`peerd doctor`, a stage before it builds its model, and a stage with its model make the same check.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from peerd.core.run.runfile import AveragingSection
 
 
 def vector_sizes(section: AveragingSection, shapes: Iterable[Sequence[int]]) -> tuple[int, int]:
-    """Values of the first and of the second vector of a round, for tensors of these shapes. Only powersgd has a second
-    one: it sends two factors of a matrix, unless the matrix has fewer values.
+    """Number of values in the first and second vector of an averaging round, for tensors of these shapes.
+
+    Only powersgd has a second vector: it sends two factors of each matrix, unless the matrix itself is no larger.
     """
     first = second = 0
     for shape in shapes:
@@ -30,7 +31,7 @@ def vector_sizes(section: AveragingSection, shapes: Iterable[Sequence[int]]) -> 
 
 
 def check_vector(section: AveragingSection, values: int, item_bytes: int) -> None:
-    """Raise ConfigError if rounds cannot carry a vector of so many values, as the run would only stall."""
+    """Raise ConfigError if averaging rounds cannot carry a vector of `values` values, since the run would stall."""
     if values > FRAME_ELEMENTS:
         least = "cut the model into more stages (pipeline.stages)"
         raise ConfigError(f"a stage's gradient has {values} values; allowed: up to {FRAME_ELEMENTS}: {least}")

@@ -1,6 +1,6 @@
-"""Shapes of a gpt's parameters and its cut into stages, as functions of the run file and the size of the vocabulary.
+"""Shapes of a gpt's parameters and its division into stages, computed from the run file and the vocabulary size.
 
-The modules that have these parameters are `compute/model`'s; a test holds the two together. Shapes as torch has them:
+The torch modules with these parameters are in `compute/model`; a test checks that both agree. Shapes are torch's:
 a matrix is [out, in].
 """
 
@@ -17,14 +17,17 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def feed_forward_width(d_model: int) -> int:
-    """F: 8/3 of D, so that three matrices weigh what two of 4 D would; a multiple of 16."""
+    """F, the width of the gated feed-forward: 8/3 of `d_model` (D), rounded up to a multiple of 16.
+
+    Its three matrices then have as many values as the two matrices of an ungated layer of width 4 D.
+    """
     return -(-8 * d_model // (3 * 16)) * 16
 
 
 def stage_spans(run: RunFile, vocab_size: int) -> list[range]:
-    """Blocks of each stage of a gpt: the slowest stage is as fast as it can be, given the head's cost.
+    """Blocks of each stage of a gpt, chosen so that the slowest stage costs as little as possible.
 
-    Cost in multiply-adds per token: a block's matrices and its attention, and the head's matrix for the last stage.
+    Costs are multiply-adds per token: a block's matrices and attention, and the head's matrix in the last stage.
     """
     m, stages = run.model, run.pipeline.stages
     block = m.d_model * (4 * m.d_model + 3 * feed_forward_width(m.d_model) + m.context)
@@ -41,27 +44,30 @@ def stage_spans(run: RunFile, vocab_size: int) -> list[range]:
 
 
 def even_parts(count: int, parts: int) -> list[range]:
-    """0 .. count cut into parts whose lengths differ by at most one, longer ones first."""
+    """0 to `count` cut into `parts` ranges whose lengths differ by at most one, longer ones first."""
     short, longer = divmod(count, parts)
     starts = [part * short + min(part, longer) for part in range(parts + 1)]
     return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
 def first_with_experts(run: RunFile) -> int:
-    """The block from which on all have experts for their feed-forward; in a run without experts, none has."""
+    """Index of the first block whose feed-forward is a layer of experts; all later blocks have experts, too.
+
+    Returns the number of blocks if the run has no experts.
+    """
     if run.experts is None:
         return run.model.layers
     return max(0, run.model.layers - grid_of(run).layers)
 
 
 def need_known_sizes(run: RunFile) -> None:
-    """ConfigError for a model of the user's own: only its code knows its layers."""
+    """Raise ConfigError for a user's own model, whose layer sizes only its code knows."""
     if run.model.kind != "gpt":
         raise ConfigError(f"model.kind {run.model.kind}: only its own code knows the sizes of its layers")
 
 
 def stage_shapes(run: RunFile, stage: int, vocab_size: int) -> Shapes:
-    """Shape of each parameter of a stage of a gpt, by its name in the whole model; ConfigError for other kinds."""
+    """Shape of each parameter of a gpt's stage, by its name in the whole model. ConfigError for other models."""
     need_known_sizes(run)
     width, blocks = run.model.d_model, stage_spans(run, vocab_size)[stage]
     shapes: Shapes = {"embed.table": (vocab_size, width)} if stage == 0 else {}
@@ -77,7 +83,9 @@ def stage_shapes(run: RunFile, stage: int, vocab_size: int) -> Shapes:
 
 
 def _block(name: str, width: int, scores: int | None = None) -> Shapes:
-    """A transformer layer; with `scores`, one whose feed-forward experts elsewhere do: a gate of so many scores."""
+    """Shapes of a transformer block. With `scores`, it has a gate of that many outputs instead of a feed-forward,
+    which experts on other peers compute.
+    """
     feed = feed_forward_width(width)
     shapes: Shapes = {
         "attention_norm.gain": (width,),
@@ -93,5 +101,5 @@ def _block(name: str, width: int, scores: int | None = None) -> Shapes:
 
 
 def count_of(shapes: Shapes) -> int:
-    """Parameters of these shapes."""
+    """Number of parameters with these shapes."""
     return sum(map(math.prod, shapes.values()))

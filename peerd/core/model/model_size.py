@@ -1,13 +1,13 @@
-"""Sizes of a run's stages, from its run file: parameters, FLOPs, bytes, memory, line.
+"""Sizes of a run's stages, from its run file: parameters, FLOPs, bytes sent, memory, required bandwidth.
 
-Multiply-adds of a token: one for each value of a matrix that it passes, and of attention `context` x D in each layer
-(half of the square, for it is causal). A FLOP is half a multiply-add; forward and backward together are three forwards:
-so 6 N FLOPs a token for N values in matrices, besides attention. Where the trainer carries tensors from stage to stage,
-a stage keeps no activations: each but the last, which has a backward alone, computes its forward twice and gets its
-input twice.
+Multiply-adds per token: one for each value of each matrix, and `context` x D for attention in each layer (half of the
+full square, since it is causal). A multiply-add is two FLOPs, and forward plus backward cost three forwards: 6 N FLOPs
+per token for N values in matrices, plus attention. If the trainer carries tensors from stage to stage, stages keep no
+activations: all but the last receive their input twice and compute their forward twice. The last stage computes
+forward and backward in one call.
 
-The square-cube law (Ryabinin et al., 2023, section 3.1): the work of a layer grows with D^2, what it sends with D, so a
-stage of twice the width needs half the line to keep its device busy. Tokens and checksums are not counted.
+The square-cube law (Ryabinin et al., 2023, section 3.1): a layer's work grows with D^2, the bytes it sends with D. So a
+stage of twice the width needs half the bandwidth to keep its device busy. Tokens and checksums are not counted.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from peerd.core.model.stage_memory import ITEM_BYTES, StageFootprint, activation
 from peerd.core.run.runfile import RunFile
 
 _ROUNDED_BYTES: Final = {"bf16": 2, "fp16": 2}
-FLOPS_OF_TRAINING: Final = 6  # of each multiply-add of a forward: two for it, four for its backward
-FLOPS_AGAIN: Final = 2  # for the forward that is computed anew for the backward
+FLOPS_OF_TRAINING: Final = 6  # per multiply-add of a forward: two for the forward, four for the backward
+FLOPS_AGAIN: Final = 2  # for a forward that is recomputed for the backward
 
 
 @dataclass(frozen=True, slots=True)
 class StageSize:
-    """One stage. FLOPs and bytes are those of a microbatch where not said otherwise."""
+    """Sizes of one stage. FLOPs and bytes are per microbatch unless stated otherwise."""
 
     stage: int
     blocks: range
     parameters: int
-    layer_parameters: int  # of one of its blocks
+    layer_parameters: int  # of one block
     flops: int  # forward and backward of the model
-    work_flops: int  # what a peer of the stage computes: the forward that it repeats, too
-    gradient_bytes: int  # that a peer averages in a step
-    sent_bytes: int  # activations to the next stage; as many come back
-    line_bytes: int  # in the busier direction of a peer's line
+    work_flops: int  # that a peer of the stage computes, including a repeated forward
+    gradient_bytes: int  # that a peer averages per step, as they are sent
+    sent_bytes: int  # activations to the next stage; their gradients come back in the same size
+    line_bytes: int  # in the busier direction of a peer's connection
     footprint: StageFootprint
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that a peer needs, a device's own included."""
+        """Bytes of memory that a peer needs, device memory included."""
         return sum(self.footprint.on("cpu"))
 
     def saturating_rate(self, speed: float) -> float:
-        """Bytes a second, each way, of the line with which a device of `speed` FLOP/s never waits for it."""
+        """Bandwidth in bytes/s, each way, at which a device of `speed` FLOP/s never waits for the network."""
         return self.line_bytes * speed / self.work_flops
 
 
 def stage_sizes(run: RunFile, vocab_size: int) -> list[StageSize]:
-    """Each stage of a run; ConfigError where only the user's code knows."""
+    """Sizes of each stage of a run. ConfigError for a user's own model, whose sizes only its code knows."""
     need_known_sizes(run)
     return [_size(run, stage, vocab_size) for stage in range(run.pipeline.stages)]
 
@@ -81,7 +81,7 @@ def _size(run: RunFile, stage: int, vocab_size: int) -> StageSize:
 
 
 def _multiply_adds(run: RunFile, shapes: Shapes, blocks: int) -> int:
-    """Of one token's forward; a shared layer is passed once for each block that it stands for."""
+    """Multiply-adds of one token's forward. A shared layer counts once for each of the `blocks`."""
     times = blocks if run.model.share_layers else 1
     matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != "embed.table"}
     own = sum(count * (1 if name.startswith("head.") else times) for name, count in matrices.items())
@@ -89,18 +89,20 @@ def _multiply_adds(run: RunFile, shapes: Shapes, blocks: int) -> int:
 
 
 def computes_again(run: RunFile, stage: int) -> bool:
-    """True if a stage gets its input twice and computes its forward again for the backward.
+    """True if a stage receives its input twice and recomputes its forward for the backward.
 
-    So it is where the trainer carries tensors from stage to stage, but for the last stage, which computes both in one
-    call. Stages that hand over to each other keep their inputs, and computed layers as far as memory allows
+    That holds if the trainer carries tensors from stage to stage, except for the last stage, which computes both in one
+    call. Stages that send to each other directly keep their inputs, and activations as far as memory allows
     (`limits.activations_mb`).
     """
     return run.pipeline.handover == "trainer" and stage < run.pipeline.stages - 1
 
 
 def boundary_bytes(run: RunFile) -> int:
-    """Activations of a microbatch as they travel over a boundary of two stages. `auto`, which depends on the line,
-    counts as not coded; what lossless packing saves is not known before.
+    """Bytes of a microbatch's activations between two stages, as sent.
+
+    The code `auto`, which depends on the measured bandwidth, counts as uncoded. Savings by lossless compression depend
+    on the values and are not counted.
     """
     values = run.pipeline.microbatch * run.model.context * run.model.d_model
     boundary = run.pipeline.boundary
@@ -121,7 +123,9 @@ def _gradient_bytes(run: RunFile, shapes: Shapes) -> int:
 
 
 def factored_values(shape: tuple[int, ...], rank: int) -> int:
-    """Values of a gradient of this shape that PowerSGD averages: its two factors, or itself where it is smaller."""
+    """Number of values that PowerSGD averages for a gradient of this shape: its two factors, or the gradient itself if
+    that is smaller.
+    """
     if len(shape) < 2:
         return math.prod(shape)
     rows, columns = shape[0], math.prod(shape[1:])
@@ -129,5 +133,5 @@ def factored_values(shape: tuple[int, ...], rank: int) -> int:
 
 
 def microbatches(run: RunFile) -> int:
-    """Microbatches of a global step."""
+    """Number of microbatches in a global step."""
     return -(-run.batch.target_samples // run.pipeline.microbatch)

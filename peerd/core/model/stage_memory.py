@@ -1,17 +1,21 @@
-"""Room that a stage takes, from its shapes: memory where it computes and of the machine, and disk.
+"""Memory and disk that a stage needs, from its shapes: on the device that computes, in main memory, and on disk.
 
-Counts the most that a stage holds in a step: parameters, the optimizer's moments, the sums of gradients (one more in a
-delayed run, with the parameters before the last step), the sum of the last step (`limits.keep_totals`), and, one after
-the other, the gradients of a microbatch and the sum that averaging makes (in grids of `averaging.group_size` that of an
-earlier round as well; a grid that the conductor chooses for many members takes it, too). With them go the gradient with
-what a code missed before, the residuals of such a code unless they lie in files, the parts of a round in messages, and
-the activations of one microbatch: of a gpt as it is computed here, in `RunFile.precision`; those of a user's own layers
-are measured (`compute/model/footprint`). A checkpoint, or a state for a newcomer, is read piece by piece and takes no
-memory. What is left of it when the next step comes is copied: to a file with `limits.memory_gb`, else to memory, which
-is not counted here. A run with experts has many microbatches under way besides (`trunk_memory`).
+Counts the peak of a step:
+- parameters, and the optimizer's moments;
+- the accumulated gradients; in a delayed run, a second such sum and the parameters before the last step;
+- the summed gradient of the last step (`limits.keep_totals`);
+- the larger of a microbatch's gradients and averaging's result, which are never held together. If the stage averages in
+  a grid of groups (`averaging.group_size`, or chosen by the conductor for many members), also an earlier round's sum;
+- with a lossy code, the gradient plus residual, and the last and the next residual unless they are in files;
+- the parts of an averaging round that are in messages;
+- the activations of one microbatch: of a gpt in `RunFile.precision`; those of a user's own layers are measured
+  (`compute/model/footprint`);
+- in a run with experts, the microbatches in flight (`trunk_memory`).
 
-With `limits.offload` all of that is in the machine's memory. A device with memory of its own holds copies of two layers
-that follow each other, the gradient of one of them, and activations of layers that are computed again.
+A checkpoint, or a state for a newcomer, is read piece by piece and takes no extra memory. If the next step starts
+before all of it is read, the rest is copied to a file. A small rest, without `limits.memory_gb`, is copied to memory;
+it is not counted here. With `limits.offload` all of this is in main memory: a GPU then holds only copies of two
+consecutive layers, the gradient of one of them, and the activations of recomputed layers.
 """
 
 from __future__ import annotations
@@ -28,41 +32,42 @@ from peerd.core.model.trunk_memory import NO_FLIGHTS, FlightMemory, flight_memor
 from peerd.core.run.runfile import OptimizerSection, RunFile
 
 ITEM_BYTES: Final = {"float32": 4, "float64": 8}
-LOSS_VALUES: Final = 3  # of a score, while the loss of it is computed: its logarithm, and two gradients
+LOSS_VALUES: Final = 3  # per logit while the loss is computed: its log-probability, and two gradients
 
 _HALF_BYTES: Final = 2
-_PARTS_UNDER_WAY: Final = 16  # of a round of averaging, in messages
-_KEPT_SUMS: Final = 1  # of a group of a grid, while groups join it to others
-_CODED_VECTORS: Final = 1  # of a code that loses something: the gradient with the residual added
-_RESIDUALS: Final = 2  # of such a code, the last one and the next one; large ones of blocks lie in files
+_PARTS_UNDER_WAY: Final = 16  # of an averaging round, in messages
+_KEPT_SUMS: Final = 1  # of a group in a grid, while it is averaged with other groups
+_CODED_VECTORS: Final = 1  # of a lossy code: the gradient plus residual
+_RESIDUALS: Final = 2  # of a lossy code: the last one and the next one; large ones are in files, except with powersgd
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of what torch keeps of a microbatch's forward for its backward."""
+    """Bytes of activations that torch saves in a microbatch's forward for its backward."""
 
     kept: int = 0
-    recomputed: int = 0  # where layers are computed again
+    recomputed: int = 0  # if layers are recomputed in the backward (activation checkpointing)
 
 
 @dataclass(frozen=True, slots=True)
 class StageFootprint:
-    """Bytes that one stage takes; `device_bytes` and `machine_bytes` are those beside activations."""
+    """Bytes that one stage needs; `device_bytes` and `machine_bytes` do not include activations."""
 
     stage: int
     parameters: int
-    device_bytes: int  # where it computes
-    machine_bytes: int  # of main memory; on the CPU, that of `device_bytes` besides
+    device_bytes: int  # on the device that computes
+    machine_bytes: int  # of main memory; on the CPU, in addition to `device_bytes`
     checkpoint_bytes: int
     activations: Activations = Activations()
-    recomputes: bool = False  # by the run file
-    copies_bytes: int = 0  # on a device with memory of its own, with `limits.offload`
-    offload: bool = False  # by the run file; it changes nothing on the CPU
-    flights: FlightMemory = NO_FLIGHTS
+    recomputes: bool = False  # `limits.recompute`
+    copies_bytes: int = 0  # on a GPU, with `limits.offload`
+    offload: bool = False  # `limits.offload`; has no effect on the CPU
+    flights: FlightMemory = NO_FLIGHTS  # of a run with experts
 
     def held(self, device: str, *, least: bool = False) -> tuple[int, int]:
-        """Bytes of the device's own memory and of the machine's, without activations. `least`: with one microbatch
-        under way.
+        """Bytes of device memory and of main memory, without activations.
+
+        With `least`, only one microbatch counts as in flight.
         """
         flights = self.flights.least if least else self.flights.most
         there, here = self.device_bytes + flights.device, self.machine_bytes + flights.machine
@@ -71,13 +76,14 @@ class StageFootprint:
         return (0 if device == "cpu" else self.copies_bytes), here + there
 
     def activation_bytes(self, device: str) -> int:
-        """Of one microbatch, as the run file has it computed."""
+        """Bytes of one microbatch's activations, with or without recomputation as the run file says."""
         again = self.recomputes or (self.offload and device != "cpu")
         return self.activations.recomputed if again else self.activations.kept
 
     def on(self, device: str, *, least: bool = False) -> tuple[int, int]:
-        """Bytes of the device's own memory and of the machine's, with the activations of one microbatch. `least`: where
-        layers may be computed again, and only one microbatch is under way.
+        """Bytes of device memory and of main memory, with the activations of one microbatch.
+
+        With `least`, layers count as recomputed, and only one microbatch counts as in flight.
         """
         there, here = self.held(device, least=least)
         activations = self.activations.recomputed if least else self.activation_bytes(device)
@@ -85,19 +91,19 @@ class StageFootprint:
 
 
 def moment_names(section: OptimizerSection) -> Sequence[str]:
-    """Names of the moments that the optimizer keeps for every parameter."""
+    """Names of the moments that the optimizer keeps for each parameter."""
     if section.name in ("sgd", "lars"):
         return ("momentum",) if section.momentum else ()
     return ("exp_avg", "exp_avg_sq")
 
 
 def activations_of(run: RunFile, stage: int, vocab_size: int) -> Activations:
-    """Of a gpt's stage. A test compares with what torch saves.
+    """Bytes of one microbatch's activations in a gpt's stage. A test compares them with what torch saves.
 
-    In values of a token: a block saves 12 D and 4 F (each norm what it gets and that scaled, 4 D; attention what goes
-    into its matrices and comes out of them, 8 D; the gate 4 F), and D where it is computed again; the head saves 3 D
-    and V, and its backward takes another 2 V. In 16 bits so does what goes into matrices and comes out of them, and a
-    copy of each matrix is kept until the backward is done, also where layers are computed again.
+    Values per token: a block saves 12 D + 4 F (4 D: the two norms' inputs and scaled inputs; 8 D: inputs and outputs of
+    attention's matrices; 4 F: the gated feed-forward), or D if it is recomputed. The head saves 3 D + V, and its
+    backward needs another 2 V. In 16-bit precision the inputs and outputs of matrices take 2 bytes each, and a copy of
+    each matrix is kept until the backward is done, also if layers are recomputed.
     """
     m, item_bytes, full = run.model, ITEM_BYTES[run.model.dtype], run.precision == "full"
     short_bytes = item_bytes if full else _HALF_BYTES
@@ -115,7 +121,7 @@ def activations_of(run: RunFile, stage: int, vocab_size: int) -> Activations:
 
 
 def _matrix_values(run: RunFile, stage: int, vocab_size: int) -> int:
-    """Values in the matrices that a stage of a gpt multiplies with."""
+    """Number of values in the matrices that a stage of a gpt multiplies with."""
     shapes = stage_shapes(run, stage, vocab_size)
     return sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != "embed.table")
 
@@ -123,7 +129,7 @@ def _matrix_values(run: RunFile, stage: int, vocab_size: int) -> int:
 def footprint_of(
     run: RunFile, stage: int, layers: Sequence[int], activations: Activations = Activations()
 ) -> StageFootprint:
-    """The room that a stage takes, whose layers have so many parameters."""
+    """The footprint of a stage; `layers` is the number of parameters of each of its layers."""
     parameters, item_bytes = sum(layers), ITEM_BYTES[run.model.dtype]
     each = parameters * item_bytes
     moments, delayed, offload = len(moment_names(run.optimizer)), run.optimizer.delayed, run.optimizer.offload
@@ -146,7 +152,7 @@ def footprint_of(
 
 
 def _coded_vectors(run: RunFile, vector_bytes: int) -> int:
-    """Vectors that the code of averaging has in memory beside what a round without one has."""
+    """Number of vectors in memory that averaging's code needs in addition; 0 without a code."""
     if run.averaging.code == "none":
         return 0
     in_files = run.averaging.code != "powersgd" and vector_bytes >= WORTH_A_FILE_BYTES
@@ -154,7 +160,7 @@ def _coded_vectors(run: RunFile, vector_bytes: int) -> int:
 
 
 def layer_counts(parameters: Mapping[str, int]) -> list[int]:
-    """Parameters of each layer, from those of each tensor by its name in the model, `block3.feed.up.weight`."""
+    """Number of parameters of each layer, from the size of each tensor by name, such as `block3.feed.up.weight`."""
     counts: dict[str, int] = {}
     for name, count in parameters.items():
         layer = name.partition(".")[0]
@@ -163,6 +169,6 @@ def layer_counts(parameters: Mapping[str, int]) -> list[int]:
 
 
 def _copied(layers: Sequence[int]) -> int:
-    """The most values on a device that has copies of two layers that follow each other, and a gradient of one."""
+    """The most values that copies of two consecutive layers and the gradient of one of them take."""
     pairs = itertools.pairwise(layers) if len(layers) > 1 else [(one, 0) for one in layers]
     return max((one + other + max(one, other) for one, other in pairs), default=0)

@@ -1,1 +1,1 @@
-"""libp2p's own messages: a strict reader of the protobuf wire form, and the few messages that peerd speaks."""
+"""libp2p's protobuf messages: a strict reader of the wire format, and the few messages that peerd uses."""

@@ -1,8 +1,8 @@
-"""The messages of AutoNAT v1: "dial me back" and what came of it.
+"""The messages of AutoNAT v1: the request to be dialed back, and the response with the result.
 
-Strict and bounded: one question or one answer, never both; addresses stay raw, as a peer may list kinds that are not
-known here, and those beyond the limits are dropped. Hostile input: foreign keys, numbers for texts, other statuses.
-Source: libp2p specs `autonat/autonat-v1.md`.
+A message is either a request or a response, never both. Addresses stay raw bytes, since a peer may list kinds that this
+side does not know; addresses beyond the limits are dropped. Hostile input: keys of other types, wire types that do not
+fit, unknown statuses. Source: libp2p specs `autonat/autonat-v1.md`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class DialStatus(IntEnum):
     """Result of a dial-back."""
 
     OK = 0
-    DIAL_ERROR = 100  # tried, in vain
-    DIAL_REFUSED = 101  # not tried: too many questions, or addresses that are not the asker's
+    DIAL_ERROR = 100  # every dial failed
+    DIAL_REFUSED = 101  # not dialed: too many requests, or addresses that are not the requester's
     BAD_REQUEST = 200
     INTERNAL_ERROR = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DialMe:
-    """The question: does a stranger get through to `peer` at one of `addrs`?"""
+class DialRequest:
+    """The request: dial `peer` at `addrs`, to find out whether strangers can reach it."""
 
     peer: PeerId | None
     addrs: tuple[bytes, ...] = ()
@@ -43,7 +43,7 @@ class DialMe:
         return number_field(1, _DIAL) + bytes_field(2, bytes_field(1, info))
 
     @classmethod
-    def decode(cls, data: bytes) -> DialMe:
+    def decode(cls, data: bytes) -> DialRequest:
         peer: PeerId | None = None
         addrs: list[bytes] = []
         dial = _body(data, _DIAL)
@@ -59,8 +59,8 @@ class DialMe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialed:
-    """The answer; `addr`: where the dial got through."""
+class DialResponse:
+    """The response; `addr` is the address at which the dial succeeded."""
 
     status: DialStatus
     text: str = ""
@@ -72,7 +72,7 @@ class Dialed:
         return number_field(1, _DIAL_RESPONSE) + bytes_field(3, body)
 
     @classmethod
-    def decode(cls, data: bytes) -> Dialed:
+    def decode(cls, data: bytes) -> DialResponse:
         status, text, addr = DialStatus.OK, "", b""
         for number, value in read_fields(_body(data, _DIAL_RESPONSE)):
             if number == 1:
@@ -87,8 +87,8 @@ class Dialed:
 
 
 def _body(data: bytes, kind: int) -> bytes:
-    """The part of a message that belongs to its kind, which has to be `kind`."""
-    found, body = _DIAL, None  # a kind that is left out is the first, as protobuf says
+    """The body of a message, which must be of this kind."""
+    found, body = _DIAL, None  # protobuf: a missing enum field has its first value
     for number, value in read_fields(data):
         if number == 1:
             found = want_number(value, "the kind of message")

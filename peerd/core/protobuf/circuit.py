@@ -1,8 +1,8 @@
-"""The messages of circuit relay v2: hop (client and relay), stop (relay and the peer beyond it), and their parts.
+"""The messages of circuit relay v2: hop (client and relay), stop (relay and destination), and their parts.
 
-Each has `encode` and a strict `decode`. Hostile input: unknown kinds, peer ids of other key types, addresses without
-end; all raise ProtocolViolation, and addresses beyond the limits are dropped. Status codes stay numbers: a foreign
-relay may know more of them. Source: libp2p specs `relay/circuit-v2.md`.
+Each has `encode` and a strict `decode`. Hostile input: unknown kinds, peer ids of other key types, oversized messages;
+each raises ProtocolViolation. Addresses beyond the limits are dropped. Status codes stay numbers, since other
+implementations may use further ones. Source: libp2p specs `relay/circuit-v2.md`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StopKind(IntEnum):
 
 
 class Status(IntEnum):
-    """Result of a request."""
+    """Result code of a hop or stop request."""
 
     OK = 100
     RESERVATION_REFUSED = 200
@@ -51,7 +51,7 @@ class Status(IntEnum):
 
 
 def status_words(status: int | None) -> str:
-    """A status as people read it."""
+    """A status code as text for people."""
     if status is None:
         return "no status"
     try:
@@ -62,7 +62,7 @@ def status_words(status: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A relay's bounds on one circuit; 0: no limit."""
+    """A relay's limits on one circuit; 0 means no limit."""
 
     duration_s: int = 0
     data_bytes: int = 0  # in each direction
@@ -82,8 +82,8 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
-    """The message Reservation: until when a relay takes circuits for a peer, and where it can be reached itself."""
+class ReservationMessage:
+    """The Reservation message: the time until which a relay accepts circuits to a peer, and the relay's addresses."""
 
     expires_unix_s: int
     relay_addrs: tuple[bytes, ...] = ()
@@ -94,7 +94,7 @@ class Promise:
         return number_field(1, self.expires_unix_s) + addrs + (bytes_field(3, self.voucher) if self.voucher else b"")
 
     @classmethod
-    def decode(cls, data: bytes) -> Promise:
+    def decode(cls, data: bytes) -> ReservationMessage:
         expires_unix_s, voucher = 0, b""
         addrs: list[bytes] = []
         for number, value in read_fields(data):
@@ -112,13 +112,13 @@ class Promise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Message:
-    """Fields that hop and stop messages share; the two protocols number them differently."""
+    """Common base of hop and stop messages, which number the same fields differently."""
 
     peer: PeerId | None = None
     limit: Limit | None = None
     status: int | None = None
 
-    NUMBERS: ClassVar[Mapping[int, str]]  # of fields, the kind's first
+    NUMBERS: ClassVar[Mapping[int, str]]  # field number -> name; `kind` is the first
     KINDS: ClassVar[type[IntEnum]]
 
     def encode(self) -> bytes:
@@ -145,7 +145,7 @@ class HopMessage(_Message):
     """A message between a client and its relay."""
 
     kind: HopKind
-    promise: Promise | None = None
+    promise: ReservationMessage | None = None
 
     NUMBERS: ClassVar = {1: "kind", 2: "peer", 3: "promise", 4: "limit", 5: "status"}
     KINDS: ClassVar = HopKind
@@ -153,7 +153,7 @@ class HopMessage(_Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMessage(_Message):
-    """A message between a relay and the peer that a circuit leads to."""
+    """A message between a relay and the destination of a circuit."""
 
     kind: StopKind
 
@@ -166,7 +166,7 @@ def _encode_peer(peer: PeerId) -> bytes:
 
 
 def _decode_peer(data: bytes) -> PeerId:
-    """The Peer message's id; its addresses are for relays that dial, which ours do not."""
+    """The id in a Peer message. Its addresses are ignored: relays here do not dial the destination."""
     raw = b""
     for number, value in read_fields(data):
         if number == 1:
@@ -178,7 +178,7 @@ def _decode_peer(data: bytes) -> PeerId:
 
 
 class _Part(NamedTuple):
-    """Writer and reader of one field."""
+    """Encoder and decoder of one field."""
 
     write: Callable[[int, Any], bytes]
     read: Callable[[int | bytes], Any]
@@ -192,7 +192,7 @@ _PARTS: Final = {
     ),
     "promise": _Part(
         lambda number, promise: bytes_field(number, promise.encode()),
-        lambda value: Promise.decode(want_bytes(value, "the reservation")),
+        lambda value: ReservationMessage.decode(want_bytes(value, "the reservation")),
     ),
     "limit": _Part(
         lambda number, limit: bytes_field(number, limit.encode()),

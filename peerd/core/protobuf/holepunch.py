@@ -1,8 +1,8 @@
-"""The message of DCUtR: two peers that meet over a relay tell each other where to dial, and when.
+"""The message of DCUtR, by which two peers on a relayed connection exchange addresses and the moment to dial.
 
-Strict and bounded; addresses stay raw, as a peer may list kinds that are not known here. Hostile input: messages of an
-unknown kind or of unreasonable length, numbers for addresses: ProtocolViolation; addresses beyond the limits are
-dropped. Source: libp2p specs `relay/DCUtR.md`.
+Addresses stay raw bytes, since a peer may list kinds that this side does not know; addresses beyond the limits are
+dropped. Hostile input: unknown kinds, oversized messages, numbers in place of addresses; each raises ProtocolViolation.
+Source: libp2p specs `relay/DCUtR.md`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ DCUTR: Final = "/libp2p/dcutr"
 class PunchKind(IntEnum):
     """Kinds of hole-punching messages."""
 
-    CONNECT = 100  # where I can be dialed
+    CONNECT = 100  # the sender's addresses
     SYNC = 300  # dial now
 
 
 @dataclass(frozen=True, slots=True)
 class HolePunch:
-    """One message, either way."""
+    """A hole-punching message, in either direction."""
 
     kind: PunchKind
     addrs: tuple[bytes, ...] = ()

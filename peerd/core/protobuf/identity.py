@@ -1,7 +1,7 @@
-"""libp2p's messages that every peer speaks: public keys, the Noise payload, identify.
+"""libp2p's messages about identity: public keys, the Noise payload, identify.
 
-Each has `encode` and a strict `decode`. Hostile input: keys of other types, wrong lengths, too many entries, text that
-is no text; all raise ProtocolViolation. Later values of a single field win, as protobuf says.
+Each has `encode` and a strict `decode`. Hostile input: keys of other types, wrong lengths, too many muxers, invalid
+UTF-8; each raises ProtocolViolation. If a singular field is repeated, the last value wins, as protobuf specifies.
 Sources: libp2p specs `peer-ids/peer-ids.md`, `noise/README.md`, `identify/README.md`.
 """
 
@@ -18,12 +18,12 @@ _KEY_TYPES = {0: "RSA", 1: "Ed25519", 2: "secp256k1", 3: "ECDSA"}
 
 
 def encode_public_key(peer: PeerId) -> bytes:
-    """libp2p's PublicKey message of an Ed25519 identity: the peer id without its two multihash bytes."""
+    """libp2p's PublicKey message of an Ed25519 key: the peer id without its two multihash bytes."""
     return peer.raw[2:]
 
 
 def decode_public_key(data: bytes) -> PeerId:
-    """The peer that a PublicKey message stands for."""
+    """The id of the peer whose key a PublicKey message contains."""
     kind, key = -1, b""
     for number, value in read_fields(data):
         if number == 1 and isinstance(value, int):
@@ -39,7 +39,7 @@ def decode_public_key(data: bytes) -> PeerId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisePayload:
-    """Hand-shake payload: proof of a side's identity, and the muxers that it can use at once."""
+    """Payload of the Noise hand-shake: proof of the sender's identity, and the muxers offered early."""
 
     peer: PeerId
     signature: bytes
@@ -76,7 +76,7 @@ def _muxers(extensions: bytes) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identify:
-    """A peer's description of itself. Addresses stay raw: a peer may list kinds that this side does not know."""
+    """The identify message. Addresses stay raw bytes: a peer may list kinds that this side does not know."""
 
     peer: PeerId | None = None
     listen_addrs: tuple[bytes, ...] = ()
@@ -96,7 +96,7 @@ class Identify:
 
     @classmethod
     def decode(cls, data: bytes) -> Identify:
-        """Entries beyond the limits are dropped rather than refused: foreign peers on big hosts list many."""
+        """Decode a message. Entries beyond the limits are dropped, not refused: peers on large hosts list many."""
         peer: PeerId | None = None
         addrs: list[bytes] = []
         protocols: list[str] = []

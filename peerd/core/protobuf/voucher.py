@@ -1,8 +1,8 @@
-"""Signed envelopes, and the voucher that a relay gives for a reservation: proof that it promised to serve a peer.
+"""Signed envelopes, and the reservation voucher: a relay's proof that it agreed to serve a peer.
 
-An envelope binds a payload to its signer, its type and the domain it is meant for, so that no signature is good for
-anything else. Hostile input: foreign keys, other types, signatures that do not fit, vouchers of other relays or peers;
-all raise ProtocolViolation. Sources: libp2p specs `RFC/0002-signed-envelopes.md`, `relay/circuit-v2.md`.
+An envelope binds a payload to its signer, its type and its domain, so that a signature is valid for nothing else.
+Hostile input: keys or payloads of other types, invalid signatures, vouchers of another relay; each raises
+ProtocolViolation. Sources: libp2p specs `RFC/0002-signed-envelopes.md`, `relay/circuit-v2.md`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _TYPE: Final = b"\x03\x02"
 
 
 def seal_envelope(domain: str, kind: bytes, payload: bytes, signer: Signer) -> bytes:
-    """`payload`, signed."""
+    """Sign `payload` and wrap it in an envelope."""
     signature = signer.sign(_signed_part(domain, kind, payload))
     fields = (encode_public_key(signer.peer_id), kind, payload)
     return b"".join(bytes_field(number, field) for number, field in enumerate(fields, 1)) + bytes_field(5, signature)
 
 
 def open_envelope(domain: str, kind: bytes, data: bytes, verify: Verify) -> tuple[PeerId, bytes]:
-    """Signer and payload of a signed envelope."""
+    """Verify an envelope; returns its signer and payload."""
     signer: PeerId | None = None
     found, payload, signature = b"", b"", b""
     for number, value in read_fields(data):
@@ -54,20 +54,20 @@ def _signed_part(domain: str, kind: bytes, payload: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Voucher:
-    """`relay` takes circuits for `peer` until then."""
+    """A relay's signed statement that it accepts circuits to `peer` until `expires_unix_s`."""
 
     relay: PeerId
     peer: PeerId
     expires_unix_s: int
 
     def seal(self, signer: Signer) -> bytes:
-        """The voucher as it travels; `signer` is the relay."""
+        """The voucher in a signed envelope; `signer` is the relay."""
         body = bytes_field(1, self.relay.raw) + bytes_field(2, self.peer.raw) + number_field(3, self.expires_unix_s)
         return seal_envelope(_DOMAIN, _TYPE, body, signer)
 
     @classmethod
     def open(cls, data: bytes, verify: Verify) -> Voucher:
-        """A voucher that its relay signed; whether that is the right relay, and the right peer, the caller checks."""
+        """Decode a voucher and verify its relay's signature. The caller checks that relay and peer are as expected."""
         signer, body = open_envelope(_DOMAIN, _TYPE, data, verify)
         raw = {1: b"", 2: b""}
         expires_unix_s = 0

@@ -1,7 +1,8 @@
-"""The protobuf wire form: enough to read and write libp2p's small messages, with every step bounded.
+"""The protobuf wire format, as far as libp2p's small messages use it, with every loop bounded.
 
-Unknown fields are skipped, as protobuf demands; groups (wire types 3 and 4) are refused. Hostile input: lengths beyond
-the end, endless varints, a million tiny fields, field number zero. Everything bad raises ProtocolViolation.
+`read_fields` yields every field; callers skip unknown ones, as protobuf requires. Groups (wire types 3 and 4) are
+refused. Hostile input: lengths beyond the end, endless varints, a million tiny fields, field number zero; each raises
+ProtocolViolation.
 Source: https://protobuf.dev/programming-guides/encoding/
 """
 
@@ -17,7 +18,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def read_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) in order: an int for varints and fixed numbers, bytes for everything else."""
+    """Yield (field number, value) in order: an int for varints and fixed-size numbers, bytes for all other fields."""
     at = 0
     for _ in range(PROTOBUF_FIELDS):
         if at == len(data):
@@ -63,31 +64,31 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def bytes_field(number: int, value: bytes) -> bytes:
-    """A length-delimited field."""
+    """Encode a length-delimited field."""
     return encode_varint(number << 3 | _BYTES) + encode_varint(len(value)) + value
 
 
 def number_field(number: int, value: int) -> bytes:
-    """A varint field."""
+    """Encode a varint field."""
     return encode_varint(number << 3 | _VARINT) + encode_varint(value)
 
 
 def want_number(value: int | bytes, what: str) -> int:
-    """`value` as a number; ProtocolViolation when the field came as bytes."""
+    """Return `value` if it is a number; raise ProtocolViolation if the field contained bytes."""
     if not isinstance(value, int):
-        raise ProtocolViolation(f"{what} is no number")
+        raise ProtocolViolation(f"{what} is not a number")
     return value
 
 
 def want_bytes(value: int | bytes, what: str) -> bytes:
-    """`value` as bytes; ProtocolViolation when the field came as a number."""
+    """Return `value` if it is bytes; raise ProtocolViolation if the field contained a number."""
     if isinstance(value, int):
         raise ProtocolViolation(f"{what} is a number")
     return value
 
 
 def want_text(value: int | bytes, what: str, bytes_max: int) -> str:
-    """`value` as UTF-8 text of at most `bytes_max` bytes."""
+    """Decode `value` as UTF-8 of at most `bytes_max` bytes; raise ProtocolViolation if it is anything else."""
     raw = want_bytes(value, what)
     if len(raw) > bytes_max:
         raise ProtocolViolation(f"{what} has {len(raw)} bytes; allowed: {bytes_max}")

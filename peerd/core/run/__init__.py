@@ -1,1 +1,1 @@
-"""The run file: its sections, and what makes sense in them."""
+"""The run file: its sections, and the validation of their values."""

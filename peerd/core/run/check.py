@@ -1,6 +1,6 @@
-"""The faults of a run file: values that are possible by type and senseless, alone or together.
+"""Validation of a run file beyond its types: values that are invalid, alone or in combination.
 
-Each fault is a pair of a key's path and a message: what was found, and what is allowed.
+Each fault is a pair of a key's path and a message with the value found and the values allowed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _shown(value: object) -> str:
 
 
 def check(run: RunFile) -> list[tuple[str, str]]:
-    """Every senseless value as (path, what is wrong and what is allowed); empty when all is well."""
+    """All invalid values as (path, message with what is wrong and what is allowed); empty if the run file is valid."""
     faults: list[tuple[str, str]] = []
 
     def need(ok: bool, path: str, message: str) -> None:
@@ -63,12 +63,12 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     m, p = run.model, run.pipeline
     need(0 < len(run.run) <= 64, "run", f"has {len(run.run)} characters; allowed: 1 to 64")
     named = not run.run or re.fullmatch(r"[A-Za-z0-9_-]([A-Za-z0-9 ._-]*[A-Za-z0-9_-])?", run.run) is not None
-    allowed = "letters, digits, _ and -, and between them dots and spaces"  # it is a part of paths
+    allowed = "letters, digits, _ and -, and between them dots and spaces"  # the name becomes a part of paths
     need(named, "run", f"is {_shown(run.run)}; allowed: {allowed}")
     loop = m.kind == "loop" and run.loop is not None
     need(loop or m.kind == "gpt" or ":" in m.kind, "model.kind", f"is {m.kind!r}; allowed: gpt, or module:function")
     need(1 <= m.d_model <= 65536, "model.d_model", f"is {m.d_model}; allowed: 1 to 65536")
-    if m.kind == "gpt":  # a model of one's own has heads of its own, or none
+    if m.kind == "gpt":  # a user's own model may have other heads, or none
         divides = m.heads >= 1 and m.d_model % max(m.heads, 1) == 0
         need(divides, "model.heads", f"is {m.heads}; must divide d_model ({m.d_model})")
         even = m.heads < 1 or (m.d_model // m.heads) % 2 == 0
@@ -81,7 +81,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     need(1 <= m.context <= 1 << 20, "model.context", f"is {m.context}; allowed: 1 to 1048576")
     if m.kind == "gpt":
         need(1 <= p.stages <= m.layers, "pipeline.stages", f"is {p.stages}; allowed: 1 to model.layers ({m.layers})")
-    else:  # how many layers a function returns is known when it has run
+    else:  # the number of layers is known only after the user's function has run
         need(1 <= p.stages <= STAGES, "pipeline.stages", f"is {p.stages}; allowed: 1 to {STAGES}")
     for name, digest in (("kind_digest", m.kind_digest), ("vocab_digest", m.vocab_digest)):
         need(not digest or _is_digest(digest), f"model.{name}", _NO_DIGEST)
@@ -115,9 +115,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
 
 
 def _size_faults(run: RunFile) -> list[tuple[str, str]]:
-    """Faults of values that make sense alone and together lead to messages that no peer takes; of a file without other
-    faults.
-    """
+    """Faults of valid values that together make messages too large. Expects a run file without other faults."""
     faults: list[tuple[str, str]] = []
     m, p, steps = run.model, run.pipeline, run.optimizer.total_steps
     if p.stages > STAGES:
@@ -126,7 +124,7 @@ def _size_faults(run: RunFile) -> list[tuple[str, str]]:
     if microbatches > MICROBATCHES:
         message = f"makes {microbatches} microbatches of pipeline.microbatch ({p.microbatch}); allowed: up to"
         faults.append(("batch.target_samples", f"{message} {MICROBATCHES}"))
-    if m.kind == "gpt" and p.stages > 1:  # what a model of one's own sends, nobody knows before it is built
+    if m.kind == "gpt" and p.stages > 1:  # the size of a user's own activations is known only once the model is built
         nbytes = p.microbatch * m.context * m.d_model * (8 if m.dtype == "float64" else 4)
         most = RPC_MESSAGE_FRAME_BYTES // 2 if p.boundary.code in ("none", "auto") else FRAME_BYTES
         if nbytes > most:
@@ -159,7 +157,7 @@ def _coding_faults(path: str, code: str, block: int, dtype: str) -> list[tuple[s
 
 
 def _loop_faults(run: RunFile) -> list[tuple[str, str]]:
-    """Faults of a run of users' own loops, which has one stage and no experts."""
+    """Faults of the section loop: a run of users' own loops has one stage and no experts."""
     loop = run.loop
     if loop is None:
         return []
@@ -207,7 +205,7 @@ _LIMIT_RANGES: Final = {
 
 
 def limits_faults(limits: LimitsSection) -> list[tuple[str, str]]:
-    """Faults of a volunteer's own limits, each with its key."""
+    """Faults of a volunteer's own limits, as (key, message)."""
     faults = []
     for key, (least, most, allowed) in _LIMIT_RANGES.items():
         value = getattr(limits, key)
@@ -229,7 +227,7 @@ def _limits_faults(run: RunFile) -> list[tuple[str, str]]:
 
 
 def _offload_faults(run: RunFile) -> list[tuple[str, str]]:
-    """Faults of `limits.offload`, for models that are no list of layers and for layers that are not computed again."""
+    """Faults of `limits.offload`, which needs a model that is a list of layers, and recomputation."""
     if not run.limits.offload:
         return []
     faults = []

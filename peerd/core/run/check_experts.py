@@ -1,4 +1,4 @@
-"""The faults of a run file's `experts` section."""
+"""Validation of a run file's `experts` section, and of the keys that choose how the trunk steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STALE_STEPS = 65536  # of an asynchronous trunk
 
 
 def experts_faults(run: RunFile) -> list[tuple[str, str]]:
-    """Faults of the section, each with its key's path; empty where there is none."""
+    """Faults of the section, as (path, message); empty if the run has no experts."""
     if run.experts is None:
         return []
     faults = [*_block(run.experts), *_grid(run, run.experts), *_calls(run.experts), *_times(run.experts)]
@@ -29,7 +29,7 @@ def experts_faults(run: RunFile) -> list[tuple[str, str]]:
 
 
 def trunk_faults(run: RunFile) -> list[tuple[str, str]]:
-    """Faults of the keys that choose how the trunk steps, each with its path; of any run."""
+    """Faults of `optimizer.trunk` and `optimizer.most_stale`, as (path, message), for runs with or without experts."""
     o = run.optimizer
     if not o.asynchronous:
         told = f"is {o.most_stale}, but optimizer.trunk is synchronous: no gradient is that old; leave it out"

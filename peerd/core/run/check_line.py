@@ -1,9 +1,9 @@
-"""What a stranger may set for a volunteer: the allow-list for run files that came by a line `peerd://...`.
+"""The allow-list of values that a stranger may set for a volunteer, in a run file from a join link `peerd://...`.
 
-Every key of the schema has one rule, by its type: choices are harmless as they are, numbers have bounds, texts have a
-form, and what names code, files or hosts is allowed only as the user of this machine allowed it (`LineSection`). A key
-without a rule must keep its default, and fails a test. Rules look at the typed values that will be used, so a key that
-the program reads is always a key that was checked.
+Every key of the schema has one rule: choices are harmless, numbers have bounds, texts have a format, and a value that
+names code, files or hosts must have been allowed by the user of this machine (`LineSection`). A key without a rule must
+keep its default, and fails a test. Rules check the decoded values that the program will use, so that every key that the
+program reads has been checked.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ LINE_BYTES: Final = 4 << 30  # of memory for samples, and for activations betwee
 ALLOW_CODE: Final = "--allow-code"
 _SAMPLE_BYTES: Final = 128  # of an array, besides its tokens
 _TOKEN_BYTES: Final = 4
-_BLOCKS: Final = 2  # of samples in memory: one that is handed out, one that is read
-_FEW: Final = 32  # numbers in a list
+_BLOCKS: Final = 2  # shuffled blocks of samples in memory: one in use, one being read
+_FEW: Final = 32  # the most numbers in a list
 
 
 class Between(NamedTuple):
-    """Rule of a number, or of each number in a list: both ends are allowed."""
+    """Rule for a number, or for each number in a list; the bounds are inclusive."""
 
     least: float
     most: float
 
 
 class Rule(enum.Enum):
-    """Rule of a key that holds no number."""
+    """Rule for a key that is not a number."""
 
-    CHOICE = "one of a few words, or true or false: its type is its rule"
-    OWN = "each user's own; never in a published run file"
+    CHOICE = "one of a few words, or a boolean: the type bounds it"
+    OWN = "set by each user; never in a published run file"
     NAME = "`check` allows a few characters only"
     DIGEST = "SHA-256 in hex, or a word"
-    PEER = "a peer id, which names no address"
+    PEER = "a peer id, without an address"
     FIELD = "the name of a field in a document"
-    SHOWN = "text that is compared and shown, and does nothing; `check` allows printable characters only"
+    SHOWN = "text that is only compared and shown; `check` allows printable characters only"
     CODE = "built in, or a function of a file that the user allowed"
     TOKENIZER = "bytes, or the user's own file"
-    PLAN = "peer ids and places among them, which `check` bounds"
+    PLAN = "peer ids and indices, which `check` bounds"
     DATA = "stdlib, https to a public address, the user's own text, or a function of a file that the user allowed"
 
 
@@ -135,15 +135,15 @@ LINE_RULES: Final[dict[str, Between | Rule]] = {
 
 
 class _Leaf(NamedTuple):
-    path: str  # as messages name it: data.sources[3].path
-    key: str  # as LINE_RULES has it: data.sources[].path
+    path: str  # for messages: data.sources[3].path
+    key: str  # in LINE_RULES: data.sources[].path
     value: Any
     default: Any
     section: msgspec.Struct
 
 
 def line_faults(run: RunFile) -> list[tuple[str, str]]:
-    """What a run file that came by a line may not set, each with its key; empty for a run file of the user's own."""
+    """Values that a run file from a join link may not have, as (key, message); empty for the user's own run file."""
     if run.line is None:
         return []
     faults = [(leaf.path, fault) for leaf in _leaves(run, "", "") if (fault := _fault(leaf, run.line)) is not None]
@@ -151,18 +151,18 @@ def line_faults(run: RunFile) -> list[tuple[str, str]]:
 
 
 def own_keys(run: RunFile) -> list[str]:
-    """Keys of a published run file that each user sets for themselves, as far as they are set."""
+    """Keys that are set in a published run file, although each user sets them locally."""
     return [leaf.path for leaf in _leaves(run, "", "") if _rule(leaf) is Rule.OWN and leaf.value != leaf.default]
 
 
 def function_file(function: str) -> str:
-    """The file of a `module:function`, with / between folders."""
+    """The file path of the module in `module:function`, relative, with / between folders."""
     module = function.partition(":")[0]
     return module if module.endswith(".py") else module.replace(".", "/") + ".py"
 
 
 def _leaves(section: msgspec.Struct, path: str, key: str) -> Iterator[_Leaf]:
-    """Every key with a value of its own, in sections and in lists of sections."""
+    """Yield every key that has a value, in sections and in lists of sections."""
     for field in msgspec.structs.fields(type(section)):
         value = getattr(section, field.name)
         at, name = f"{path}{field.name}", f"{key}{field.name}"
@@ -196,7 +196,7 @@ def _fault(leaf: _Leaf, line: LineSection) -> str | None:
         return f"is {leaf.value!r:.200}; allowed in a run that is joined by a line: {rule.least:g} to {rule.most:g}"
     if rule is Rule.CODE:
         built_in = ("gpt",) if leaf.key == "model.kind" else ("ffn", "ffn1", "transformer")
-        if leaf.value in built_in or (leaf.key, leaf.value) == ("model.kind", "loop"):  # which names no code
+        if leaf.value in built_in or (leaf.key, leaf.value) == ("model.kind", "loop"):  # `loop` names no code
             return None
         return _code_fault(leaf.value, line, f"{', '.join(built_in)}, or ")
     if rule is Rule.TOKENIZER:
@@ -208,7 +208,7 @@ def _fault(leaf: _Leaf, line: LineSection) -> str | None:
         return _data_fault(leaf.section, line)
     if rule is Rule.FIELD and not (len(leaf.value) <= 256 and leaf.value.isprintable()):
         return f"is {leaf.value!r:.200}; allowed: up to 256 printable characters"
-    return None  # its type or `check` bounds it
+    return None  # the type or `check` bounds it
 
 
 def _code_fault(function: str, line: LineSection, otherwise: str) -> str | None:
@@ -217,7 +217,7 @@ def _code_fault(function: str, line: LineSection, otherwise: str) -> str | None:
         return None
     return (
         f"is {function!r:.200}: code of the run's own, which never comes over the network; allowed: {otherwise}a file "
-        f"that you allow: get {file!r:.200} from somebody whom you trust, read it, lay it into this folder, and add "
+        f"that you allow: get {file!r:.200} from somebody whom you trust, read it, put it into this folder, and add "
         f"{ALLOW_CODE} FILE"
     )
 
@@ -243,12 +243,12 @@ def _data_fault(source: msgspec.Struct, line: LineSection) -> str | None:
 
 
 def _memory_faults(run: RunFile) -> list[tuple[str, str]]:
-    """Amounts of memory that follow from several keys, in bytes."""
+    """Faults of values that together need too much memory, as (key, message)."""
     sample = _TOKEN_BYTES * (run.model.context + 1) + _SAMPLE_BYTES
     activation = run.model.context * run.model.d_model * (8 if run.model.dtype == "float64" else 4)
     amounts = (
         ("data.shuffle_buffer", run.data.shuffle_buffer, _BLOCKS * sample),
-        ("evaluate.samples", run.evaluate.samples, 4 * sample),  # as the stream gives them, and as they travel
+        ("evaluate.samples", run.evaluate.samples, 4 * sample),  # as read from the stream, and as sent
         ("pipeline.microbatch", run.pipeline.microbatch, max(activation, 4 * sample)),
     )
     return [

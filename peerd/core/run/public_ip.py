@@ -1,8 +1,8 @@
-"""Which IP addresses belong to hosts of the public internet: those that a stranger may have this machine connect to.
+"""Classification of IP addresses: only hosts of the public internet may be contacted at a stranger's request.
 
-Everything else leads into this machine, its network, its provider's or its cloud's: loopback, private, link-local,
-shared (100.64.0.0/10), multicast, reserved and documentation addresses, and IPv6 forms that carry such an IPv4
-address. Pure functions; names are resolved elsewhere.
+All other addresses may lead into this machine, its network, or its provider's or cloud's network: loopback, private,
+link-local, shared (100.64.0.0/10), multicast, reserved and documentation addresses, and IPv6 addresses that embed such
+an IPv4 address. Pure functions; names are resolved elsewhere.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")  # the IPv4 address is in the last 32 bits
 _6TO4: Final = ipaddress.IPv6Network("2002::/16")  # in bits 16 to 47
-_UNICAST: Final = ipaddress.IPv6Network("2000::/3")  # all that is assigned to hosts
+_UNICAST: Final = ipaddress.IPv6Network("2000::/3")  # global unicast, the only range assigned to hosts
 _NO_HOSTS: Final = (
-    ipaddress.IPv4Network("192.88.99.0/24"),  # relays of 6to4: whichever is nearest
-    ipaddress.IPv6Network("2001::/23"),  # Teredo and other protocols' own
+    ipaddress.IPv4Network("192.88.99.0/24"),  # 6to4 relay anycast
+    ipaddress.IPv6Network("2001::/23"),  # IETF protocol assignments, such as Teredo
     ipaddress.IPv6Network("3fff::/20"),  # documentation
 )
 _NUMBER: Final = re.compile(r"(0x[0-9a-f]*|[0-9]+)", re.IGNORECASE)
 
 
 def is_public(ip: Ip) -> bool:
-    """True for an address of a host of the public internet."""
+    """True if `ip` is an address of a host on the public internet."""
     if isinstance(ip, ipaddress.IPv6Address):
         carried = _carried(ip)
         if carried is not None:
@@ -38,7 +38,7 @@ def is_public(ip: Ip) -> bool:
 
 
 def _carried(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address that packets to `ip` reach in the end; None for a plain IPv6 address."""
+    """The IPv4 address that is embedded in `ip` and that packets finally reach; None for a plain IPv6 address."""
     if ip.ipv4_mapped is not None:
         return ip.ipv4_mapped
     if ip in _NAT64:
@@ -49,9 +49,10 @@ def _carried(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
 
 
 def host_fault(host: str) -> str | None:
-    """Why the host of a URL is surely not public, or None for a public IP address and for every name.
+    """Reason why the host of a URL is not public, or None for a public IP address and for a name.
 
-    A name may still resolve to any address: that is checked when it is connected to.
+    Names of this machine and of local networks are refused. Any other name may still resolve to a private address: the
+    connection checks that.
     """
     try:
         return None if is_public(ipaddress.ip_address(host)) else "no address of the public internet"

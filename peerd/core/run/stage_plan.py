@@ -1,8 +1,8 @@
-"""A plan that a run obeys: which peer serves which stage, and to whom of the next stage it hands on.
+"""A run's plan: which peer serves which stage, and to which peers of the next stage it sends.
 
 `peerd plan --out` writes a placement file with the devices of a links file. In a run the devices are peers: each name
-is a peer id, or stands for one in the file's table `peers`. The plan travels with the run file, so its size is bounded.
-Peers that it does not name, and the places of those that are away, are as in a run without it.
+is a peer id, or a key of the file's table `peers`. The plan is published with the run file, so its size is bounded.
+Peers that are not in the plan, and the places of absent peers, are handled as in a run without a plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHOWN = 80
 
 
 class PlacementSection(Section, frozen=True):
-    """A placement file. `follows`: for each stage but the last, pairs of names."""
+    """A placement file. `follows`: for each stage but the last, pairs (peer, peer of the next stage) of names."""
 
     stages: list[list[str]]
     follows: list[list[list[str]]] = msgspec.field(default_factory=list)
@@ -27,7 +27,7 @@ class PlacementSection(Section, frozen=True):
 
 
 def plan_of(file: PlacementSection) -> PlanSection:
-    """The plan of a placement file without `placement_faults`."""
+    """Convert a placement file that has no `placement_faults` into a plan."""
     stages = [[file.peers.get(name, name) for name in names] for names in file.stages]
     follows = [
         [[file.stages[stage].index(one), file.stages[stage + 1].index(other)] for one, other in pairs]
@@ -37,7 +37,7 @@ def plan_of(file: PlacementSection) -> PlanSection:
 
 
 def placement_faults(file: PlacementSection) -> Iterator[str]:
-    """What is wrong with a placement file as a plan of peers."""
+    """Yield what is wrong with a placement file that is used as a plan."""
     unknown = [name for names in file.stages for name in names if not is_peer_text(file.peers.get(name, name))]
     if unknown:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
@@ -54,7 +54,7 @@ def placement_faults(file: PlacementSection) -> Iterator[str]:
 
 
 def plan_faults(run: RunFile) -> list[tuple[str, str]]:
-    """What is wrong with a run's plan, each with its key."""
+    """Faults of a run's plan, as (key, message)."""
     plan, placement = run.plan, run.pipeline.placement
     if placement != "plan":
         given = "plan" if plan is not None else "pipeline.plan" if run.pipeline.plan else ""
@@ -93,13 +93,13 @@ def _faults(plan: PlanSection, stages: int) -> Iterator[str]:
 
 
 def planned_stage(run: RunFile, peer: str) -> int | None:
-    """The stage that the run's plan gives a peer; None if it names none."""
+    """The stage of a peer in the run's plan, or None if the plan does not include the peer."""
     stages = run.plan.stages if run.plan is not None else []
     return next((stage for stage, peers in enumerate(stages) if peer in peers), None)
 
 
 def followers(plan: PlanSection) -> dict[str, Sequence[str]]:
-    """For each peer that has any, those of the next stage to which it hands on."""
+    """Peer -> the peers of the next stage that it sends to; only peers for which the plan names some."""
     found: dict[str, list[str]] = {}
     for stage, pairs in enumerate(plan.follows):
         for one, other in pairs:

@@ -1,13 +1,12 @@
-"""The roll of a run with tokens, sans-IO: who is a member, what members may call and serve, and which tokens were
-taken back.
+"""Members of a run with tokens, sans-IO: who is a member, what members may call and serve, and revoked tokens.
 
-Reads no clock: `now` is corrected Unix time. Invariants: a peer is on the roll only with a token that the organizer
-signed for this run and this very peer; the list of revoked tokens only grows in number, whoever brings it; the
-organizer is always a member. The roll holds no more entries than the organizer issued tokens.
+Reads no clock: `now` is corrected Unix time. Invariants: a peer is a member only with a token that the organizer signed
+for this run and this peer; the number of the list of revoked tokens only increases, whoever delivers the list; the
+organizer is always a member. There are no more members than tokens that the organizer issued.
 
-A hostile peer may: show any bytes as its token or its list, as often as it likes, and call what its roles are not for.
-A token's signature is checked last, and once for each that is genuine; a list's first, for it costs less than reading
-the list.
+A hostile peer may show any bytes as its token or its list, as often as it likes, and call what its roles are not for. A
+token's signature is verified last, and once for each genuine token; a list's signature first, since that costs less
+than reading the list.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import CLOCK_CORRECTION_S
 from peerd.core.messages.token import NO_TOKEN, Revoked, Token, fault, signed_by, unseal
 
-# Roles, as tokens name them, that may call a method or a whole service. What is not listed, every member may call.
+# Roles, as tokens name them, that may call a method or a whole service. Every member may call what is not listed.
 CALLERS: Final[dict[str, frozenset[str]]] = {
     "stage/6/forward": frozenset({"trainer"}),
     "stage/6/backward": frozenset({"trainer"}),
@@ -41,7 +40,7 @@ CALLERS: Final[dict[str, frozenset[str]]] = {
     "sharing/2": frozenset({"expert"}),
     "vault/2": frozenset({"expert", "backbone"}),
 }
-# Roles whose methods a member uses. The directory is used wherever it is: its records are signed by publishers.
+# Roles whose methods a member calls. It uses the directory of any peer, since publishers sign the records.
 SERVERS: Final[dict[str, frozenset[str]]] = {
     "stage/6/prepare": frozenset({"stage", "aux"}),
     "stage/6": frozenset({"stage"}),
@@ -57,26 +56,26 @@ SERVERS: Final[dict[str, frozenset[str]]] = {
     "sharing/2": frozenset({"expert"}),
     "vault/2": frozenset({"expert", "backbone"}),
 }
-FREE: Final = "access/1"  # where tokens are shown: open to everyone
-OPEN: Final = frozenset({FREE, "run/1"})  # as is the run file: a stranger sees what it would join
+FREE: Final = "access/1"  # for showing tokens: open to everyone
+OPEN: Final = frozenset({FREE, "run/1"})  # the run file, too: a stranger sees what it would join
 ANYWHERE: Final = "dht/4"
-_REMEMBERED: Final = 2048  # tokens whose signature was found good
+_REMEMBERED: Final = 2048  # tokens whose signature was verified
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One peer on the roll. `rights`: its roles, and what follows from them; None: all (the organizer)."""
+    """One member. `rights`: its roles, and those that follow from them; None: all rights (the organizer)."""
 
     name: str
     token: Token | None
     rights: frozenset[str] | None
 
     def lacks(self, roles: frozenset[str]) -> bool:
-        """True when the member's rights are limited and include none of `roles`."""
+        """True if the member's rights are limited and include none of `roles`."""
         return self.rights is not None and not self.rights & roles
 
 
-class MemberRoll:
+class RunMembers:
     """The members of one run, as one peer knows them."""
 
     def __init__(self, run: str, organizer: PeerId, stages: int) -> None:
@@ -86,14 +85,14 @@ class MemberRoll:
         self._revoked: frozenset[bytes] = frozenset()
         self._one_stage = stages == 1
         self._members: dict[PeerId, Member] = {organizer: Member("organizer", None, None)}
-        self._expired: set[PeerId] = set()  # with a token that counts but for our clock, which may be wrong
+        self._expired: set[PeerId] = set()  # peers whose token is valid except by our clock, which may be wrong
         self._genuine = BoundedDict[bytes, None](_REMEMBERED)  # SHA-256 of sealed tokens
 
     def __len__(self) -> int:
         return len(self._members)
 
     def judge(self, peer: PeerId, data: bytes, now: float) -> Member | str:
-        """Verdict on the token `data` that `peer` shows: a member, or the reason for a refusal. Changes nothing."""
+        """Verify the token `data` that `peer` shows. Returns a Member or the reason for a refusal; changes nothing."""
         if peer == self.organizer:
             return self._members[peer]
         if not data:
@@ -110,7 +109,10 @@ class MemberRoll:
         return why or Member(token.name, token, self._rights(token))
 
     def expired_at(self, peer: PeerId, data: bytes, now: float) -> int | None:
-        """Unix seconds at which the token `data` of `peer` expired; None if it is valid, or for another reason not."""
+        """Time, in Unix seconds, at which the token `data` of `peer` expired.
+
+        Returns None if it has not expired, or is invalid for another reason.
+        """
         try:
             token = unseal(Token, data)
         except ProtocolViolation:
@@ -119,7 +121,7 @@ class MemberRoll:
         return token.expires if now >= token.expires and was_valid else None
 
     def admit(self, peer: PeerId, data: bytes, now: float) -> str | None:
-        """Put `peer` on the roll if `data` is its token; else take it off, and say why."""
+        """Make `peer` a member if `data` is its token. Otherwise remove it, and return the reason."""
         found = self.judge(peer, data, now)
         if isinstance(found, str):
             self.forget(peer)
@@ -131,19 +133,17 @@ class MemberRoll:
         return None
 
     def may_vote(self, peer: PeerId) -> bool:
-        """True when the peer's clock has a vote: a member's does, even if the token has expired by ours, which may be
-        off.
-        """
+        """True if the peer's clock has a vote: a member's has, even if its token is expired by our own clock."""
         return peer in self._members or peer in self._expired
 
     def forget(self, peer: PeerId) -> None:
-        """Take a peer that has gone off the roll; it will show its token again."""
+        """Remove a peer that has disconnected; it will show its token again."""
         if peer != self.organizer:
             self._members.pop(peer, None)
             self._expired.discard(peer)
 
     def member(self, peer: PeerId, now: float) -> Member | None:
-        """The member record of `peer`; None: it has none, or its token has expired."""
+        """The member record of `peer`, or None if it has none or its token has expired."""
         found = self._members.get(peer)
         if found is not None and found.token is not None and now >= found.token.expires:
             del self._members[peer]
@@ -151,7 +151,7 @@ class MemberRoll:
         return found
 
     def may_call(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
-        """Why `peer` may not call `method` (as `stage/6/forward`) of `service` (`stage/6`); None when it may."""
+        """Reason that `peer` may not call `method` (`stage/6/forward`) of `service` (`stage/6`), or None if it may."""
         found = self.member(peer, now)
         if found is None:
             return self.refusal("none was shown that counts now")
@@ -161,7 +161,7 @@ class MemberRoll:
         return f"{method} is for {_listed(allowed)}; the token shown allows {_listed(found.rights)}"
 
     def may_serve(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
-        """Why we do not call `method` (as `stage/6/forward`) of `service` of `peer`; None when we do."""
+        """Reason not to call `method` (`stage/6/forward`) of `service` of `peer`, or None if it may be called."""
         if service == ANYWHERE:
             return None
         found = self.member(peer, now)
@@ -173,11 +173,11 @@ class MemberRoll:
         return f"{method} is served by {_listed(allowed)}; its token allows {_listed(found.rights)}"
 
     def refusal(self, why: str) -> str:
-        """The text that a peer without a valid token is told."""
+        """Error text for a peer without a valid token."""
         return f"{NO_TOKEN} for run {self.run}: {why}; ask the organizer ({self.organizer.short}) for one"
 
     def learn_revoked(self, data: bytes) -> bool:
-        """Take over a list of revoked tokens. False: it is not newer than ours. ProtocolViolation: it is none."""
+        """Adopt a list of revoked tokens; False if it is not newer than ours. Raises ProtocolViolation if invalid."""
         if not data or data == self.revoked_data:
             return False
         if not signed_by(self.organizer, Revoked, data):

@@ -1,12 +1,12 @@
-"""One round of all-reduce as one member sees it: which peer owes which part to which, and which peers are late.
+"""One round of all-reduce from one member's view: which peer owes which part to whom, and which peers are late.
 
-The vector is cut into shares, one for each owner, and each share into parts. Every sender sends each part to its
-owner, who sums all senders' versions in the order of the senders (so that the sum has the same bits for everyone)
-and returns the sum. Most peers do both; a helper sends nothing, a client owns nothing, a listener asks for the sums
-and brings nothing. A round succeeds whole or not at all; the conductor repeats it without the lost. Counts only: the
-elements are summed elsewhere. A hostile member may send a part twice or one that is not its owner's to sum, a hostile
-conductor a plan that adds up to nothing: refused. Invariants: a part is summed once, when each sender's version is
-there; who owns a part stays until all have asked for it.
+The vector is cut into shares, one for each owner, and each share into parts. Every sender sends each part to its owner.
+The owner sums all senders' versions in the order of the senders, so that everyone gets the same bits, and returns the
+sum. Most peers are both sender and owner; a helper sends nothing, a client owns nothing, and a listener requests the
+sums but contributes no vector. A round succeeds completely or not at all; the conductor repeats it without the lost
+members. This module only keeps count; the elements are summed elsewhere. Hostile input: a member may send a part twice,
+or one that its receiver does not own; a conductor may send an inconsistent plan. Both are rejected. Invariants: a part
+is summed once, when every sender's version is there; an owner stays in the round until all have requested its parts.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from peerd.core.messages.swarm import Prepare
 from peerd.machine.averaging.shares import apportioned
 
 _SHARES_TOLERANCE = 1e-6
-_OWNER_MARGIN_S = 0.5  # beyond the patience: an owner that waits for a late sender has named it by then
-_PART_S = 0.005  # that one part more of each share is taken to cost a round, where it takes seconds
-_PARTS_OF_A_SHARE = 24  # at most, unless they would be larger than asked for
-_PARTS_OF_AN_EQUAL_SHARE = 3  # at least, of lines that nobody knows,
-_LEAST_ELEMENTS_OF_AN_EQUAL_SHARE = 1 << 18  # unless they would be smaller than this: on a fast line each costs calls
-_LEAST_UNDER_WAY = 1.25  # parts of any share: it would stand still between two of its parts otherwise
+_OWNER_MARGIN_S = 0.5  # beyond the patience, so that an owner can first report the late sender it waits for
+_PART_S = 0.005  # assumed cost of one more part per share, in seconds of a round
+_PARTS_OF_A_SHARE = 24  # at most, unless parts would then exceed the requested size
+_PARTS_OF_AN_EQUAL_SHARE = 3  # at least, if the lines are unknown
+_LEAST_ELEMENTS_OF_AN_EQUAL_SHARE = 1 << 18  # smallest part of an equal share: on a fast line each part costs calls
+_LEAST_UNDER_WAY = 1.25  # parts in flight for any share; with fewer its owner's line idles between two parts
 _SECOND = b"peerd second sum\0"
-_LEAST_ELEMENTS = 1024  # of a part where the lines are known, unless its share has fewer
-_LINE_SHARE = 0.95  # of a line, for payload: headers and acknowledgements take the rest
-_EVEN_ELEMENTS = 1024  # processors are slower on vectors that begin within a line of their cache
+_LEAST_ELEMENTS = 1024  # smallest part if the lines are known, unless its share is smaller
+_LINE_SHARE = 0.95  # payload's share of a line; the rest is for headers and acknowledgements
+_EVEN_ELEMENTS = 1024  # part lengths are multiples of this: CPUs are slower on vectors not aligned to a cache line
 
 
 class RoundFailed(PeerdError):
-    """The round cannot end; `lost` are the members at fault, `lost_share` is what of the vector has no sum."""
+    """The round cannot finish. `lost`: the members at fault; `lost_share`: fraction of the vector that has no sum."""
 
     def __init__(self, reason: str, lost: tuple[str, ...]) -> None:
         super().__init__(reason)
@@ -46,13 +46,14 @@ class RoundFailed(PeerdError):
 
 @dataclass(frozen=True, slots=True)
 class AveragingPlan:
-    """One round. `group`: everyone in it, in the order of the cut; `patience_s` with a silent member.
+    """The plan of one round. Raises ValueError if it is inconsistent.
 
-    `senders` (none given: the group) bring vectors, and sums are made in their order. `shares` of the group, in its
-    order, add up to one; None: equal. `length` and `dtype` of the vectors are for owners that bring none, and so is
-    `further`: elements of a second sum, which follows. `listeners` take the sum and bring nothing. This is the
-    `copy`-th of `copies` groups that make the same sum: coded parts must be alike in all of them, so they begin at
-    multiples of `align` elements. Raises ValueError for a plan that does not fit together.
+    `group`: all members, in the order of the shares; `patience_s`: how long a silent member is tolerated. `senders`
+    (default: the group) contribute vectors, which are summed in their order. `shares`: the group's shares, in its
+    order, with sum 1; None for equal ones. `length` and `dtype` describe the vectors for owners that contribute none,
+    and so does `further`, the length of a second sum that follows. `listeners` receive the sum and contribute nothing.
+    This group is number `copy` of `copies` groups that compute the same sum. Coded parts must be the same in all of
+    them, so they begin at multiples of `align` elements.
     """
 
     attempt: bytes
@@ -69,8 +70,8 @@ class AveragingPlan:
     copies: int = 1
     align: int = 1
     timeout_s: float = 0.0  # of the attempt
-    coming_s: float = 0.0  # how long others may be in the sum before this one
-    s_per_byte: float = 0.0  # a round's time over the vector's bytes, as all lines state; 0: not known
+    coming_s: float = 0.0  # how long others may still be in the sum before this one
+    s_per_byte: float = 0.0  # a round's time per byte of the vector, by the stated rates of all lines; 0: unknown
 
     def __post_init__(self) -> None:
         if not self.senders:
@@ -84,7 +85,7 @@ class AveragingPlan:
 
     @classmethod
     def of(cls, order: Prepare, part_bytes: int, patience_s: float, align: int = 1) -> AveragingPlan:
-        """The round that a conductor orders, parts of `part_bytes` at most; ValueError for an order that is wrong."""
+        """The round that a conductor orders, with parts of at most `part_bytes`. Raises ValueError if it is invalid."""
         listeners = frozenset(order.listeners)
         if order.copy >= order.copies:
             raise ValueError("a group is beyond the last that makes the same sum")
@@ -111,9 +112,10 @@ class AveragingPlan:
         )
 
     def pair_bytes_per_s(self, own: str) -> dict[str, float]:
-        """Sending rates from `own` to each other peer at which all lines are used evenly to the end; empty: not known.
+        """Sending rates from `own` to each other peer that keep all lines busy until the end; empty if these are
+        unknown.
 
-        What headers take of a line is left to them: else its queue grows, round by round, until it loses packets.
+        A margin of each line is left for headers; otherwise its queue grows round by round until it loses packets.
         """
         if self.shares is None or self.s_per_byte <= 0:
             return {}
@@ -125,13 +127,13 @@ class AveragingPlan:
         return {peer: _LINE_SHARE * load / self.s_per_byte for peer, load in loads.items() if load > 0}
 
     def second(self) -> AveragingPlan:
-        """The sum that follows in the same round, under an attempt id of its own: no part of one fits the other."""
+        """The second sum of the same round. It has its own attempt id, so that parts of the sums cannot be confused."""
         attempt = hashlib.sha256(_SECOND + self.attempt).digest()[: len(self.attempt)]
-        later_s = self.timeout_s / 2  # the time is for both sums
+        later_s = self.timeout_s / 2  # both sums share the timeout
         return replace(self, attempt=attempt, length=self.further, further=0, coming_s=later_s)
 
     def parts(self, length: int, itemsize: int) -> tuple[Part, ...]:
-        """The parts of a vector of `length` elements of `itemsize` bytes; ValueError if they are too many."""
+        """The parts of a vector of `length` elements of `itemsize` bytes. Raises ValueError if there are too many."""
         part_elements = max(1, self.part_bytes // itemsize)
         if length // part_elements + _PARTS_OF_A_SHARE * len(self.group) > AVERAGE_PARTS:
             raise ValueError(f"a vector of {length} elements has too many parts of {part_elements}")
@@ -140,15 +142,15 @@ class AveragingPlan:
 
 
 def parts_of_a_share(round_s: float) -> int:
-    """Number of parts that a round of so many seconds cuts each share into; 0: its time is not known.
+    """Number of parts per share in a round that takes `round_s` seconds; the maximum if 0 (unknown).
 
-    Sums come back one part's time after the parts leave, and the round ends later by it; but each part costs time.
+    Sums return one part's time after the parts leave, so larger parts end the round later; but each part costs time.
     """
     return min(max(2, round(math.sqrt(round_s / _PART_S))), _PARTS_OF_A_SHARE) if round_s else _PARTS_OF_A_SHARE
 
 
 def check_shares(shares: Sequence[float], count: int) -> None:
-    """ValueError unless these are `count` shares of one whole."""
+    """Raise ValueError unless these are `count` fractions that add up to 1."""
     if len(shares) != count:
         raise ValueError(f"{len(shares)} shares for {count} peers")
     if not all(math.isfinite(share) and 0 <= share <= 1 for share in shares):
@@ -159,7 +161,7 @@ def check_shares(shares: Sequence[float], count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements `begin` up to `end` of the vector, summed by `owner`."""
+    """Elements `begin` to `end` (exclusive) of the vector, summed by `owner`."""
 
     index: int
     owner: str
@@ -175,11 +177,11 @@ def cut(
     align: int = 1,
     count: int = _PARTS_OF_A_SHARE,
 ) -> tuple[Part, ...]:
-    """The parts of a vector, one contiguous share for each of the group; every member computes the same ones.
+    """The parts of a vector, one contiguous share per member of the group; every member computes the same parts.
 
-    Without `shares` these differ by `align` elements at most. Each is cut into `count` parts, or into more of
-    `part_elements` at most: a small share, too, so that it can be sent evenly beside the large ones, and so that sums
-    come back while other parts are on their way. Every part begins at a multiple of `align`.
+    Without `shares` all shares are equal, up to `align` elements. Each share is cut into `count` parts, or into more if
+    they would exceed `part_elements`. Small shares are cut as finely as large ones, so that all can be sent evenly side
+    by side and sums return while other parts are in flight. Every part begins at a multiple of `align`.
     """
     parts: list[Part] = []
     least = _LEAST_ELEMENTS
@@ -195,7 +197,7 @@ def cut(
 
 
 def _alike(share: int, most: int) -> int:
-    """Length of the parts of a share: none is longer than `most`, and none much shorter than the others."""
+    """Length of the parts of a share: at most `most`, and such that the parts have about the same length."""
     if not share:
         return most
     return min(most, _raised(-(-share // -(-share // most)), _EVEN_ELEMENTS))
@@ -215,8 +217,8 @@ def _spans(length: int, count: int, shares: Sequence[float] | None) -> Iterator[
         yield begin, end
 
 
-class Round:
-    """See the module's header; `now` is monotonic seconds."""
+class AllReduceRound:
+    """Progress of one member in a round. `now` is monotonic time in seconds."""
 
     def __init__(
         self,
@@ -228,32 +230,32 @@ class Round:
     ) -> None:
         self.own, self.senders, self.parts, self.listeners = own, senders, parts, listeners
         self._everyone = frozenset((*senders, *listeners))
-        self.takes = own in self._everyone  # the sum; a helper does not
+        self.takes = own in self._everyone  # whether it receives the sum; a helper does not
         self._patience_s = patience_s
         self._came: dict[int, set[str]] = {part.index: set() for part in parts if part.owner == own}
         self._brought = Counter[int]()  # versions, by part
-        self._missing = len(self._came) * len(self._everyone)  # versions of our parts, and listeners' calls for them
+        self._missing = len(self._came) * len(self._everyone)  # versions of our parts, and listeners' requests for them
         due = parts if self.takes else ()
         self._due = {part.index: part.owner for part in due if part.owner != own}
         self._asked: set[int] = set()  # parts that may have been sent to their owner
         self._heard: dict[str, tuple[float, int]] = {}  # peer -> (last heard, sequence number as tie-break)
         self._times_heard = 0
         self.began = 0.0
-        self.waited_s: dict[str, float] = {}  # for the last version of our parts, once all others were there
-        self._waited_until: dict[str, float] = {}  # what `waited_s` holds, ended then
-        self._newest: dict[int, float] = {}  # when the newest version of a part came
+        self.waited_s: dict[str, float] = {}  # by peer: time that only its version of a part of ours was missing
+        self._waited_until: dict[str, float] = {}  # by peer: end of the last wait that `waited_s` includes
+        self._newest: dict[int, float] = {}  # by part: when its newest version arrived
 
     def begin(self, now: float) -> None:
-        """Start the time-outs of the others."""
+        """Start the timeouts of the other members."""
         self.began = now
         self.be_patient(now)
 
     def be_patient(self, now: float) -> None:
-        """Restart all time-outs: everybody waits for peers that are in an earlier round."""
+        """Restart all timeouts, because everybody waits for peers that are still in an earlier round."""
         self._heard = dict.fromkeys({*self._everyone, *self._due.values()}, (now, 0))
 
     def check(self, index: int, sender: str) -> None:
-        """Raises ValueError unless `sender`'s version of this part, or call for it, is one that we wait for."""
+        """Raise ValueError unless `sender`'s version of this part, or its request for the sum, is still expected."""
         came = self._came.get(index)
         if came is None:
             raise ValueError(f"part {index} is not mine to sum")
@@ -263,9 +265,9 @@ class Round:
             raise ValueError(f"part {index} came twice")
 
     def arrived(self, now: float, index: int, sender: str) -> bool:
-        """`sender`'s version of one of our parts is here; True when it was the last one and the sum is due.
+        """Record `sender`'s version of one of our parts; return True if it was the last one and the sum can be made.
 
-        Or a listener has asked for this part's sum, which makes no sum due. Raises as `check`.
+        For a listener, record its request for the part's sum and return False. Raises ValueError like `check`.
         """
         self.check(index, sender)
         came = self._came[index]
@@ -284,25 +286,25 @@ class Round:
         return whole
 
     def asked(self, index: int) -> None:
-        """Our version of this part, or our call for it, goes to its owner, who owes us the sum from now on."""
+        """Record that our version of this part, or our request, was sent to its owner, who now owes us the sum."""
         self._asked.add(index)
 
     def returned(self, now: float, index: int) -> None:
-        """The owner sent us the sum of a part."""
+        """Record that the owner has sent us the sum of a part."""
         self._hear(self._due.pop(index), now)
 
     @property
     def others(self) -> KeysView[str]:
-        """All peers from which anything is waited for."""
+        """All peers from which a message is expected."""
         return self._heard.keys()
 
     @property
     def finished(self) -> bool:
-        """True when we have every sum that is due to us, and every version that is due from others."""
+        """True once we have every sum and every version that others owe us."""
         return not self._due and not self._missing
 
     def heard(self, now: float, peer: str) -> None:
-        """Bytes of this peer come, or it says that what it waits for comes: it is slow, and not silent."""
+        """Record activity of a peer: its bytes arrive, or it reports progress; it is slow but not silent."""
         if peer in self._heard and now > self._heard[peer][0]:
             self._hear(peer, now)
 
@@ -318,7 +320,7 @@ class Round:
         return sum(p.end - p.begin for p in lost) / max(1, sum(p.end - p.begin for p in due))
 
     def progress(self) -> tuple[int, int]:
-        """Elements that have come from others, and that will: their versions of our parts, and sums of theirs."""
+        """Elements received and elements expected in all: others' versions of our parts, and sums of their parts."""
         ours = [(self._brought[index], self.parts[index]) for index in self._came]
         whole = len(self.senders) - (self.own in self.senders)
         sums = [part for part in self.parts if part.owner != self.own and self.takes]
@@ -327,19 +329,19 @@ class Round:
         return done, sum(whole * (p.end - p.begin) for _, p in ours) + sum(part.end - part.begin for part in sums)
 
     def owes(self, sender: str) -> bool:
-        """True while this sender owes us a part."""
+        """Return True while this sender owes us a part."""
         return sender in self._everyone and any(sender not in came for came in self._came.values())
 
     def silent(self, now: float) -> set[str]:
-        """Peers not heard from for longer than our patience, whether or not it is their turn."""
+        """Peers that have been silent for longer than our patience, whether or not we are waiting for them."""
         return {peer for peer, (heard, _) in self._heard.items() if now - heard > self._patience_s} - {self.own}
 
     def late(self, now: float) -> tuple[str, ...]:
-        """Members we have waited for longer than our patience, sorted.
+        """Members at fault for a delay longer than our patience, sorted.
 
-        One that hangs soon holds up everybody, who then seem to hang as well: so the one named is the first that fell
-        silent of those we wait for. An owner may only be waiting for a late sender, and gets a little more patience;
-        one that has nothing of ours yet, because somebody else's sums hold up our parts, owes us nothing.
+        One hanging member soon blocks all others, which then seem to hang as well. So of the members that we wait for,
+        the one that fell silent first is returned. An owner may itself be waiting for a late sender, so it has a little
+        more time. An owner that has no part of ours yet, because other sums delay our parts, owes us nothing.
         """
         silent = self.silent(now)
         if not silent:
@@ -355,27 +357,28 @@ class Round:
         return tuple(sorted(lost & blocking or lost))
 
     def _blocking(self) -> set[str]:
-        """Peers that have not delivered their piece of our first incomplete part: all others wait for them."""
+        """Peers that have not sent their version of our first incomplete part; all others wait for them."""
         whole = len(self._everyone)
         return set(next((self._everyone - came for came in self._came.values() if len(came) < whole), ()))
 
 
 class PartPace:
-    """Pacing of parts to other owners: which may leave now, so that all shares are sent evenly and end together.
+    """Pacing of the parts sent to other owners, so that all shares are sent evenly and finish together.
 
-    A part's place is how far its owner's share has come with it, from 0 to 1; owners are a little apart, so that not
-    all small ones' parts leave at once. What leaves is at most a window ahead of the least place, among shares as large
-    or larger, that still waits for its sum. So a small share does not overtake a large one, which would leave its
-    owner's line idle at the end; nor does it hold it up; and what is under way is bounded.
+    A part's place is the fraction (0 to 1) of its owner's share that is sent with it; the owners' places are slightly
+    shifted, so that the parts of small shares do not all leave at once. A part may leave if it is at most a window
+    ahead of the least place still waiting for its sum, among shares of the same size or larger. So a small share
+    neither overtakes a large one, whose owner's line would be idle at the end, nor holds it up, and the amount in
+    flight is bounded.
     """
 
     def __init__(self, parts: Sequence[Part], under_way: float) -> None:
-        """`under_way`: number of parts of an average share that may be on their way to its owner."""
+        """`under_way`: number of parts of an average share that may be in flight to its owner."""
         counts = Counter(part.owner for part in parts)
         window = under_way * len(counts) / max(1, len(parts))
         self._window = {owner: max(window, _LEAST_UNDER_WAY / count) for owner, count in counts.items()}
-        self._size = {owner: count.bit_length() for owner, count in counts.items()}  # within a factor of two
-        self._left: dict[str, deque[int]] = {owner: deque() for owner in counts}  # that wait for their sum
+        self._size = {owner: count.bit_length() for owner, count in counts.items()}  # size class: powers of two
+        self._left: dict[str, deque[int]] = {owner: deque() for owner in counts}  # parts without a sum yet
         self._place: dict[int, float] = {}
         apart = {owner: (i + 0.5) / len(counts) for i, owner in enumerate(counts)}
         for part in parts:
@@ -388,7 +391,7 @@ class PartPace:
         return self._place[part.index] <= self._least[self._size[part.owner]] + self._window[part.owner]
 
     def returned(self, owner: str) -> bool:
-        """The sum of the next part of `owner` is here; True when more may leave than before."""
+        """Record the sum of the next part of `owner`; return True if more parts may leave than before."""
         before = self._least[self._size[owner]]
         if self._place[self._left[owner].popleft()] > before:
             return False
@@ -396,7 +399,7 @@ class PartPace:
         return self._least[self._size[owner]] > before
 
     def _find_least(self) -> dict[int, float]:
-        """The least waiting place by size, of shares of that size and above."""
+        """For each size class, the least waiting place among the shares of that class and larger ones."""
         found, least = {}, 1.0
         for size in sorted(set(self._size.values()), reverse=True):
             heads = (queue[0] for owner, queue in self._left.items() if queue and self._size[owner] == size)

@@ -1,12 +1,13 @@
-"""Bandwidth probes: one measured line at a time gets more load than it has shown to carry, with exponential back-off.
+"""Bandwidth probes: one measured line at a time gets more load than it has been seen to carry, with exponential
+backoff.
 
-A line is measured by what passes it, and what passes a fast line among slow ones is what the slow ones allow: with
-equal shares all look alike. So now and then a peer's line is taken for TRY times what was seen. If it then carries
-more, the estimate has grown and it goes on; if not, its turn comes again after twice as many attempts as before, so
-that what this costs (a round that waits for a line with too much to do) becomes nothing, and shares stand still. Where
-the slowest sender alone sets the pace no other division is faster, and nothing is tried.
-Sans-IO, no randomness: the same reports, the same tries. Hostile input: a peer that says it is measured and grows
-without end gains the work that it asks for, as by any other lie about its line; a try ends by itself.
+A line's rate is measured from its traffic, and slow members limit the traffic of a fast one: with equal shares all
+lines look alike. So one peer's line at a time is assumed to carry TRY times its measured rate. If the estimate then
+grows, the probe continues from there; if not, the peer's next probe comes after twice as many attempts as before. So
+the cost of probing (rounds that wait for an overloaded line) tends to zero, and shares become stable. If the slowest
+sender alone determines the duration no other division is faster, and nothing is probed. Sans-IO and deterministic: the
+same reports give the same probes. Hostile input: a peer whose reported measurement grows without end gets the work that
+it asks for, as with any false rate; every probe ends by itself.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 
 TRY: Final = 2.0
-_GROWN: Final = 1.15  # beyond a step of what is told
-_PATIENCE: Final = 2  # attempts until a report about the first of them has come
+_GROWN: Final = 1.15  # growth that counts; more than one step of the reported rates
+_PATIENCE: Final = 2  # attempts until a report about the first of them has arrived
 _PAUSE_MOST: Final = 128  # attempts
 
 
@@ -27,19 +28,19 @@ class _Known:
     pause: int = 1
 
 
-class Exploring:
-    """The probes of one stage. Lines are known by their narrower direction, in bytes/s."""
+class BandwidthProbe:
+    """The probes of one stage. A line's rate is that of its narrower direction, in bytes/s."""
 
     def __init__(self) -> None:
         self._attempt = 0
         self._known: dict[str, _Known] = {}
-        self._trial: tuple[str, float, int] | None = None  # peer, its rate then, since which attempt
+        self._trial: tuple[str, float, int] | None = None  # peer, its rate at the start, first attempt
 
     def next(self, measured: Mapping[str, float], worth: Callable[[], bool] = lambda: True) -> str | None:
-        """The peer whose line is probed in the attempt that is ordered now, of these measured ones; None: nobody's.
-        Whose is to be tried in it; None: nobody's.
+        """Choose the peer whose line is probed in the next attempt, or None.
 
-        `worth`: whether there is anything to gain; asked before a new try.
+        `measured`: rates of the candidates, in bytes/s. `worth`: called before a new probe; returns whether it could
+        gain anything.
         """
         self._attempt += 1
         self._known = {peer: self._known.get(peer) or _Known(self._attempt) for peer in sorted(measured)}

@@ -1,16 +1,17 @@
-"""ContributorChoice: which members of a stage contribute gradients, so that the swarm steps as fast as it can.
+"""ContributorChoice: which members of a stage contribute gradients, so that the swarm's steps are as short as possible.
 
-A member's gradients are worth the microbatches that it computes, and cost everybody the time that its line needs to
-carry a vector: one line of 1 Mb/s among fifteen of 100 makes a round last fifty times as long. DeDLOC (Diskin et al.
-2021, section 3.2) solves this as a mixed linear programme over c_i, "does peer i contribute?". Given the contributors,
-the best round is known in closed form (`shares`), so it is enough to search over them, and the best set has a simple
-shape: the lines that are too slow rest first, then the members that compute least. `best` tries each length of these
-two prefixes (of many members some lengths), and single changes of the result where there are few members. A member
-that does not contribute, and that others can reach, sums parts for the others like a helper. Two members contribute at
-least, also where one alone would be faster: the state of the stage survives the death of one.
+A member contributes the microbatches that it computes, and costs everybody the time that its line needs to carry a
+vector: one line of 1 Mb/s among fifteen of 100 makes a round last fifty times as long. DeDLOC (Diskin et al. 2021,
+section 3.2) solves this as a mixed integer programme over c_i, "does peer i contribute?". For given contributors the
+best round is known in closed form (`shares`), so it is enough to search over sets of contributors, and the best set has
+a simple shape: the slowest lines rest first, then the members that compute least. `best` tries each length of these two
+prefixes (only some lengths if there are many members), and for few members also single changes of the result. A resting
+member that others can reach sums parts for them like a helper. At least two members contribute, even if one alone would
+be faster, so that the stage's state survives the loss of one.
 
-A step lasts as long as computing its batch, plus the averaging of its gradients; in a delayed run as long as the longer
-of both. Decides only. Rates are what peers say or what the conductor measured: a liar is left out, or slows the step.
+A step takes the time of computing its batch plus that of averaging its gradients; in a delayed run, the longer of both.
+This module only decides. Rates are reported by peers or measured by the conductor: a peer that reports false rates is
+left out, or slows the step down.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from dataclasses import dataclass, replace
 
 from peerd.machine.averaging.shares import MemberLine, Mode
 
-WORTH_RESTING = 1.05  # times as long as the best step: a longer one is worth a change
-LEAST = 2  # contributors, where there are so many members: the state of one that dies is not lost
-HARMLESS = 1.01  # times as long as the best step: a member that costs no more than this contributes
-_FEW = 12  # members of which single changes are tried as well
-_LADDER = 1.5  # between the lengths of prefixes that are tried, from _EACH on
-_EACH = 8
-_MANY = 64  # lines for which arrays are faster than loops
-_STEPS = 40  # of bisection for a rate
+WORTH_RESTING = 1.05  # ratio to the best step's duration above which the set of contributors changes
+LEAST = 2  # contributors of a stage with at least two members, so that its state survives the loss of one
+HARMLESS = 1.01  # ratio to the best step's duration up to which another member may contribute
+_FEW = 12  # up to this number of members single changes are tried as well
+_LADDER = 1.5  # ratio of successive prefix lengths that are tried, from _EACH on
+_EACH = 8  # all prefix lengths below this one are tried
+_MANY = 64  # number of lines above which arrays are faster than loops
+_STEPS = 40  # of the bisection for a rate
 _MOST_BYTES_PER_S = 1e15
 
 
 @dataclass(frozen=True, slots=True)
 class ContributorRates:
-    """A member that may contribute gradients. `per_s`: the microbatches that it computes in a second; 0: unknown."""
+    """A candidate for contributing gradients. `per_s`: microbatches that it computes per second, or 0 if unknown."""
 
     line: MemberLine
     per_s: float = 0.0
@@ -47,10 +48,10 @@ class ContributorRates:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The parts of a step's duration that do not depend on who contributes in this stage.
+    """The parts of a step's duration that do not depend on which members of this stage contribute.
 
-    `vector_bytes` is the size of a gradient on the wire. `other_computing_s` and `other_averaging_s` are the least that
-    the step's batch and its rounds take because of other stages. `overlaps`: averaging runs beside computing.
+    `vector_bytes`: size of a gradient on the wire. `other_computing_s` and `other_averaging_s`: lower bounds that other
+    stages set for computing the batch and for averaging. `overlaps`: averaging runs in parallel with computing.
     """
 
     microbatches: float
@@ -61,10 +62,10 @@ class StepCost:
 
 
 class ContributorChoice:
-    """The choice among the members of one stage. See the module's header.
+    """The choice of contributors among the members of one stage.
 
-    An unknown line counts as the median of the known ones, and so does an unknown pace; where no line is known, lines
-    cost nothing. `helpers` sum parts in any case.
+    An unknown line or pace counts as the median of the known ones; if no line is known, lines cost nothing. `helpers`
+    sum parts in any case.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class ContributorChoice:
         self._least = min(LEAST, len(self._peers))
 
     def step_s(self, contributing: Iterable[str]) -> float:
-        """Seconds of a step in which these members contribute; infinite if it cannot be made."""
+        """Duration in seconds of a step with these contributors, or infinity if it is impossible."""
         return self._step_s(set(contributing), self._rates)
 
     def _step_s(self, found: set[str], rates: dict[str, float]) -> float:
@@ -95,11 +96,11 @@ class ContributorChoice:
         return max(computing_s, averaging_s) if self._cost.overlaps else computing_s + averaging_s
 
     def computing_s(self, contributing: Iterable[str]) -> float:
-        """Seconds in which these members compute a batch."""
+        """Seconds that these members need to compute a batch."""
         return self._cost.microbatches / math.fsum(self._per_s[peer] for peer in contributing)
 
     def averaging_s(self, contributing: Iterable[str]) -> float:
-        """Seconds of a round of these members, with the others as helpers."""
+        """Duration in seconds of an averaging round of these members, with the others as helpers."""
         return self._averaging_s(set(contributing), self._rates)
 
     def _averaging_s(self, contributing: set[str], rates: dict[str, float]) -> float:
@@ -114,7 +115,7 @@ class ContributorChoice:
     # --- choosing ---------------------------------------------------------------------------------------------
 
     def best(self) -> frozenset[str]:
-        """The members whose contribution makes the shortest step, at least `LEAST`; of equal sets the largest."""
+        """The contributors that make the shortest step, at least `LEAST` of them; of equally good sets the largest."""
         by_line = sorted(self._peers, key=lambda peer: (self._rates[peer], self._per_s[peer], peer))
         all_by_pace = sorted(self._peers, key=lambda peer: (self._per_s[peer], self._rates[peer], peer))
         found, found_s = frozenset(self._peers), self.step_s(self._peers)
@@ -130,7 +131,7 @@ class ContributorChoice:
         return self._polished(found, found_s) if len(self._peers) <= _FEW else found
 
     def _polished(self, found: frozenset[str], found_s: float) -> frozenset[str]:
-        """`found` after all changes of one member, or of one for another, that make the step shorter."""
+        """`found`, improved by adding, removing or swapping single members until no such change shortens the step."""
         while True:
             inside, outside = sorted(found), sorted(set(self._peers) - found)
             tries = [changed for peer in self._peers if len(changed := found ^ {peer}) >= self._least]
@@ -143,8 +144,8 @@ class ContributorChoice:
     def choose(self, resting: frozenset[str] = frozenset()) -> frozenset[str]:
         """The members that should rest, given those that rest now.
 
-        Nothing changes unless the step becomes clearly shorter; a member whose contribution costs next to nothing
-        contributes. Where no pace is known, gradients cannot be weighed, and nobody begins to rest.
+        The set changes only if the step becomes clearly shorter; a member that costs almost nothing contributes. If no
+        pace is known, gradients cannot be weighed against their cost, and no further member rests.
         """
         resting &= frozenset(self._peers)
         if not self._pace_known:
@@ -158,7 +159,7 @@ class ContributorChoice:
         return frozenset(self._peers) - keeps
 
     def needed_bytes_per_s(self, contributing: Iterable[str], peer: str) -> float | None:
-        """The narrower rate at which `peer` would contribute beside these members; None if no line is enough."""
+        """The least narrower rate at which `peer` would contribute besides these members, or None if none is enough."""
         others = set(contributing) - {peer}
         limit_s = HARMLESS * self.step_s(others)
 
@@ -175,10 +176,10 @@ class ContributorChoice:
 
 
 def least_s_per_byte(nodes: Sequence[float], helpers: Sequence[float], senders: int) -> float:
-    """The least seconds per byte at which the shares that lines carry add up to one; infinite if nobody sums.
+    """The least seconds per byte at which the shares that lines can carry add up to one; infinity if nobody sums.
 
-    `nodes` and `helpers` are bytes/s of those that sum; of the `senders` all nodes are some. The same rule as in
-    `shares`, solved by its breakpoints instead of by bisection: a choice asks it hundreds of times.
+    `nodes` and `helpers`: bytes/s of the peers that sum; all nodes are among the `senders`. Same rule as in `shares`,
+    solved by breakpoints instead of bisection, because one choice evaluates it hundreds of times.
     """
     if senders == 2 and nodes:
         return 0.0
@@ -200,8 +201,8 @@ def least_s_per_byte(nodes: Sequence[float], helpers: Sequence[float], senders: 
 
 
 def _least_of_many(own: Sequence[float], others: Sequence[float], senders: int) -> float:
-    """As `least_s_per_byte`, for many lines at once."""
-    import numpy as np  # heavy, and light commands load this module
+    """Like `least_s_per_byte`, vectorised for many lines."""
+    import numpy as np  # imported late: slow to import, and light commands load this module
 
     nodes, helpers = np.array(own), np.array(others)
     nothing = np.zeros_like(helpers)
@@ -217,7 +218,7 @@ def _least_of_many(own: Sequence[float], others: Sequence[float], senders: int) 
 
 
 def with_unknown(member: ContributorRates, *, line: bool, pace: bool) -> ContributorRates:
-    """The member with its line, or its pace, forgotten: what was measured long ago may have changed."""
+    """The member without its measured line or pace, because old measurements may no longer hold."""
     fresh = replace(member.line, up_bytes_per_s=None, down_bytes_per_s=None) if line else member.line
     return ContributorRates(fresh, 0.0 if pace else member.per_s)
 
@@ -227,7 +228,7 @@ def _narrower(line: MemberLine) -> float | None:
 
 
 def _lengths(count: int) -> list[int]:
-    """Lengths of a prefix of `count` members that are tried: each small one, and ever fewer of the larger ones."""
+    """Prefix lengths to try for `count` members: all small ones, then at growing distances."""
     few = count <= _MANY
     found, length = list(range(min(count, _EACH if few else _EACH // 2))), float(_EACH if few else _EACH // 2)
     while length < count:

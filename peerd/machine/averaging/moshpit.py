@@ -1,16 +1,16 @@
 """Group schedule of Moshpit all-reduce: a large group averages in several rounds of small groups.
 
-A run's conductor uses it through `topology`. Peers stand in one order, cut into leaves. In the first round each leaf
-sums; then clusters of `side` neighbours (leaves at first, clusters of the round before later on) sum what each of them
-has: every cluster sends one peer into each group. After as many rounds as there are sides all have the sum of all.
+A run's conductor uses it through `topology`. Peers are in one fixed order, cut into leaves. In the first round each
+leaf sums. In each later round clusters of `side` neighbours (leaves at first, the clusters of the previous round later
+on) sum their results: every cluster sends one peer into each group. After one round per side all peers have the total.
 
-* Exact for any number of peers: each cluster's sum goes into each group once. Clusters of one round differ by a peer at
-  most; a peer that is left over listens in one of the groups: it takes the sum and brings nothing.
-* Same bits: groups that make the same sum add the same bits in the same order, that of the clusters.
-* Two senders of a group have not met before.
+* Exact for any number of peers: each cluster's sum enters each group once. The clusters of one round differ in size by
+  at most one peer; a surplus peer listens in one of the groups: it receives the sum and contributes nothing.
+* Same bits: groups that compute the same sum add the same bits in the same order, that of the clusters.
+* Two senders of a group have not been in the same group before.
 
-Decides only, and depends on nothing but its arguments. A peer may choose its id, and so its place: that gains it
-nothing, since it may spoil its own groups only, and is named for it.
+This module only decides, and depends on nothing but its arguments. A peer can choose its id and thereby its position,
+but gains nothing: it can spoil only its own groups, and is blamed for it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-SMALLEST_GROUP = 3  # for groups of two at most, three peers have no grid
+SMALLEST_GROUP = 3  # least bound on a group's size: no grid with groups of two exists for three peers
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """One group of one round. Sums are made in the order of `senders`.
+class MoshpitGroup:
+    """One group of one round; vectors are summed in the order of `senders`.
 
-    `listeners` have what one of the senders has, bring nothing, and take the sum. `copies` groups make the same sum;
-    this one is the `copy`-th, from 0.
+    Each listener already has the same partial sum as one of the senders; it contributes nothing and receives the sum.
+    This is group number `copy`, from 0, of `copies` groups that compute the same sum.
     """
 
     senders: tuple[str, ...]
@@ -52,7 +52,7 @@ def smallest_side(peers: int, axes: int) -> int:
 
 
 def largest_group(peers: int, sides: Sequence[int]) -> int:
-    """No group of this grid has more peers, senders and listeners together."""
+    """Upper bound of the group size in this grid, senders and listeners together."""
     leaves = math.prod(sides[1:])
     worst, width = -(-peers // leaves), 1
     for side in sides[1:]:
@@ -64,7 +64,7 @@ def largest_group(peers: int, sides: Sequence[int]) -> int:
 
 @functools.lru_cache(256)
 def grid_of(peers: int, rounds: int) -> tuple[int, ...]:
-    """The sides of the grid of so many rounds with the smallest groups; ValueError where there is none."""
+    """The sides of the grid with `rounds` rounds that has the smallest groups. Raises ValueError if there is none."""
     found = min(_grids(peers, rounds), key=lambda sides: (largest_group(peers, sides), sides), default=None)
     if found is None:
         raise ValueError(f"no grid of {rounds} rounds for {peers} peers")
@@ -73,7 +73,7 @@ def grid_of(peers: int, rounds: int) -> tuple[int, ...]:
 
 @functools.lru_cache(256)
 def grid_within(peers: int, largest: int) -> tuple[int, ...]:
-    """The sides of the grid with the fewest rounds whose groups have `largest` peers at most (3 or more)."""
+    """The sides of the grid with the fewest rounds whose groups have at most `largest` (3 or more) peers."""
     if peers < 1 or largest < SMALLEST_GROUP:
         raise ValueError(f"no grid with groups of up to {largest} for {peers} peers")
     for rounds in range(1, peers.bit_length() + 1):
@@ -85,7 +85,7 @@ def grid_within(peers: int, largest: int) -> tuple[int, ...]:
 
 
 def _grids(peers: int, rounds: int) -> Iterator[tuple[int, ...]]:
-    """Grids with sides that are nearly the same; small ones first, since clusters grow and can spare more later."""
+    """Grids with nearly equal sides; the sides ascend, because later clusters are larger and can spare more peers."""
     about = smallest_side(peers, rounds)
     sides = [side for side in (about - 2, about - 1, about, about + 1) if side >= 2]
     for later in itertools.combinations_with_replacement(sides, rounds - 1):
@@ -94,15 +94,15 @@ def _grids(peers: int, rounds: int) -> Iterator[tuple[int, ...]]:
             yield (-(-peers // leaves), *later)
 
 
-def meetings(order: Sequence[str], sides: Sequence[int], weak: Collection[str] = ()) -> list[list[Meeting]]:
-    """The groups of each round. `weak` peers, which cannot sum, are spread among the others, and listen first."""
+def meetings(order: Sequence[str], sides: Sequence[int], weak: Collection[str] = ()) -> list[list[MoshpitGroup]]:
+    """The groups of each round. `weak` peers, which cannot sum, are spread among the others and listen first."""
     order = _spread(order, weak)
     leaves = math.prod(sides[1:])
     bounds = [at * len(order) // leaves for at in range(leaves + 1)]
-    rounds = [[Meeting(tuple(order[begin:end])) for begin, end in itertools.pairwise(bounds)]]
+    rounds = [[MoshpitGroup(tuple(order[begin:end])) for begin, end in itertools.pairwise(bounds)]]
     width = 1
     for side in sides[1:]:
-        step, found = width * side, list[Meeting]()
+        step, found = width * side, list[MoshpitGroup]()
         for first in range(0, leaves, step):
             parts = [order[bounds[at] : bounds[at + width]] for at in range(first, first + step, width)]
             found += joined(parts, weak)
@@ -111,8 +111,8 @@ def meetings(order: Sequence[str], sides: Sequence[int], weak: Collection[str] =
     return rounds
 
 
-def joined(parts: Sequence[Sequence[str]], weak: Collection[str] = ()) -> list[Meeting]:
-    """The groups in which clusters with these peers meet: each sends one peer into each group."""
+def joined(parts: Sequence[Sequence[str]], weak: Collection[str] = ()) -> list[MoshpitGroup]:
+    """The groups in which clusters of these peers join their sums; each cluster sends one peer into each group."""
     count = min(map(len, parts))
     senders: list[list[str]] = [[] for _ in range(count)]
     listeners: list[list[str]] = [[] for _ in range(count)]
@@ -125,11 +125,11 @@ def joined(parts: Sequence[Sequence[str]], weak: Collection[str] = ()) -> list[M
         for number, (at, peer) in enumerate(zip(places, ranked, strict=True)):
             (senders if number < count else listeners)[at].append(peer)
             strong[at] += peer not in weak
-    return [Meeting(tuple(senders[at]), tuple(listeners[at]), at, count) for at in range(count)]
+    return [MoshpitGroup(tuple(senders[at]), tuple(listeners[at]), at, count) for at in range(count)]
 
 
 def _spread(order: Sequence[str], weak: Collection[str]) -> list[str]:
-    """The same peers with the weak ones evenly among the others."""
+    """The same peers, with the weak ones distributed evenly among the others."""
     few = [peer for peer in order if peer in weak]
     found = [peer for peer in order if peer not in weak]
     for number, peer in enumerate(few):

@@ -1,14 +1,14 @@
-"""Division of a vector into shares by bandwidth, so that a round of averaging ends as early as the lines allow.
+"""Division of a vector into shares by bandwidth, so that an averaging round ends as early as the lines allow.
 
-Model (DeDLOC, problem (1), for given roles; a vector has length 1, S peers send one): a sender that sums a share w
-moves 1 - w as a sender and (S - 1) w as the owner of its share, in each direction: 1 + (S - 2) w in all. A helper that
-sends no vector moves S w, a client that sums nothing 1. Up and down loads are equal, so the narrower direction counts.
-A round of x seconds per byte then allows every peer a largest share, and the least x at which these shares add up to
-one, and at which every sender can send its own vector, is the answer: the shares are filled like water.
+Model (DeDLOC, problem (1), for given roles; the vector has length 1 and S peers send one): a sender that sums a share w
+moves 1 - w as a sender and (S - 1) w as the owner of its share, in each direction: 1 + (S - 2) w in total. A helper
+that sends no vector moves S w, a client that sums nothing 1. Upload and download loads are equal, so the narrower
+direction counts. A round of x seconds per byte then allows every peer a largest share. The result is the least x at
+which these shares add up to one and every sender can send its own vector (water-filling).
 
-The closed form here is for lines that are limited only at their ends; limits between pairs: `shares_lp`. The same
+This closed form is for lines that are limited only at their ends; for limits between pairs see `shares_lp`. The same
 lines give the same bits on every machine and in any order (float64, exact sums, a fixed number of steps, shares in
-whole billionths). Lines are what peers say of themselves: one that lies gets more or less work, never a wrong sum.
+whole billionths). Rates are the peers' own reports: a false one changes the amount of work, but never the sum.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from enum import Enum
 from peerd.core.errors import PeerdError
 
 UNITS = 1_000_000_000  # a share is a whole number of these
-_STEPS = 64  # of bisection: more than float64 can tell apart
+_STEPS = 64  # of the bisection; enough for the resolution of float64
 _WEIGHT_BITS = 52
-_COUNT_BITS = 40  # of `apportioned`'s total, amply
+_COUNT_BITS = 40  # more than the total of `apportioned` needs
 
 
 class NoSplit(PeerdError):
-    """No division of the work lets this round end."""
+    """No division of the work lets this round finish."""
 
 
 class Mode(Enum):
-    """A peer's part in a round."""
+    """A peer's role in a round."""
 
     NODE = "node"  # sends a vector, sums a share
     CLIENT = "client"  # sends a vector, sums nothing: others cannot reach it
@@ -41,7 +41,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemberLine:
-    """A peer's line. Rates in bytes/s; None: unknown; 0: it can send, but is never given a share."""
+    """A peer's line. Rates in bytes/s; None if unknown; with rate 0 it can send but never gets a share."""
 
     peer: str
     mode: Mode = Mode.NODE
@@ -55,9 +55,9 @@ class MemberLine:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """`fractions` by peer, adding up to one; `xi_s_per_byte`: a round's time over the vector's bytes, at best.
+    """A division of the work. `fractions`: by peer, with sum 1. `why`: what limits the round.
 
-    `xi_s_per_byte` is 0 when nothing is known of any line, and when nothing has to travel. `why`: what sets the pace.
+    `xi_s_per_byte`: the least time of a round per byte of the vector; 0 if no line is known or nothing has to be sent.
     """
 
     fractions: dict[str, float]
@@ -68,8 +68,8 @@ class Shares:
 def shares(lines: Sequence[MemberLine]) -> Shares:
     """The best division of the work among `lines`.
 
-    An unknown line counts as the mean of the known ones; if none is known, all count as equal. Raises NoSplit when
-    nobody may sum or nobody sends, ValueError for rates that are no rates and for a peer named twice.
+    An unknown line counts as the mean of the known ones; if none is known, all count as equal. Raises NoSplit if no
+    peer may sum or none sends, and ValueError for invalid rates or a peer that is listed twice.
     """
     rates = widths(lines)
     known = any(line.up_bytes_per_s is not None or line.down_bytes_per_s is not None for line in lines)
@@ -79,7 +79,7 @@ def shares(lines: Sequence[MemberLine]) -> Shares:
         raise NoSplit("nobody sends a vector")
     if senders == 1 and any(line.mode is Mode.NODE for line in lines):
         own = {line.peer: 1.0 if line.mode is Mode.NODE else 0.0 for line in lines}
-        return Shares(own, 0.0, "there is one sender, and it sums for itself")
+        return Shares(own, 0.0, "the only sender sums its own vector")
     if not owners:
         raise NoSplit("nobody may sum: every peer is a client, or its line carries nothing")
     xi, why = _least_time(lines, rates, senders)
@@ -89,21 +89,21 @@ def shares(lines: Sequence[MemberLine]) -> Shares:
 
 
 def bound_s_per_byte(lines: Sequence[MemberLine], fractions: Mapping[str, float]) -> float:
-    """Duration of a round in the model when the work is divided so, in seconds per byte of the vector."""
+    """Duration of a round with this division in the model, in seconds per byte of the vector."""
     rates, senders = widths(lines), sum(line.sends for line in lines)
     loads = [(load(line, fractions[line.peer], senders), rates[line.peer]) for line in lines]
     return max((amount / rate for amount, rate in loads if rate > 0), default=0.0)
 
 
 def load(line: MemberLine, fraction: float, senders: int) -> float:
-    """Load of a peer in each direction, in lengths of the vector."""
+    """A peer's traffic in each direction, in vector lengths."""
     if line.mode is Mode.AUX:
         return senders * fraction
     return 1 + (senders - 2) * fraction
 
 
 def widths(lines: Sequence[MemberLine]) -> dict[str, float]:
-    """Each peer's bytes/s in its narrower direction, with the unknown filled in. Errors: see `shares`."""
+    """Each peer's rate in its narrower direction, in bytes/s, with unknown rates filled in. Raises like `shares`."""
     found: dict[str, float | None] = {}
     for line in lines:
         rates = [rate for rate in (line.up_bytes_per_s, line.down_bytes_per_s) if rate is not None]
@@ -118,17 +118,18 @@ def widths(lines: Sequence[MemberLine]) -> dict[str, float]:
 
 
 def proportional(weights: Mapping[str, float]) -> dict[str, float]:
-    """Fractions in the proportion of `weights`, in whole UNITS that add up to one, whatever the order of the peers."""
+    """Fractions proportional to `weights`, in whole UNITS that add up to one, independent of the order of the peers."""
     order = sorted(weights)
     units = apportioned(UNITS, [weights[peer] for peer in order])
     return {peer: count / UNITS for peer, count in zip(order, units, strict=True)}
 
 
 def apportioned(total: int, scores: Sequence[float]) -> list[int]:
-    """`total` things divided in the proportion of `scores`: whole numbers that add up to it.
+    """Divide `total` in proportion to `scores`, into whole numbers that add up to it.
 
-    Highest averages (Hagenbach-Bischoff): everyone gets the whole part of what is due, and the rest goes one by one to
-    the largest score / (count + 1), the first of equals. Exact: in whole numbers of 2^-52 of the largest score.
+    Highest averages (Hagenbach-Bischoff): each gets the whole part of its quota; the remaining units are assigned one
+    by one to the largest score / (count + 1), the first of equals. Exact: computed in integers, in units of 2^-52 of
+    the largest score.
     """
     if not all(math.isfinite(score) and score >= 0 for score in scores) or max(scores, default=0.0) <= 0:
         raise ValueError("scores must be finite, not below 0, and one of them above")
@@ -149,13 +150,15 @@ def apportioned(total: int, scores: Sequence[float]) -> list[int]:
 
 
 def _due(weight: int, count: int) -> int:
-    """weight / (count + 1), scaled: two such fractions that differ, do so by more than one, and whole numbers are
-    compared a hundred times faster. Weights have _WEIGHT_BITS, counts up to _COUNT_BITS."""
+    """weight / (count + 1), scaled to an integer, because integers compare a hundred times faster than fractions.
+
+    Two different quotients differ by more than one after scaling: weights have _WEIGHT_BITS, counts up to _COUNT_BITS.
+    """
     return (weight << 2 * _COUNT_BITS) // (count + 1)
 
 
 def _least_time(lines: Sequence[MemberLine], rates: Mapping[str, float], senders: int) -> tuple[float, str]:
-    """The least seconds per byte at which all can send and somebody sums every element; and what sets it."""
+    """The least seconds per byte at which every sender can send and all elements are summed, and what limits it."""
     sending = [(rates[line.peer], line.peer) for line in lines if line.sends and rates[line.peer] > 0]
     slowest = min(sending, default=(math.inf, ""))
     least = 1 / slowest[0]
@@ -174,9 +177,9 @@ def _least_time(lines: Sequence[MemberLine], rates: Mapping[str, float], senders
 
 
 def _cap(mode: Mode, rate: float, senders: int, xi: float) -> float:
-    """The largest share that a line carries in `xi` seconds per byte, when `xi` is enough to send one vector."""
+    """The largest share that a line can carry in `xi` seconds per byte, if `xi` is enough to send one vector."""
     if mode is Mode.AUX:
         return min(1.0, xi * rate / senders)
-    if senders == 2:  # whatever it sums, it sends the rest: one vector in all
+    if senders == 2:  # it moves one vector in total, for any share
         return 1.0
     return min(1.0, max(0.0, (xi * rate - 1) / (senders - 2)))

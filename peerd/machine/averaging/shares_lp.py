@@ -1,13 +1,15 @@
-"""Shares by bandwidth when lines between some pairs of peers are narrower than their ends: a linear programme.
+"""Shares by bandwidth if the path between some pairs of peers is narrower than their own lines: a linear programme.
 
-To the closed form's limits (`shares`) comes one for each limited pair: from i to j travel i's version of what j sums
-and the sums that i returns to j, w_j + w_i where both send. Minimise the round's time over the shares; among all
-shares that reach it, the ones whose relative loads are lexicographically least: a unique answer, and the closed form's
-where no pair binds. HiGHS solves it within some millionths; whoever solves it tells the others, who need not repeat it.
+Adds one constraint per limited pair to those of the closed form (`shares`): i sends j its version of j's share and the
+sum of its own share, w_j + w_i if both are senders. It minimises the round's time over the shares. Among all shares
+that reach the minimum, it returns those whose relative loads are lexicographically least: a unique answer, equal to the
+closed form's if no pair binds. HiGHS solves it to a few millionths; the peer that solves it sends the others the
+result.
 
-A limit of 0 says that nothing passes. Where no owner is within reach of all senders, one exact round is impossible
-(NoSplit): what is left is gossip, an average within each of `islands`, and other groups in the next round.
-Takes milliseconds to seconds and imports scipy: call it on a worker. Limits are measurements: a false one costs time.
+A limit of 0 means that the pair cannot exchange data. If no owner is reachable by all senders, one exact round is
+impossible (NoSplit); what remains is gossip: an average within each of `islands`, and other groups in the next round.
+Takes milliseconds to seconds and imports scipy, so call it on a worker. Limits are measurements: a wrong one costs
+time.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ from peerd.machine.averaging.shares import (
 
 Pairs = Mapping[tuple[str, str], float]  # (from, to): bytes/s between the two, in this direction
 
-_SLACK = 1e-7  # relative: what a solver's tolerance may cost
-_DUAL = 1e-9  # a multiplier above this is not zero
+_SLACK = 1e-7  # relative allowance for the solver's tolerance
+_DUAL = 1e-9  # a multiplier above this counts as nonzero
 
 
 def shares_within(lines: Sequence[MemberLine], pairs: Pairs) -> Shares:
-    """The best division of the work when `pairs` are limited, too; the closed form's where they do not bind.
+    """The best division of the work if `pairs` are limited as well; equal to the closed form's if they do not bind.
 
-    If no line is known, all count as wide as the widest pair. Raises as `shares`, and NoSplit when some sender reaches
-    nobody who could sum for all; ValueError for limits that are no rates.
+    If no line is known, all count as wide as the widest pair. Raises like `shares`; NoSplit also if some sender reaches
+    no peer that could sum for all, and ValueError also for invalid limits.
     """
     if not all(math.isfinite(rate) and rate >= 0 for rate in pairs.values()):
         raise ValueError("a pair's limit must be a finite number of bytes/s, not below 0")
@@ -54,7 +56,7 @@ def shares_within(lines: Sequence[MemberLine], pairs: Pairs) -> Shares:
 
 
 def pair_bound_s_per_byte(lines: Sequence[MemberLine], pairs: Pairs, fractions: Mapping[str, float]) -> float:
-    """The time that the slowest limited pair needs, in seconds per byte of the vector; inf: something cannot pass."""
+    """The time of the slowest limited pair in seconds per byte of the vector; infinity if a blocked pair has data."""
     sends = {line.peer: line.sends for line in lines}
     worst = 0.0
     for (source, target), rate in pairs.items():
@@ -66,7 +68,7 @@ def pair_bound_s_per_byte(lines: Sequence[MemberLine], pairs: Pairs, fractions: 
 
 
 def islands(lines: Sequence[MemberLine], pairs: Pairs) -> list[list[str]]:
-    """Peers joined by pairs that pass something in both directions: each island can average within itself."""
+    """Connected groups of peers, joined by pairs that carry data in both directions; each can average within itself."""
     left = sorted(line.peer for line in lines)
     found: list[list[str]] = []
     while left:
@@ -83,7 +85,7 @@ def islands(lines: Sequence[MemberLine], pairs: Pairs) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Programme:
-    """The limits as rows of a x <= b over x = (shares in the order of `peers`, seconds per byte)."""
+    """The constraints as rows of a x <= b over x = (shares in the order of `peers`, seconds per byte)."""
 
     peers: list[str]
     rows: list[dict[int, float]]  # column: coefficient
@@ -92,13 +94,13 @@ class _Programme:
 
 
 def solved(lines: Sequence[MemberLine], pairs: Pairs) -> Shares:
-    """The result of `shares_within`, by the solver in any case."""
+    """Like `shares_within`, but always uses the solver."""
     rates = widths(lines)
     largest = max(rates.values(), default=0.0)
     if largest <= 0 or not any(line.sends for line in lines):
-        return shares(lines)  # says what is wrong
+        return shares(lines)  # raises the specific error
     ordered = sorted(lines, key=lambda line: line.peer)
-    # In units of the widest line: the solver's tolerances are absolute.
+    # Rates in units of the widest line, because the solver's tolerances are absolute.
     programme = _programme(
         ordered,
         {peer: rate / largest for peer, rate in rates.items()},
@@ -145,7 +147,7 @@ def _least_time(programme: _Programme) -> float:
 
 
 def _evenest(programme: _Programme, lines: Sequence[MemberLine], rates: Mapping[str, float], xi: float) -> list[float]:
-    """The most even of all shares that reach `xi`: their sorted share / cap, largest first, is least."""
+    """The most even shares that reach `xi`: the ratios share / cap, sorted descending, are lexicographically least."""
     count, xi = len(lines), xi * (1 + _SLACK)
     caps = _caps(programme, xi)
     right = [b - row.get(count, 0.0) * xi for row, b in zip(programme.rows, programme.right, strict=True)]
@@ -162,7 +164,7 @@ def _evenest(programme: _Programme, lines: Sequence[MemberLine], rates: Mapping[
         )
         weights, z = [float(w) for w in solution.x[:count]], float(solution.x[count])
         duals = solution.ineqlin.marginals[len(fixed_rows) :]
-        # A multiplier that is not zero: this share is as large in every solution of this step.
+        # A nonzero multiplier: this share has the same value in every solution of this step.
         done = {i for i, dual in zip(free, duals, strict=True) if -dual > _DUAL} or set(free)
         for i in done:
             ceiling[i] = min(ceiling[i], z * caps[i] * (1 + _SLACK))
@@ -171,7 +173,7 @@ def _evenest(programme: _Programme, lines: Sequence[MemberLine], rates: Mapping[
 
 
 def _caps(programme: _Programme, xi: float) -> list[float]:
-    """The largest share that each peer's own line carries in `xi`."""
+    """The largest share that each peer's own line can carry in `xi` seconds per byte."""
     count = len(programme.peers)
     caps = list(programme.top)
     for row, b in zip(programme.rows, programme.right, strict=True):
@@ -183,8 +185,8 @@ def _caps(programme: _Programme, xi: float) -> list[float]:
 
 
 def _minimise(cost: list[float], limits: tuple[list[dict[int, float]], list[float]], bounds: list[Any]) -> Any:
-    """One linear programme, with the shares adding up to one."""
-    import numpy as np  # scipy and numpy are heavy, and light commands load this module
+    """Solve one linear programme in which the shares add up to one. Raises NoSplit if it has no solution."""
+    import numpy as np  # imported late: slow to import, and light commands load this module
     from scipy.optimize import linprog  # type: ignore[import-untyped]
     from scipy.sparse import csr_matrix  # type: ignore[import-untyped]
 

@@ -1,26 +1,26 @@
-"""Statistics of this peer's averaging rounds: how long they took, which peer was waited for, and what was lost.
+"""Statistics of this peer's averaging rounds: their durations, the peers that they waited for, and what was lost.
 
-A round is as slow as its slowest member, and nobody but the owner of a part sees whose version of it came last: the
-time from the last but one to the last is what that sender made the others wait. Counts since the peer was started; the
-number of peers remembered is bounded.
+A round is as slow as its slowest member, and only the owner of a part sees whose version of it arrived last: the time
+between the last two versions is how long that sender delayed the others. Counts start when the peer starts; the number
+of peers remembered is bounded.
 """
 
 from __future__ import annotations
 
-from peerd.machine.averaging.allreduce import Round, RoundFailed
+from peerd.machine.averaging.allreduce import AllReduceRound, RoundFailed
 
-_REMEMBERED = 64  # members, those that were waited for longest
-_TOLD = 5
+_REMEMBERED = 64  # members with the longest waits
+_TOLD = 5  # of these, in the status
 
 
 def explained(failure: RoundFailed) -> str:
-    """The failure in a line: why, by which peers, how much is lost."""
+    """One-line description of the failure: its reason, the peers at fault, and the fraction lost."""
     who = f" by {', '.join('…' + peer[-8:] for peer in failure.lost)}" if failure.lost else ""
     return f"{failure}{who}; {failure.lost_share:.0%} of the vector has no sum"
 
 
-class Outcomes:
-    """Told of every round when it ends; `now` is monotonic seconds."""
+class RoundStats:
+    """Statistics over all rounds of this peer. `now` is monotonic time in seconds."""
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -29,20 +29,20 @@ class Outcomes:
         self.waited_s: dict[str, float] = {}
         self.last_failure: str | None = None
 
-    def ended(self, now: float, round_: Round) -> None:
-        """Record a round that gave a sum."""
+    def ended(self, now: float, round_: AllReduceRound) -> None:
+        """Record a successful round."""
         self.rounds += 1
         self._count(now, round_)
 
-    def broke(self, now: float, round_: Round, failure: RoundFailed) -> None:
-        """Record a round that gave none; `failure` is told how much of the vector has no sum."""
+    def broke(self, now: float, round_: AllReduceRound, failure: RoundFailed) -> None:
+        """Record a failed round and set `failure.lost_share`, the fraction of the vector without a sum."""
         self.failed += 1
         self._count(now, round_)
         failure.lost_share = round_.missing_share()
         self.last_failure = explained(failure)
 
     def told(self) -> dict[str, object]:
-        """For status: seconds of the last round; the peers that it waited for longest, in seconds over all rounds."""
+        """Values for the status: duration of the last round, and total waits of the slowest peers, in seconds."""
         longest = sorted(self.waited_s.items(), key=lambda item: -item[1])[:_TOLD]
         return {
             "rounds": self.rounds,
@@ -52,7 +52,7 @@ class Outcomes:
             "last_failure": self.last_failure,
         }
 
-    def _count(self, now: float, round_: Round) -> None:
+    def _count(self, now: float, round_: AllReduceRound) -> None:
         self.last_s = now - round_.began
         for peer, seconds in round_.waited_s.items():
             self.waited_s[peer] = self.waited_s.get(peer, 0.0) + seconds

@@ -1,12 +1,13 @@
-"""Topology of a stage's sum: flat, with everyone in one group, or a grid, in several rounds of small groups.
+"""Topology of a stage's sum: flat, in one group, or a grid, in several rounds of small groups.
 
-Flat where `group_size` allows it. When the run leaves the size to us (0) a stage of up to `_FLAT` members is flat, and
-a larger one where the line model does not find a grid faster; how many rounds this has, the rule of `group_size` says
-for the failure rate seen so far. A grid moves the vector once for each round, and saves what every mate in a group
-costs besides: it pays for many members on fast lines. More than `_GROUP_MOST` are never one group. Helpers take part in
-flat rounds only: in a grid they would have to be divided among groups that do not know each other. `order` says which
-groups sum the members' own vectors, `meet` which groups join the sums that they have by then. Decides only; what it
-knows of lines and vectors is strangers' word, and a lie makes a round slow, never wrong.
+The run file sets the size of a group; with 0 it is chosen here: a stage of up to `_FLAT` members is flat, and a larger
+one is flat unless the line model predicts that a grid is faster. The number of rounds follows from the rule of
+`group_size` for the failure rate seen so far. A grid moves the vector once per round, but saves the cost of each
+further peer in a group, so it pays for many members on fast lines. A group never has more than `_GROUP_MOST` peers.
+Helpers take part only in flat rounds: in a grid they would have to be divided among groups that do not know each other.
+`order` returns the groups that sum the members' own vectors, `meet` the groups that join the resulting sums. This
+module only decides. Lines and vector sizes are reported by strangers: a false report makes a round slow, but never
+wrong.
 """
 
 from __future__ import annotations
@@ -15,84 +16,85 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from peerd.core.limits import LINKS_INBOUND, RPC_LEAST_BYTES_PER_S
-from peerd.machine.averaging.bandwidth_probe import Exploring
+from peerd.machine.averaging.bandwidth_probe import BandwidthProbe
 from peerd.machine.averaging.group_size import FailureRate, group_size
-from peerd.machine.averaging.moshpit import Meeting, grid_of, grid_within, joined, largest_group, meetings
+from peerd.machine.averaging.moshpit import MoshpitGroup, grid_of, grid_within, joined, largest_group, meetings
 from peerd.machine.averaging.shares import NoSplit
-from peerd.machine.averaging.work_split import Lines, Split
+from peerd.machine.averaging.work_split import Split, WorkSplitter
 
-_FLAT = 8  # members: a grid of so few saves nothing
-_GROUP_MOST = LINKS_INBOUND // 2  # peers of one group: everyone has a connection to each of the others
-_UNKNOWN_BYTES_PER_S = 12.5e6  # a line of which nobody says anything
-_SEVERAL = 4.0  # a line that is used by others, too, carries less than it says
-_CALL_S = 0.001  # of computing, on a slow machine: what each further peer of a group costs a member,
-_PART_S = 0.0005  # and each part of its share, if known lines cut it; `bench.py grids` measures half of both
-_PARTS, _PART_BYTES = 8, 4096  # how many of these count at most, and how small they are
-_WORTH_TRYING = 1.15  # times the slowest sender's own time: what a better division could gain at most
-_TURN_S = 0.1  # what a round takes beside that: parts go to their owners, and sums come back
+_FLAT = 8  # members up to which a grid saves nothing
+_GROUP_MOST = LINKS_INBOUND // 2  # peers of one group: each has a connection to every other
+_UNKNOWN_BYTES_PER_S = 12.5e6  # assumed rate of a line that nobody reported
+_SEVERAL = 4.0  # margin for a line that carries less than reported because others use it as well
+_CALL_S = 0.001  # CPU time of each further peer in a group, on a slow machine; `bench.py grids` measures half
+_PART_S = 0.0005  # CPU time of each part of a share, if lines are known; `bench.py grids` measures half
+_PARTS, _PART_BYTES = 8, 4096  # most parts per share that this model counts, and their least size
+_WORTH_TRYING = 1.15  # probing is worthwhile if a round takes this many times the slowest sender's own time
+_TURN_S = 0.1  # fixed time of a round: parts travel to their owners, and sums travel back
 
 
 @dataclass(frozen=True, slots=True)
 class OrderedGroup:
-    """One group that sums: `split` divides the work (None: in equal shares). `most_s` is how long its bytes may take,
-    by the lines and the size of the vector.
+    """A group that sums. `split`: the division of the work, or None for equal shares.
+
+    `most_s`: upper bound of its transfer time, from the lines and the size of the vector.
     """
 
-    meeting: Meeting
+    meeting: MoshpitGroup
     split: Split | None
     helpers: frozenset[str] = frozenset()
     most_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
-    """How a stage sums its members' vectors. `groups` of the first round; `sides`: how many of the sums that there are
-    by then each group of a later round joins. One group and no sides: flat.
+class SumTopology:
+    """How a stage sums its members' vectors. `groups`: those of the first round.
+
+    `sides`: for each later round, the number of partial sums that each group joins; empty for a flat stage with one
+    group.
     """
 
     groups: tuple[OrderedGroup, ...]
     sides: tuple[int, ...] = ()
-    news: str = ""  # how it is ordered, where that is new
+    news: str = ""  # description of the topology for the log, if it has changed
 
 
-class Grouping:
-    """Orders attempts. `size`: peers of a group at most (3 or more); 0: chosen."""
+class GroupTopology:
+    """Chooses the topology of each attempt. `size`: most peers of a group (at least 3), or 0 to choose it here."""
 
-    def __init__(self, lines: Lines, size: int) -> None:
+    def __init__(self, lines: WorkSplitter, size: int) -> None:
         self._lines = lines
         self._size = min(size, _GROUP_MOST)
         self._failures = FailureRate()
-        self._exploring: dict[int, Exploring] = {}
-        self._last: dict[int, tuple[object, Ordered]] = {}  # of each stage, and what it was made from
+        self._exploring: dict[int, BandwidthProbe] = {}
+        self._last: dict[int, tuple[object, SumTopology]] = {}  # by stage: inputs and result of the last choice
 
     def observe(self, members: int, lost: Iterable[str] = ()) -> None:
-        """An attempt with so many members has ended, and failed for want of those who are `lost`."""
+        """Record the end of an attempt with this number of members; `lost`: the members that made it fail."""
         self._failures.observe(members, min(members, len(set(lost))))
 
-    def order(self, stage: int, group: tuple[str, ...], *, wide: bool = False) -> Ordered:
-        """The topology in which `group` of `stage` averages. Raises NoSplit when nobody may sum.
+    def order(self, stage: int, group: tuple[str, ...], *, wide: bool = False) -> SumTopology:
+        """The topology in which `group` of `stage` averages. Raises NoSplit if no peer may sum.
 
-        `wide`: flat, or in groups as large as can be.
+        `wide`: flat, or in the largest possible groups.
         """
-        exploring = self._exploring.setdefault(stage, Exploring())
+        exploring = self._exploring.setdefault(stage, BandwidthProbe())
         tried = exploring.next(self._lines.measured(stage, group), lambda: self._worth_trying(stage, group))
         self._lines.take_for_more(stage, tried)
         rule = group_size(len(group), self._failures.rate, _GROUP_MOST)
         made_from = group, self._lines.changes, rule.rounds, wide
         known_from, known = self._last.get(stage, (None, None))
-        if known is not None and made_from == known_from:  # many lines take long to divide
+        if known is not None and made_from == known_from:  # the division among many lines is slow
             return replace(known, news="")
         found = self._best(stage, group, rule.rounds, _GROUP_MOST if wide else self._size)
         self._last[stage] = made_from, found
         return replace(found, news="") if known is not None and found.news == known.news else found
 
     def _worth_trying(self, stage: int, group: tuple[str, ...]) -> bool:
-        """True when another division could be much faster, or when there are so many lines that finding out
-        takes long.
-        """
+        """Return True if another division could be much faster, or if there are too many lines to find out quickly."""
         return len(group) > _GROUP_MOST or self._lines.slack(stage, group) > _WORTH_TRYING
 
-    def _best(self, stage: int, group: tuple[str, ...], rounds: int, size: int) -> Ordered:
+    def _best(self, stage: int, group: tuple[str, ...], rounds: int, size: int) -> SumTopology:
         if size:
             if len(group) <= size:
                 return self._flat(stage, group)
@@ -101,7 +103,7 @@ class Grouping:
             return _grid(stage, group, sides, found) if found else self._flat(stage, group)
         return self._chosen(stage, group, rounds)
 
-    def _chosen(self, stage: int, group: tuple[str, ...], rounds: int) -> Ordered:
+    def _chosen(self, stage: int, group: tuple[str, ...], rounds: int) -> SumTopology:
         count, vector_bytes = len(group), self._lines.vector_bytes(group)
         if count <= _FLAT:
             return self._flat(stage, group)
@@ -118,13 +120,13 @@ class Grouping:
                 return flat
         return _grid(stage, group, sides, found)
 
-    def _flat(self, stage: int, group: tuple[str, ...]) -> Ordered:
+    def _flat(self, stage: int, group: tuple[str, ...]) -> SumTopology:
         split = self._lines.split(stage, group)
         helpers = frozenset(party.peer for party in split.parties if party.mode == "aux") if split else frozenset()
-        return Ordered((replace(self._divided(Meeting(group), split), helpers=helpers),))
+        return SumTopology((replace(self._divided(MoshpitGroup(group), split), helpers=helpers),))
 
     def _rounds(self, stage: int, group: tuple[str, ...], sides: tuple[int, ...]) -> list[list[OrderedGroup]]:
-        """The groups of each round of a grid, if nobody fails; none where some group would have nobody to sum."""
+        """The groups of each round of a grid if nobody fails; empty if some group would have no peer that sums."""
         rounds = meetings(group, sides, self._weak(stage, group))
         try:
             return [[self._of_grid(stage, meeting) for meeting in groups] for groups in rounds]
@@ -134,9 +136,9 @@ class Grouping:
     def meet(
         self, stage: int, clusters: Sequence[Sequence[str]], listeners: Sequence[str] = ()
     ) -> tuple[OrderedGroup, ...]:
-        """The groups that join the sums of these clusters, each of peers with the same one. Raises NoSplit.
+        """The groups that join the sums of these clusters; the peers of a cluster have the same sum. Raises NoSplit.
 
-        `listeners` have none, and are spread among the groups.
+        `listeners` have no sum and are distributed among the groups.
         """
         groups = joined(clusters, self._weak(stage, [peer for cluster in clusters for peer in cluster]))
         more = [listeners[at :: len(groups)] for at in range(len(groups))]
@@ -144,14 +146,14 @@ class Grouping:
         return tuple(self._of_grid(stage, meeting) for meeting in heard)
 
     def copy(self, stage: int, holders: Sequence[str], behind: Sequence[str]) -> OrderedGroup:
-        """The group in which one of `holders` gives the sum that it has to those that are `behind`. Raises NoSplit."""
+        """The group in which one of `holders` sends its sum to the peers that are `behind`. Raises NoSplit."""
         holder = next((peer for peer in holders if self._lines.sums(stage, peer)), holders[0])
-        return self._of_grid(stage, Meeting((holder,), tuple(behind)))
+        return self._of_grid(stage, MoshpitGroup((holder,), tuple(behind)))
 
-    def _of_grid(self, stage: int, meeting: Meeting) -> OrderedGroup:
+    def _of_grid(self, stage: int, meeting: MoshpitGroup) -> OrderedGroup:
         return self._divided(meeting, self._lines.split(stage, meeting.peers, helped=False))
 
-    def _divided(self, meeting: Meeting, split: Split | None) -> OrderedGroup:
+    def _divided(self, meeting: MoshpitGroup, split: Split | None) -> OrderedGroup:
         vector_bytes = self._lines.likely_vector_bytes(meeting.peers)
         return OrderedGroup(meeting, split, most_s=_most_s(len(meeting.peers), split, vector_bytes))
 
@@ -159,16 +161,17 @@ class Grouping:
         return frozenset(peer for peer in peers if not self._lines.sums(stage, peer))
 
 
-def _grid(stage: int, group: tuple[str, ...], sides: tuple[int, ...], rounds: list[list[OrderedGroup]]) -> Ordered:
+def _grid(stage: int, group: tuple[str, ...], sides: tuple[int, ...], rounds: list[list[OrderedGroup]]) -> SumTopology:
     shape, most = " x ".join(map(str, sides)), largest_group(len(group), sides)
     why = f"stage {stage} averages in a grid of {shape} for {len(group)} members, groups of up to {most}"
-    return Ordered(tuple(rounds[0]), sides[1:], why)
+    return SumTopology(tuple(rounds[0]), sides[1:], why)
 
 
 def foretold_mates(own: str, members: Collection[str], size: int) -> set[str] | None:
-    """Peers that `own` will meet when these members average in a grid, as far as the run's group size tells; None: all.
+    """Peers that `own` will share a group with if these members average in a grid, or None for all members.
 
-    The conductor knows more: of lines and failures. Where that makes a difference, links are made in the round.
+    This is predicted from the run's group size. The conductor also knows lines and failures; if its grid differs, the
+    missing connections are opened during the round.
     """
     if len(members) <= min(size or _GROUP_MOST, _GROUP_MOST):
         return None
@@ -178,21 +181,19 @@ def foretold_mates(own: str, members: Collection[str], size: int) -> set[str] | 
 
 
 def round_s(peers: int, xi_s_per_byte: float, vector_bytes: int) -> float:
-    """Duration of a round of a group of `peers` in the line model; xi 0: their lines are unknown."""
+    """Predicted duration of a group's round in the line model, in seconds; `xi_s_per_byte` is 0 for unknown lines."""
     xi = xi_s_per_byte or 2 * (peers - 1) / peers / _UNKNOWN_BYTES_PER_S
     parts = min(_PARTS, vector_bytes // peers // _PART_BYTES) if xi_s_per_byte else 0
     return xi * vector_bytes + (_CALL_S + _PART_S * parts) * (peers - 1) + _TURN_S
 
 
 def _most_s(peers: int, split: Split | None, vector_bytes: int) -> float:
-    """Returns the most seconds that the bytes of a group may take: several times what the lines need, and never less
-    than slow lines need.
-    """
+    """Upper bound in seconds for a group's transfers: several times the prediction, and enough for slow lines."""
     needed_s = round_s(peers, split.xi_s_per_byte, vector_bytes) if split is not None else 0.0
     return max(_SEVERAL * needed_s, 2 * vector_bytes / RPC_LEAST_BYTES_PER_S)
 
 
 def _slowest_s(groups: Iterable[OrderedGroup], vector_bytes: int) -> float:
-    """Duration of a round in the line model: it lasts as long as its slowest group."""
+    """Predicted duration of a round in seconds: that of its slowest group."""
     splits = ((len(one.meeting.peers), one.split) for one in groups)
     return max(round_s(count, split.xi_s_per_byte if split else 0.0, vector_bytes) for count, split in splits)

@@ -1,11 +1,11 @@
-"""Division of a round's work among a stage's members and its helpers, by what they say of their lines.
+"""Division of a round's work among a stage's members and helpers, by their reported line rates.
 
-Keeps what was said, and which pairs of peers are narrower than their ends (`limit_pairs`), and turns it into one
-`Split` for each attempt: shares by bandwidth, and parts small enough that what is under way at any time is a fraction
-of the round. Where nobody said anything there is no split: equal shares.
-Everything is a stranger's word: rates are taken within bounds, a helper's only where all members agree on the vector
-that it would sum. A liar gets too much work and holds up the round; the conductor then puts it aside, for longer
-each time. Invariant: a client is never given a share.
+WorkSplitter stores the reports, and the pairs of peers whose path is narrower than their lines (`limit_pairs`). For
+each attempt it computes one `Split`: shares by bandwidth, and parts so small that the data in flight at any time is a
+fraction of the round. Without any reports there is no split: shares are equal. All reports are from strangers: rates
+are clamped to bounds, and helpers are used only if all members agree on the vector. A false report causes too much work
+and delays the round; the conductor then excludes the peer, for longer each time. Invariant: a client never gets a
+share.
 """
 
 from __future__ import annotations
@@ -29,45 +29,47 @@ from peerd.machine.averaging.bandwidth_probe import TRY
 from peerd.machine.averaging.shares import MemberLine, Mode, NoSplit, Shares, proportional, shares, widths
 from peerd.machine.averaging.shares_lp import shares_within
 
-_PART_BYTES_LEAST = 16 << 10  # smaller ones cost more in calls than they save in waiting
-_PARTS_UNDER_WAY = 4  # for one owner of an equal share: what averaging has in flight
-_UNDER_WAY_SHARE = 1 / 8  # of the vector: the end of a round waits for what is under way
-_FEW_BYTES = 64 << 10  # of a part for few owners, where one for each of them
-_FEW_SHARE = 1 / 16  # is no more of the vector than this: each part costs both ends a millisecond of computing
-_UNDER_WAY_S = 2.0  # and so long it takes at most; patience with a member must be longer
-_OWNERS_LEAST = 8  # parts for fewer are no larger: a stream's window is full before a large one has gone
-_NARROW = 0.5  # of what both ends' lines carry: a pair that carries more does not count
-_HELP_LEAST = 0.02  # of the vector
-_CRUMB = 1e-3  # of the largest share: less is not worth a call from every sender
+_PART_BYTES_LEAST = 16 << 10  # smaller parts cost more in calls than they save in waiting
+_PARTS_UNDER_WAY = 4  # parts in flight to one owner of an equal share
+_UNDER_WAY_SHARE = 1 / 8  # most of the vector in flight: the end of a round waits for it
+_FEW_BYTES = 64 << 10  # part size for few owners: each part costs both ends a millisecond of CPU time
+_FEW_SHARE = 1 / 16  # most of the vector that one such part for each owner may add up to
+_UNDER_WAY_S = 2.0  # longest time for the data in flight; the patience with a member must be longer
+_OWNERS_LEAST = 8  # fewer owners do not get larger parts: those would exceed a stream's window
+_NARROW = 0.5  # a pair limit above this fraction of both ends' lines is ignored
+_HELP_LEAST = 0.02  # least fraction of the vector that all helpers left out would have summed together
+_CRUMB = 1e-3  # least fraction of the largest share that is worth a call from every sender
 _ITEM_BYTES = {"float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One division of a round: the parties, their modes, and the share that each sums. `lines` and `pairs` are what it
-    was made from.
+    """One division of a round: the parties, their modes, and the share that each sums.
+
+    `lines` and `pairs` are the inputs of the division.
     """
 
     parties: tuple[Party, ...]
-    part_bytes: int  # 0: as the run file says
+    part_bytes: int  # 0: as in the run file
     elements: int
     dtype: str
     why: str
     lines: tuple[MemberLine, ...]
     pairs: tuple[tuple[tuple[str, str], float], ...] = ()  # (from, to), bytes/s
     further: int = 0  # elements of a second sum
-    xi_s_per_byte: float = 0.0  # a round's time over the vector's bytes, in the model; 0: nothing is known of a line
-    stated: bool = False  # all lines are known, and none by what passed it: it may carry more
+    xi_s_per_byte: float = 0.0  # modelled time of a round per byte of the vector; 0: no line is known
+    stated: bool = False  # all rates are stated, none is measured: a measured line may carry more
 
     @property
     def s_per_byte(self) -> float:
-        """`AveragingPlan.s_per_byte`; 0 unless lines are stated: a sender held to its estimate would never learn of
-        more.
+        """Value of `AveragingPlan.s_per_byte`; 0 unless all rates are stated.
+
+        Sending at a measured estimate would keep the line from ever exceeding it, so the estimate could not grow.
         """
         return self.xi_s_per_byte if self.stated and self.xi_s_per_byte <= LINE_S_PER_BYTE else 0.0
 
     def within_pairs(self) -> Split:
-        """The division when `pairs` count, too. Takes long: for a worker. Raises NoSplit."""
+        """The division that also respects `pairs`. Slow, so run it on a worker. Raises NoSplit."""
         return _split(self.lines, shares_within(self.lines, dict(self.pairs)), self)
 
 
@@ -78,25 +80,28 @@ class _Said:
     addrs: tuple[str, ...]
 
 
-class Lines:
-    """The line figures that peers reported. See the module's header."""
+class WorkSplitter:
+    """The reported line rates of all peers, and the divisions computed from them."""
 
     def __init__(self) -> None:
         self._said: dict[str, _Said] = {}
-        self.changes = 0  # of what was said: the same number, the same splits
-        self._tried: dict[int, str] = {}  # by stage, the peer whose line counts for more than measured
+        self.changes = 0  # counts changes of the inputs: the same number means the same splits
+        self._tried: dict[int, str] = {}  # by stage, the peer whose line is probed
         self._pairs: dict[tuple[str, str], float] = {}  # (from, to): bytes/s that the pair carries
-        self._resting: dict[int, frozenset[str]] = {}  # by stage, peers that get no share for now,
-        self._laid_off: dict[int, frozenset[str]] = {}  # and members that sum for others and bring no vector
-        self._splits: dict[tuple[str, ...], tuple[object, Split]] = {}  # by group, and what each was made from
+        self._resting: dict[int, frozenset[str]] = {}  # by stage, peers that get no share for now
+        self._laid_off: dict[int, frozenset[str]] = {}  # by stage, members that sum for others and send no vector
+        self._splits: dict[tuple[str, ...], tuple[object, Split]] = {}  # by group: inputs of the split, and the split
 
     def tell(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> bool:
-        """`peer`, of `stage` or a helper for it, says this; True when it tells of a helper what was not known."""
+        """Store the line report of `peer`, a member of `stage` or a helper for it.
+
+        Returns True if a helper is new or gone, or its stage or addresses have changed.
+        """
         before = self._said.get(peer)
         if before is None and len(self._said) >= MAX_MEMBERS:
             return False
         now = _Said(stage, line, addrs)
-        if now != before:  # else the same object stays, which is soon found to be equal
+        if now != before:  # otherwise keep the same object: comparing identical objects is fast
             self._said[peer] = now
             self.changes += 1
         aux_before = before is not None and before.line.mode == "aux"
@@ -105,23 +110,23 @@ class Lines:
         return not aux_before or before is None or (before.stage, before.addrs) != (now.stage, now.addrs)
 
     def forget(self, peer: str) -> bool:
-        """The peer is gone; True when it was a helper."""
+        """Drop a peer that has left; return True if it was a helper."""
         said = self._said.pop(peer, None)
         self.changes += said is not None
         return said is not None and said.line.mode == "aux"
 
     def limit_pairs(self, limits: Mapping[tuple[str, str], float]) -> None:
-        """Pairs, by (from, to), that carry so many bytes/s, all there are: see `machine/network/network_map`."""
+        """Replace all pair limits: (from, to) -> bytes/s; see `machine/network/network_map`."""
         if limits != self._pairs:
             self._pairs = dict(limits)
             self.changes += 1
 
     def known(self) -> list[str]:
-        """All that have told of their lines, sorted."""
+        """All peers that have reported their lines, sorted."""
         return sorted(self._said)
 
     def helpers(self) -> list[MemberInfo]:
-        """All helpers, sorted, with the addresses at which they can be reached; none of them serves the stage."""
+        """All helpers with their addresses, sorted; none of them serves the stage."""
         return [
             MemberInfo(peer, said.stage, list(said.addrs), False)
             for peer, said in sorted(self._said.items())
@@ -132,12 +137,12 @@ class Lines:
         return self._line(peer).mode == "client"
 
     def rates(self, peer: str) -> tuple[float, float]:
-        """The rates of a peer's line by its own word, up and down, in bytes/s; 0: unknown."""
+        """Reported upload and download rates of a peer's line in bytes/s; 0 if unknown."""
         line = self._line(peer)
         return _rate(line.up_bytes_per_s) or 0.0, _rate(line.down_bytes_per_s) or 0.0
 
     def measured(self, stage: int, group: tuple[str, ...]) -> dict[str, float]:
-        """Lines that are known by what passed them, in bytes/s of the narrower direction; of the group and helpers."""
+        """Lines with a rate measured from traffic, in bytes/s of the narrower direction, for group and helpers."""
         found: dict[str, float] = {}
         for peer, line in self._taking_part(stage, group).items():
             rates = [(line.up_bytes_per_s, line.up_measured), (line.down_bytes_per_s, line.down_measured)]
@@ -147,9 +152,7 @@ class Lines:
         return found
 
     def slack(self, stage: int, group: tuple[str, ...]) -> float:
-        """Ratio of a round's duration, as the lines are known, to what the slowest sender needs; 1: no division is
-        faster.
-        """
+        """Ratio of a round's predicted duration to what the slowest sender needs; at 1 no division is faster."""
         lines = _as_taken(self._taking_part(stage, group), None)
         try:
             found, rates = shares(lines), widths(lines)
@@ -158,7 +161,7 @@ class Lines:
         return found.xi_s_per_byte * min(rates[line.peer] for line in lines if line.sends)
 
     def take_for_more(self, stage: int, peer: str | None) -> None:
-        """Count the line of `peer`, from now on, for TRY times what was measured; None: nobody's."""
+        """Probe the line of `peer`: from now on it counts for TRY times its measured rate. None ends the probe."""
         if self._tried.get(stage) != peer:
             self.changes += 1
             self._tried.pop(stage, None)
@@ -166,30 +169,30 @@ class Lines:
                 self._tried[stage] = peer
 
     def rest(self, stage: int, peers: frozenset[str]) -> None:
-        """Let these of the stage, from now on, take part like clients: they send their vector, and sum nothing."""
+        """Set the members of the stage that act as clients: they send their vector and sum nothing."""
         if self._resting.get(stage, frozenset()) != peers:
             self._resting[stage] = peers
             self.changes += 1
 
     def lay_off(self, stage: int, posts: frozenset[str]) -> None:
-        """Let these members of the stage, from now on, sum for the others like helpers, if they can be reached."""
+        """Set the members of the stage that act as helpers, if others can reach them: they sum and send no vector."""
         if self._laid_off.get(stage, frozenset()) != posts:
             self._laid_off[stage] = posts
             self.changes += 1
 
     def member_line(self, peer: str) -> MemberLine:
-        """A peer's line as divisions of the work have it."""
+        """A peer's line as the division of the work uses it."""
         return _as_taken({peer: self._line(peer)}, None)[0]
 
     def is_measured(self, peer: str) -> bool:
-        """True when the narrower direction of the line is known by what passed it, and not by the peer's statement."""
+        """Return True if the rate of the narrower direction is measured from traffic, not stated by the peer."""
         line = self._line(peer)
         rates = [(line.up_bytes_per_s, line.up_measured), (line.down_bytes_per_s, line.down_measured)]
         known = [(rate, measured) for said, measured in rates if (rate := _rate(said)) is not None]
         return min(known, default=(0.0, True))[1]
 
     def _taking_part(self, stage: int, group: Iterable[str], *, helped: bool = True) -> dict[str, LineInfo]:
-        """The lines of a round's members, and of those that help them."""
+        """The lines of a round's members and of its helpers."""
         found = {peer: self._line(peer) for peer in group}
         if not helped:
             return found
@@ -200,16 +203,16 @@ class Lines:
         return found
 
     def sums(self, stage: int, peer: str) -> bool:
-        """True when the member may be given a share."""
+        """Return True if the member may get a share."""
         return not self.is_client(peer) and peer not in self._resting.get(stage, ())
 
     def vector_bytes(self, group: tuple[str, ...]) -> int:
-        """Size of the vectors that the group brings; 0: not known, or they are not alike."""
+        """Size of the vectors that the group contributes, or 0 if it is unknown or they differ."""
         sizes = set(self._sizes(group))
         return sizes.pop() if len(sizes) == 1 else 0
 
     def likely_vector_bytes(self, group: tuple[str, ...]) -> int:
-        """The size that more of the group tell of than of any other, the smaller of two; 0: nobody tells of any."""
+        """The vector size that most of the group report, the smaller of two equally frequent ones; 0 if unreported."""
         told = Counter(size for size in self._sizes(group) if size)
         return min(told, key=lambda size: (-told[size], size), default=0)
 
@@ -218,7 +221,7 @@ class Lines:
             yield (line.elements + line.further) * _ITEM_BYTES.get(line.dtype, 0)
 
     def split(self, stage: int, group: tuple[str, ...], *, helped: bool = True) -> Split | None:
-        """Division of a round among `group` of `stage`; None: in equal shares. Raises NoSplit when nobody may sum.
+        """Division of a round among `group` of `stage`, or None for equal shares. Raises NoSplit if no peer may sum.
 
         `helped`: the stage's helpers take part.
         """
@@ -237,7 +240,7 @@ class Lines:
         pairs = self._narrow_pairs(said)
         made_from = (list(said.items()), tried if tried in said else None, pairs)
         known_from, known = self._splits.get(group, (None, None))
-        if known is not None and known_from == made_from:  # of a grid's many groups few change at a time
+        if known is not None and known_from == made_from:  # few of a grid's many groups change at a time
             return known
         lines = _as_taken(said, tried)
         stated = all(map(_stated, said.values()))
@@ -249,7 +252,7 @@ class Lines:
         return found
 
     def _narrow_pairs(self, said: Mapping[str, LineInfo]) -> tuple[tuple[tuple[str, str], float], ...]:
-        """The limits of pairs of this group that are clearly below both ends' lines; none in large groups."""
+        """Pair limits within this group that are clearly below both ends' lines; empty for large groups."""
         if len(said) > LINE_PAIRS_GROUP:
             return ()
         found = []
@@ -267,7 +270,7 @@ class Lines:
 
 
 def _as_taken(said: Mapping[str, LineInfo], tried: str | None) -> tuple[MemberLine, ...]:
-    """The lines for the division; where `tried`'s was measured, it counts for more."""
+    """The lines as the division uses them; a measured rate of `tried` counts for more."""
 
     def rate(peer: str, bytes_per_s: float, measured: bool) -> float | None:
         return _rate(bytes_per_s * TRY if measured and peer == tried else bytes_per_s)
@@ -284,22 +287,22 @@ def _as_taken(said: Mapping[str, LineInfo], tried: str | None) -> tuple[MemberLi
 
 
 def _stated(line: LineInfo) -> bool:
-    """True when the peer states what both directions of its line carry."""
+    """Return True if the peer states the rates of both directions of its line."""
     rates = ((line.up_bytes_per_s, line.up_measured), (line.down_bytes_per_s, line.down_measured))
     return all(_rate(rate) is not None and not measured for rate, measured in rates)
 
 
 def _rate(bytes_per_s: float) -> float | None:
-    """A rate as somebody says it, within bounds; None: unknown."""
+    """A reported rate, clamped to bounds, or None if unknown."""
     if math.isnan(bytes_per_s) or bytes_per_s <= 0:
         return None
     return min(max(bytes_per_s, LINE_BYTES_PER_S_MIN), LINE_BYTES_PER_S)
 
 
 def _hardly_helping(lines: tuple[MemberLine, ...], fractions: Mapping[str, float]) -> set[str]:
-    """The helpers of the smallest shares that together would sum less than `_HELP_LEAST` of the vector.
+    """The helpers with the smallest shares that together would sum less than `_HELP_LEAST` of the vector.
 
-    Everybody sends to each of them, and waits for the last, while the others could do it in no time.
+    Every sender would send to each of them and wait for the last, while the others can do their work in no time.
     """
     found, together = set[str](), 0.0
     for peer in sorted(
@@ -313,9 +316,9 @@ def _hardly_helping(lines: tuple[MemberLine, ...], fractions: Mapping[str, float
 
 
 def _split(lines: tuple[MemberLine, ...], found: Shares, frame: Split) -> Split:
-    """The split by these shares, without crumbs; a helper that has nothing to do is left out."""
+    """The split by these shares, without tiny ones; a helper without work is left out."""
     crumb = max(found.fractions.values()) * _CRUMB
-    hardly = set[str]() if frame.pairs else _hardly_helping(lines, found.fractions)  # pairs may need any of them
+    hardly = set[str]() if frame.pairs else _hardly_helping(lines, found.fractions)  # limited pairs may need any helper
     kept = {peer: share for peer, share in found.fractions.items() if share >= crumb and peer not in hardly}
     fractions = proportional(kept)
     parties = tuple(

@@ -1,14 +1,15 @@
-"""Admission of microbatches to the batch: each trainer's in turn, but not one that would hold the step up.
+"""Admission of microbatches to the batch: trainers take turns, but none gets a microbatch that would hold up the step.
 
-Where trainers compute for themselves (a model of one stage) they are as fast as their machines. A step ends when the
-last admitted microbatch is done, so near its end a slow trainer gets no further one: it would still compute when the
-others have long been able to do it too. In pipelines the stages set the pace, and every wish is taken. Times are
-measured here from reports; what a trainer says of its speed counts for nothing. Invariant: of the trainers that wish
-for a microbatch, may have one and compute none, the fastest gets the next one, so every batch is filled. A trainer that
-did not finish what it had is given less (`Leash`), and its place goes to others when the step has long waited for
-nobody else. Newcomers get little until they have helped to make a step (`Newcomers`): nothing is left to them.
-Who trains alone is given all that it wishes for, however slow: nobody else could do it.
-With each report only trainers are looked at whose wishes may have no place yet: `wish_again` names those that lost one.
+Where trainers compute for themselves (a model of one stage), each is as fast as its machine. A step ends when the last
+admitted microbatch is done, so near its end a slow trainer gets no further one: the others could compute it sooner. In
+pipelines the stages set the pace, and every request is accepted. Speeds are measured here from reports; a trainer's own
+claims about its speed count for nothing. Invariant: of the trainers that request a microbatch, may have one and compute
+none, the fastest gets the next one, so every batch is filled.
+
+A trainer that did not finish its microbatches gets fewer (`TrainerLimit`), and its slots go to others once the step has
+waited for it alone for long. Newcomers get few until they have helped to make a step (`Newcomers`), and nothing is
+reserved for them. A trainer that is alone gets all that it requests, however slow it is: nobody else could compute it.
+With each report, only trainers are checked whose requests may lack a slot: `wish_again` names those that lost one.
 """
 
 from __future__ import annotations
@@ -24,49 +25,49 @@ from peerd.machine.batch.forecast import TrainerPace, WorkerPace, shared_in_s, w
 from peerd.machine.batch.lateness import Lateness, Usual
 from peerd.machine.batch.ledger import Ledger
 from peerd.machine.batch.newcomers import WAIT_S, Newcomers
-from peerd.machine.batch.trainer_limit import Leash
+from peerd.machine.batch.trainer_limit import TrainerLimit
 
-_TURN_KEEP = 0.7  # of how long a microbatch took from admission to its end, at each new one
+_TURN_KEEP = 0.7  # weight of the earlier value in the mean time from admission to end
 _PATIENCE_MOST = 6  # doublings of patience while nobody finishes anything
-_HALVINGS_MOST = 4  # of the lease of a trainer that stood in the way
+_HALVINGS_MOST = 4  # of the lease of a trainer that held up steps
 
 
 @dataclass(slots=True)
 class _Trainer:
-    open: tuple[int, ...] = ()  # wished for or begun, in its order of preference
-    bound: frozenset[int] = frozenset()  # of these, begun for step `bound_to` and good for no other
+    open: tuple[int, ...] = ()  # requested or begun, in its order of preference
+    bound: frozenset[int] = frozenset()  # of these, begun for step `bound_to` and valid for no other
     bound_to: int = 0
     pace: TrainerPace = field(default_factory=TrainerPace)
-    turn_s: float = 0.0  # from admission to its end, of late; 0: none yet
+    turn_s: float = 0.0  # recent mean time from admission to end; 0: none yet
 
     @property
     def seconds(self) -> float:
-        """Measured seconds of one microbatch; 0: not yet."""
+        """Measured seconds per microbatch, or 0 if not measured yet."""
         return self.pace.seconds
 
 
 class Admission:
-    """The trainers of a run and their wishes. `own_pace`: they compute for themselves."""
+    """The trainers of a run and their requests. `own_pace`: each is as fast as its own machine."""
 
     def __init__(self, own_pace: bool) -> None:
         self.own_pace = own_pace
         self.resting: Set[str] = frozenset()  # trainers whose replicas contribute nothing for now
         self._trainers: dict[str, _Trainer] = {}
-        self._leashes = BoundedDict[str, Leash](LEASHED_TRAINERS)
-        self._first: str | None = None  # by name; None: to be looked for
-        self._wishing: dict[str, None] = {}  # trainers that may wish for something which has no place in a batch
+        self._leashes = BoundedDict[str, TrainerLimit](LEASHED_TRAINERS)
+        self._first: str | None = None  # by name; None: unknown
+        self._wishing: dict[str, None] = {}  # trainers that may request something that has no slot in a batch
         self.newcomers = Newcomers()
-        self._others_work = True  # somebody that sits nothing out works, or may have what it wishes for
-        self._patience = 0  # how often leases ran out since anybody finished anything
+        self._others_work = True  # some trainer that does not sit out computes, or may have what it requests
+        self._patience = 0  # how often leases ran out since a trainer last finished anything
         self._ran_out_at = 0.0
 
     def seconds(self, trainer: str) -> float:
-        """Measured seconds of one microbatch of a trainer; 0: not yet."""
+        """Measured seconds per microbatch of a trainer, or 0 if not measured yet."""
         known = self._trainers.get(trainer)
         return known.seconds if known is not None else 0.0
 
     def count(self) -> int:
-        """Number of trainers."""
+        """Number of connected trainers."""
         return len(self._trainers)
 
     def __contains__(self, trainer: str) -> bool:
@@ -74,26 +75,26 @@ class Admission:
 
     @property
     def experienced(self) -> Set[str]:
-        """The trainers at work that have helped to make a step; all that are here, where none has."""
+        """The trainers at work that have helped to make a step; all connected ones if none of those is at work."""
         others = self.newcomers.others
         return (others - self.resting if self.resting else others) or self._trainers.keys()
 
     def absent(self, trainers: KeysView[str]) -> set[str]:
-        """Those of them that are not here."""
+        """Those of `trainers` that are not connected."""
         return trainers - self._trainers.keys()
 
     def first(self) -> str | None:
-        """The first trainer by name."""
+        """The first trainer by name, or None if there is none."""
         if self._first is None:
             self._first = min(self._trainers, default=None)
         return self._first
 
     def first_at_work(self) -> str | None:
-        """The first trainer by name of those that have something to do; of all, where none has."""
+        """The first trainer by name of those that do not rest, or None if there is none."""
         return min(self._trainers.keys() - self.resting, default=None) if self.resting else self.first()
 
     def report(self, trainer: str, wishes: tuple[int, ...], bound: Iterable[int] = (), bound_to: int = 0) -> None:
-        """Record what the trainer has open now; `bound` are good for step `bound_to` only."""
+        """Record the microbatches that the trainer has open (`wishes`). Those in `bound` only fit step `bound_to`."""
         known = self._trainers.get(trainer)
         if known is None:
             known = self._trainers[trainer] = _Trainer()
@@ -110,12 +111,12 @@ class Admission:
             self._first = None
 
     def wish_again(self, trainers: Iterable[str] | None = None) -> None:
-        """Microbatches of these, or of all, have no place in a batch any more."""
+        """Record that microbatches of these trainers, or of all, have lost their slots in a batch."""
         again = self._trainers if trainers is None else trainers
         self._wishing |= {trainer: None for trainer in again if trainer in self._trainers}
 
     def finished(self, now: float, trainer: str, began: float) -> None:
-        """The trainer has finished a microbatch that was admitted at `began`."""
+        """Record that the trainer has finished a microbatch that was admitted at `began`."""
         if trainer in self._trainers:
             known, turn_s = self._trainers[trainer], now - began
             known.pace.finished(now, began)
@@ -128,11 +129,13 @@ class Admission:
     # --- trainers that do not finish --------------------------------------------------------------------------
 
     def lateness(self, now: float, lease_s: tuple[float, float], alone: bool, early: bool = False) -> Lateness:
-        """The judge of overdue microbatches as of now. `lease_s`: where the others show what is usual, and else;
-        `alone`: the batch has no room for anything else; `early`: they are of the batch after it.
+        """Rule for overdue microbatches as of now.
+
+        `lease_s`: (lease if other trainers show the usual time, lease otherwise); `alone`: the batch has no room for
+        anything else; `early`: the microbatches are of the next batch.
         """
 
-        def usual() -> Usual:  # of those that work: who wishes for nothing could not do it instead
+        def usual() -> Usual:  # of those with open requests: others could not compute it instead
             trainers = self._trainers.items() if alone else ()
             return Usual({name: (t.turn_s, t.pace.at) for name, t in trainers if t.turn_s and t.open})
 
@@ -146,47 +149,45 @@ class Admission:
         return Lateness(now, lease_s, 0.0, patience, usual, self._lease, self._done_at, wait_ends)
 
     def look_for_waits(self, now: float, due: Ledger) -> None:
-        """Take note whether the step waits for newcomers alone, while others would do their part of the batch."""
+        """Record whether the step waits for newcomers alone while others would compute their part of the batch."""
         self.newcomers.look(now, due, lambda name: bool(self._unplaced(name, [due], ())))
 
     def _least_lease(self, lease: float, first: float) -> float:
-        """No trainer that is here has a shorter lease."""
+        """Lower bound of the leases of all connected trainers."""
         if 0 < len(self.newcomers.others) < len(self._trainers):  # there are newcomers
             lease = min(lease, WAIT_S)
         return min(first, lease / 2.0**_HALVINGS_MOST if self._leashes else lease)
 
     def _lease(self, now: float, trainer: str, lease: float) -> float:
-        """The lease of one trainer, of `lease` for those that nothing is said against."""
+        """The lease of one trainer. `lease`: that of a trainer in good standing."""
         if trainer in self.newcomers:
             return min(lease, self.newcomers.lease_s(trainer))
         leash = self._leashes.get(trainer)
         return lease / 2.0 ** min(leash.strikes if leash is not None else 0, _HALVINGS_MOST)
 
     def _done_at(self, trainer: str) -> float:
-        """The time at which the trainer finished something last."""
+        """Time at which the trainer last finished something."""
         known = self._trainers.get(trainer)
         return known.pace.at if known is not None else -math.inf
 
     def ran_out(self, now: float) -> None:
-        """Note that leases ran out: if nobody finishes anything before the next ones do, all are slow, and not just
-        these.
-        """
+        """Record that leases ran out. They double until a trainer finishes something, since all may be slow."""
         self._patience += now > self._ran_out_at
         self._ran_out_at = now
 
     def strike(self, now: float, trainer: str, under_way: int, *, proven: bool = False) -> int:
-        """The trainer stood in the way of the step with so many under way: it gets less; how often by now.
+        """Record that the trainer held up the step with `under_way` microbatches: it gets fewer. Returns its strikes.
 
         `proven`: as in `Probation.failed`.
         """
         if trainer in self.newcomers:
             return self.newcomers.failed(now, trainer, proven=proven)
-        leash = self._leashes.setdefault(trainer, Leash())
+        leash = self._leashes.setdefault(trainer, TrainerLimit())
         known = self._trainers.get(trainer)
         return leash.strike(now, under_way, known is not None and known.turn_s > 0)
 
     def step_made(self, helped: Iterable[str]) -> None:
-        """Record that these helped to make a step; a trainer that had stood in the way recovers."""
+        """Record that these trainers helped to make a step; the limits of trainers that had held up steps rise."""
         self.newcomers.step_made(helped, self._trainers)
         for trainer in [trainer for trainer, leash in self._leashes.items() if not leash.step_made()]:
             del self._leashes[trainer]
@@ -200,12 +201,12 @@ class Admission:
         return most
 
     def why_nothing(self, now: float, trainer: str) -> str:
-        """The text on why the trainer gets no microbatch for now; "" where nothing is against it."""
+        """Reason that the trainer gets no microbatch now, or "" if it may have one."""
         if self._given(now, trainer) != 0:
             return ""
         leash = self._leashes.get(trainer)
         if leash is not None and leash.until > now:
-            return "a pause, since this trainer did not finish microbatches that it was given"
+            return "the end of a pause, since this trainer did not finish its microbatches in time"
         return self.newcomers.why_nothing(now, trainer)
 
     def _is_rested(self, now: float, trainer: str) -> bool:
@@ -214,9 +215,7 @@ class Admission:
     # --- filling ----------------------------------------------------------------------------------------------
 
     def whole_in_s(self, now: float, ledger: Ledger) -> float | None:
-        """Seconds until the batch is whole, from what is not done of it and the pace of those at work; None: nobody
-        knows.
-        """
+        """Seconds until the batch is complete, by what is not done and the pace of those at work. None if unknown."""
         begun = ledger.begun()
         dead = sum(count for name, (count, _) in begun.items() if name not in self._trainers)
         workers = self._at_work(now, begun)
@@ -231,18 +230,18 @@ class Admission:
         step: int = 0,
         summed: Set[str] = frozenset(),
     ) -> Iterator[Mb]:
-        """Microbatches to admit to `step`'s batch, while there is room: the caller admits each before the next.
+        """Microbatches to admit to `step`'s batch while there is room. The caller admits each before it takes the next.
 
-        `beside`: another step's batch, with other microbatches of the same trainers under way. `summed`: trainers that
-        get nothing while others may have what they wish for: their gradients are in a sum that would have to be made
-        anew.
+        `counted`: microbatches that a step has counted; `beside`: another step's batch, with other microbatches of the
+        same trainers; `summed`: trainers whose gradients are in a sum that would have to be made again. These get
+        nothing while others may have what they request.
         """
         if ledger.full or not self._wishing:
             return
         ledgers = [ledger] if beside is None else [ledger, beside]
         unplaced = {name: self._unplaced(name, ledgers, counted) for name in self._wishing}
         self._wishing = {name: None for name, seqs in unplaced.items() if seqs and name not in self.resting}
-        if not self._wishing:  # most reports wish for nothing new
+        if not self._wishing:  # most reports request nothing new
             return
         begun = _begun(ledgers)
         wishing = [name for name in self._wishing if any(self._fits(name, seq, step) for seq in unplaced[name])]
@@ -255,7 +254,7 @@ class Admission:
         paces = {name: pace for name, pace in paces.items() if name in trainers or name not in summed}
         workers = {name for name, pace in paces.items() if self._does_more(name, pace.begun, given, ledger)}
         under_way = {name: sum(one.under_way[name] for one in ledgers) for name in trainers}
-        left = self._wishing.keys() - trainers.keys()  # trainers with a wish that gets no place now
+        left = self._wishing.keys() - trainers.keys()  # trainers whose requests get no slot now
         for mb in _in_turn([(name, own.open) for name, own in trainers.items()], ledgers):
             if ledger.full:
                 return
@@ -268,7 +267,7 @@ class Admission:
             if self.own_pace and not _in_time(paces, mb.trainer, workers, ledger.capacity - len(ledger.entries)):
                 continue
             if mb.trainer in self.newcomers:
-                # Another one of its place may have been let in just now.
+                # Another newcomer of its place may have been admitted just now.
                 if self.newcomers.room(now, ledger) <= 0 or self.newcomers.why_nothing(now, mb.trainer):
                     continue
                 self.newcomers.let_in(now, mb.trainer, ledger)
@@ -285,15 +284,17 @@ class Admission:
     def _shares(
         self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: Ledger
     ) -> dict[str, int | None]:
-        """Number of microbatches that each of these may have under way, or None if there is no limit."""
+        """Number of microbatches that each of these trainers may have under way, or None if there is no limit."""
         self._look_who_works(now, wishing, begun, ledger)
         return {name: self._given(now, name) for name in wishing}
 
     def _look_who_works(
         self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: Ledger
     ) -> None:
-        """Take note whether any trainer, of all and of those that have helped before, works or may have what it wishes
-        for: what others do not do must not be left to them.
+        """Record whether any trainer works, and whether any that has helped before works.
+
+        A trainer works if it computes, or may have what it requests. If none does, no microbatches are reserved for
+        these.
         """
         rested = [name for name in wishing if self._is_rested(now, name)]
         helped = [name for name in rested if name not in self.newcomers]
@@ -308,21 +309,21 @@ class Admission:
         )
 
     def _goes_on(self, now: float, trainer: str, begun: tuple[int, float]) -> bool:
-        """True unless a trainer has finished nothing of what it has begun for far longer than is usual."""
+        """True unless the trainer has finished nothing of what it began for far longer than usual."""
         return now - max(begun[1], self._done_at(trainer)) < self.newcomers.usual_s
 
     def _does_more(self, name: str, under_way: int, given: Mapping[str, int | None], ledger: Ledger) -> bool:
-        """True when the others of a batch may leave the rest of it to this trainer.
+        """True if the others of a batch may leave the rest to this trainer: it computes, or requests what it may have.
 
-        It works, or wishes for what it may have. One that gave back what it had of this batch may do so again.
+        A trainer that gave back microbatches of this batch is excluded, as it may do so again.
         """
         works = under_way > 0 or given.get(name, 0) != 0
         return works and name not in self.newcomers and not ledger.given_back[name]
 
     def _in_order(self, now: float, ledger: Ledger, given: Mapping[str, int | None]) -> list[str]:
-        """The trainers that wish for a microbatch and may get one, in the order in which they take turns."""
+        """The trainers that request a microbatch and may get one, in the order of their turns."""
         others = [name for name, most in given.items() if name not in self.newcomers]
-        # Trainers never measured come first, so that one step tells of them all; those that gave back some, last.
+        # Unmeasured trainers come first, so that one step measures them all; those that gave back some come last.
         others.sort(
             key=lambda name: (ledger.given_back[name], self._trainers[name].seconds > 0 and self.own_pace, name)
         )
@@ -330,7 +331,7 @@ class Admission:
         return [*self.newcomers.in_turn(now, able), *others]
 
     def _unplaced(self, trainer: str, ledgers: Sequence[Ledger], counted: Container[Mb]) -> set[int]:
-        """The microbatches that the trainer wishes for and that have no place in a batch."""
+        """Numbers of the microbatches that the trainer requests and that have no slot in a batch."""
         without = set(self._trainers[trainer].open).difference(*(one.by_trainer.get(trainer, ()) for one in ledgers))
         return {seq for seq in without if Mb(trainer, seq) not in counted}
 
@@ -340,7 +341,7 @@ class Admission:
         return own.bound_to == step or seq not in own.bound
 
     def _at_work(self, now: float, begun: dict[str, tuple[int, float]]) -> dict[str, WorkerPace]:
-        """Trainers that wish for microbatches or have begun some, by name."""
+        """Trainers that request microbatches or have begun some, by name, with their pace."""
         found, nothing = {}, (0, now)
         for name, trainer in self._trainers.items():
             count, since = begun.get(name, nothing)
@@ -351,7 +352,7 @@ class Admission:
 
 
 def _in_turn(wishes: Iterable[tuple[str, tuple[int, ...]]], ledgers: Sequence[Ledger]) -> list[Mb]:
-    """The wishes that have no place in a batch: the trainers' first ones, in this order, then their second ones."""
+    """The requests that have no slot in a batch: the trainers' first ones, in this order, then their second ones."""
     found: list[tuple[int, int, Mb]] = []
     for place, (trainer, seqs) in enumerate(wishes):
         placed = [one.by_trainer.get(trainer, {}) for one in ledgers]
@@ -362,7 +363,7 @@ def _in_turn(wishes: Iterable[tuple[str, tuple[int, ...]]], ledgers: Sequence[Le
 
 
 def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:
-    """The result of `Ledger.begun`, of several batches together."""
+    """`Ledger.begun` for several batches together."""
     found: dict[str, tuple[int, float]] = {}
     for ledger in ledgers:
         for name, (count, since) in ledger.begun().items():
@@ -372,8 +373,9 @@ def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:
 
 
 def _in_time(paces: Mapping[str, WorkerPace], trainer: str, workers: Set[str], left: int) -> bool:
-    """True when the trainer would be done with one more soon after all `workers` and it, together, are done with it and
-    what else is `left`. Nothing is left to those that have been late for as long as it would take.
+    """True if the trainer would finish one more soon after all `workers`, itself included, finish what is `left`.
+
+    Workers that are late by more than the time it needs for one are ignored, as nothing is left to them.
     """
     own = paces[trainer]
     together = [own, *(paces[name] for name in workers if name != trainer and not _hangs(paces[name], own.seconds))]

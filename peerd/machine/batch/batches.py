@@ -1,10 +1,10 @@
-"""The batches that trainers fill: which trainers may add to them, what is done, what must be done again.
+"""The batches that trainers fill: which trainers may add to them, what is done, and what must be repeated.
 
-`due` is the batch of the step under way. In a delayed run `early`, that of the step after it, is filled as soon as
-there is no room in `due`, and becomes it when the step is made; then it is filled with parameters that are one step
-old, and never older ones. Pure bookkeeping beneath the conductor, which knows the phase and the serving members, and is
-told when `due` shrinks. Invariants (`check`): a microbatch has at most one place in one batch, and none that a step has
-counted gets another. A hostile trainer can name what it likes: only its own microbatches are concerned.
+`due` is the batch of the current step. In a delayed run `early`, the batch of the next step, is filled once `due` has
+no room, and becomes `due` when the step is made. So its microbatches are computed with parameters that are one step
+old, never older. Pure bookkeeping for the conductor, which knows the phase and the serving members, and learns here
+whether `due` shrank. Invariants (`check`): a microbatch has at most one slot in one batch, and none that a step has
+counted gets another. A hostile trainer can name anything: only its own microbatches are affected.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ from peerd.machine.batch.lateness import Lateness
 from peerd.machine.batch.ledger import Counted, Ledger
 from peerd.machine.swarm.events import TrainerReport, Verify
 from peerd.machine.swarm.posts import peer_of
-from peerd.machine.swarm.revisions import Versions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 from peerd.machine.swarm.roster import RosterEntry
 
-_SHED_AT_ONCE = 128  # microbatches of a batch that is over, with each report: all together they hold others up
+_SHED_AT_ONCE = 128  # entries of a finished batch freed with each report, as freeing all at once causes delays
 
 
 class StageView(NamedTuple):
-    """The conductor's view of the stages: which peers' reports hold, and which stages have their mean."""
+    """The conductor's view of the stages: which peers can hold microbatches, and which stages have their mean."""
 
-    serves: Callable[[str, int], bool]  # does this peer hold the state of this stage that microbatches are for?
+    serves: Callable[[str, int], bool]  # does this peer have the state of this stage that microbatches need?
     settled: Sequence[bool]  # by stage
 
 
 class Batches:
-    """`microbatches` make a batch, each with a gradient in every one of `stages`."""
+    """The batches of a run. `microbatches` make one complete, each with a gradient in every one of `stages` stages."""
 
-    def __init__(self, stages: int, microbatches: int, versions: Versions, own_pace: bool | None = None) -> None:
-        """`own_pace`: trainers are as fast as their machines; None: where there is one stage."""
+    def __init__(self, stages: int, microbatches: int, versions: ReaderVersions, own_pace: bool | None = None) -> None:
+        """`own_pace`: each trainer is as fast as its own machine; None: yes if there is one stage."""
         self._stages = range(stages)
-        self._nothing = [False] * stages  # of the early batch is settled
+        self._nothing = [False] * stages  # `settled` of the early batch
         self.due, self.early = Ledger(stages, microbatches), Ledger(stages, microbatches)
         self.counted = Counted()
         self._versions = versions  # of what trainers see
         self.trainers = Admission(own_pace=stages == 1 if own_pace is None else own_pace)
-        self.verify: Verify | None = None  # looks at receipts
-        self.tell: Callable[[str], None] = lambda text: None  # what a person may want to know
-        self.not_finite = 0  # microbatches of `due` that the trainer of the last report has dropped
+        self.verify: Verify | None = None  # verifies receipts
+        self.tell: Callable[[str], None] = lambda text: None  # receives texts for the log
+        self.not_finite = 0  # microbatches of `due` that the last report dropped as not finite
         self._over: Ledger | None = None  # what is left of the last batch
-        self._void: set[Mb] = set()  # dropped for good: they do not count in the batches under way, whoever says so
+        self._void: set[Mb] = set()  # dropped for good: later reports on them are ignored
 
     # --- members ----------------------------------------------------------------------------------------------
 
     def lose(self, peer: str, now: float) -> None:
-        """Take note that all that `peer` held is lost."""
+        """Record that everything that `peer` held is lost."""
         self.due.lose(peer, now)
         self.early.lose(peer, now)
 
     def rest(self, peer: str, now: float) -> None:
-        """Take note that `peer`, a post, contributes nothing for now: neither what it holds, nor its own trainer."""
+        """Record that `peer`, a post, contributes nothing for now, neither what it holds nor its own trainer's work."""
         self.lose(peer, now)
         if self.trainers.own_pace:
             trainer = peer_of(peer)
             self.void([Mb(trainer, seq) for ledger in (self.due, self.early) for seq in ledger.of_trainer(trainer)])
 
     def told(self, now: float, who: tuple[str, int, int], due: frozenset[Mb], early: frozenset[Mb]) -> None:
-        """Apply a report of what a member (peer, stage, session) holds: the rest that was credited to it is lost.
+        """Apply a report of what a member (peer, stage, session) holds: anything else that was credited to it is lost.
 
-        Only its connection had broken.
+        The member itself was not lost: only its connection had broken.
         """
         peer, stage, session = who
         for ledger, held in ((self.due, due), (self.early, early)):
@@ -77,7 +77,7 @@ class Batches:
                 ledger.hold(mb, stage, peer, session)
 
     def adopt(self, now: float, members: Mapping[str, RosterEntry]) -> None:
-        """Count what members, all of them at the step under way, hold in every stage already."""
+        """Count the microbatches that the members, all of them at the current step, already hold in every stage."""
         stages = [{peer: m for peer, m in members.items() if m.stage == stage} for stage in self._stages]
         sessions = {peer: m.session for peer, m in members.items()}
         self._adopt(now, self.due, [{peer: m.held for peer, m in stage.items()} for stage in stages], sessions)
@@ -96,7 +96,7 @@ class Batches:
     # --- trainers ---------------------------------------------------------------------------------------------
 
     def take(self, now: float, report: TrainerReport, view: StageView, delayed: bool) -> bool:
-        """A trainer's news of the step; True when `due` shrank, which it does not once all its stages are settled."""
+        """Process a trainer's report. True if `due` shrank, which cannot happen once all its stages are settled."""
         if self._over is not None and not self._over.shed(_SHED_AT_ONCE):
             self._over = None
         bound, shrank = frozenset(report.early), False
@@ -117,7 +117,7 @@ class Batches:
         return bool(gone) or shrank
 
     def _given_up(self, ledger: Ledger, report: TrainerReport, settled: Sequence[bool]) -> list[Mb]:
-        """A trainer's microbatches that it no longer names and never finished, or cannot do again."""
+        """A trainer's microbatches that it never finished and no longer names, or that it cannot repeat."""
         waiting = ledger.open.get(report.peer)
         if not waiting or all(settled):
             return []
@@ -131,14 +131,14 @@ class Batches:
         ]
 
     def _take_done(self, now: float, of: tuple[Ledger, int], mb: Mb, done: Done, view: StageView) -> bool:
-        """`of`: the batch, and its step. True when `due` shrank."""
+        """Record a finished microbatch. `of`: its batch and that batch's step. True if `due` shrank."""
         ledger, step = of
         if len(done.holders) != len(self._stages) or mb in self.counted or mb in self._void:
             return False
         if mb.trainer in self.trainers.newcomers and not self._shows(step, mb, done):
             self.strike(now, mb.trainer, proven=True)
-            ledger.newcomers -= mb in ledger.entries  # nobody waited: another newcomer may have this place
-            self.tell(f"trainer …{mb.trainer[-8:]} is new and credits peers without their receipts: it is given less")
+            ledger.newcomers -= mb in ledger.entries  # no time was lost: another newcomer may have this slot
+            self.tell(f"trainer …{mb.trainer[-8:]} is new and shows no receipts: it gets fewer microbatches")
             return self.void([mb])
         if not ledger.admit(mb, now):
             return False
@@ -151,14 +151,12 @@ class Batches:
                 continue
             if view.serves(holder, stage):
                 ledger.hold(mb, stage, holder, receipt)
-            elif not view.serves(entry.holders[stage], stage):  # else that one still has it, whatever is said now
+            elif not view.serves(entry.holders[stage], stage):  # otherwise the earlier holder still has it
                 ledger.unhold(mb, stage, now)
         return False
 
     def _shows(self, step: int, mb: Mb, done: Done) -> bool:
-        """True when the holders' receipts bear out what the trainer says. Asked of newcomers: others have shown
-        enough.
-        """
+        """True if the holders' receipts confirm the trainer's report. Only required of newcomers."""
         if self.verify is None:
             return True
         return all(
@@ -169,9 +167,10 @@ class Batches:
     def drop_dead(
         self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]
     ) -> tuple[bool, dict[str, int]]:
-        """Let go of what nobody can finish: its trainer is gone, or it took far too long.
+        """Drop microbatches that nobody can finish: their trainer is gone, or took far too long.
 
-        Tells whether `due` shrank, and which trainers that are here did not finish how many: they are given less.
+        Returns whether `due` shrank, and the number that each connected trainer did not finish; these trainers get
+        fewer.
         """
 
         lateness = self.trainers.lateness(now, lease_s, alone=self.due.full)
@@ -179,7 +178,7 @@ class Batches:
         of_early = self.trainers.lateness(now, lease_s, alone=self.due.full, early=True)
         early = self._dead(self.early, self._nothing, of_early)
         late = Counter(mb.trainer for mb in (*due, *early) if mb.trainer in self.trainers)
-        if any(trainer not in self.trainers.newcomers for trainer in late):  # what these do says nothing of the others
+        if any(trainer not in self.trainers.newcomers for trainer in late):  # newcomers say nothing about the others
             self.trainers.ran_out(now)
         for trainer in sorted(late):
             self.strike(now, trainer)
@@ -198,7 +197,7 @@ class Batches:
         return sorted(found)
 
     def _late(self, ledger: Ledger, settled: Sequence[bool], lateness: Lateness, trainer: str) -> list[Mb]:
-        """A trainer's overdue microbatches that a stage still needs, the oldest first."""
+        """A trainer's overdue microbatches that a stage still needs, oldest first."""
         found = list[Mb]()
         for seq, entry in ledger.open.get(trainer, {}).items():
             if not lateness.is_overdue(trainer, entry.since):
@@ -208,7 +207,7 @@ class Batches:
         return found
 
     def late(self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]) -> dict[str, int]:
-        """Trainers for which the step waits, for longer than for others, and the number of microbatches of each."""
+        """Trainers that hold up the step longer than others do, with the number of their overdue microbatches."""
         if not self.due.full:
             return {}
         lateness = self.trainers.lateness(now, lease_s, alone=True)
@@ -217,7 +216,7 @@ class Batches:
         return {name: count for name, count in late.items() if count}
 
     def strike(self, now: float, trainer: str, *, proven: bool = False) -> int:
-        """The trainer stood in the way of the step: it gets less than it has under way; how often by now.
+        """Record that the trainer held up the step: it gets less than it has under way. Returns its number of strikes.
 
         `proven`: as in `Probation.failed`.
         """
@@ -225,7 +224,7 @@ class Batches:
         return self.trainers.strike(now, trainer, under_way, proven=proven)
 
     def void(self, mbs: Iterable[Mb]) -> bool:
-        """These do not count, whatever is said of them later; True: `due` shrank."""
+        """Drop these microbatches for good, whatever is reported of them later. True if `due` shrank."""
         shrank = False
         for mb in mbs:
             shrank |= mb in self.due.entries
@@ -244,7 +243,8 @@ class Batches:
             self.trainers.wish_again([mb.trainer])
 
     def fill(self, now: float, step: int, early: bool, summed: Set[str] = frozenset()) -> None:
-        """Admit what trainers wish for while there is room, to `due`, which is `step`'s, or to the batch after it.
+        """Admit what trainers request while there is room, to `due` (the batch of `step`) or, if `early`, to the next
+        one.
 
         `summed`: as in `Admission.wishes`.
         """
@@ -254,13 +254,11 @@ class Batches:
                 self._versions.change(mb.trainer)
 
     def whole_in_s(self, now: float) -> float | None:
-        """Seconds until the batch is whole; None: nobody knows."""
+        """Seconds until the batch is complete, or None if unknown."""
         return self.trainers.whole_in_s(now, self.due)
 
     def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
-        """Microbatches that the trainer has to repeat, because the peer that held them is gone; of very many
-        the first.
-        """
+        """Microbatches that the trainer has to repeat because their holder is gone, at most REDO_AT_ONCE."""
         return (self.due.redo(trainer, settled) + self.early.redo(trainer, self._nothing))[:REDO_AT_ONCE]
 
     def _has_place(self, mb: Mb) -> bool:
@@ -269,7 +267,7 @@ class Batches:
     # --- steps ------------------------------------------------------------------------------------------------
 
     def step_made(self, step: int) -> None:
-        """The batch of `step`, if it is known, has been averaged and counted: the early one takes its place."""
+        """Record that the batch of `step`, if known, was averaged and counted; the early one takes its place."""
         if self.due.entries:
             self.counted.add(step, self.due.by_trainer)
         self.trainers.step_made(sorted(self.due.by_trainer))
@@ -279,7 +277,7 @@ class Batches:
         self.due, self.early = self.early, Ledger(len(self._stages), self.due.capacity)
 
     def go_to(self, step: int, batch_before: Iterable[Mb]) -> None:
-        """The swarm stands at `step` now, by another way than a step from here; this batch led there."""
+        """Continue at `step`, which the swarm reached by recovery, not by a step. `batch_before` led there."""
         self.due.clear()
         self.early.clear()
         self._void.clear()
@@ -288,7 +286,7 @@ class Batches:
         self._versions.change_all()
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken."""
+        """Raise AssertionError if an invariant is violated."""
         self.due.check()
         self.early.check()
         assert not self.due.entries.keys() & self.early.entries.keys()

@@ -1,10 +1,10 @@
 """Counted work: the samples of each peer in the steps that a conductor saw made, for the leader-board.
 
-A batch is looked at when all stages have its mean: each peer has the samples whose gradients it holds, in each stage,
-and those that it brought as a trainer. They count when its step is made. This counts work, not results: if the run goes
-back and makes a step again, that step's samples count each time. A new conductor adds its counts to those of the one
-before it (`go_on_from`). At most `most` peers are remembered; those with the fewest samples are dropped first, and
-begin at zero if they come again.
+A batch is recorded when all stages have its mean: each peer gets the samples whose gradients it holds, in each stage,
+and those that it contributed as a trainer. They count when its step is made. This counts work, not results: if the run
+goes back and repeats a step, that step's samples count each time. A new conductor adds its counts to those of its
+predecessor (`go_on_from`). At most `most` peers are remembered; those with the fewest samples are dropped first, and
+start at zero if they return.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from peerd.core.limits import COUNTED_PEERS
 from peerd.machine.swarm.posts import peer_of
 
-_MOST: Final = (1 << 62) - 1  # what a record can hold
+_MOST: Final = (1 << 62) - 1  # largest number in a record
 
 
 class PeerWork(NamedTuple):
@@ -30,17 +30,17 @@ class PeerWork(NamedTuple):
 
 
 class CountedWork:
-    """Samples of each peer in the steps that were made. `samples`: number of samples in a microbatch."""
+    """Samples of each peer in completed steps. `samples`: number of samples in a microbatch."""
 
     def __init__(self, samples: int, most: int = COUNTED_PEERS) -> None:
         self._samples, self._most = samples, most
         self.of: dict[str, PeerWork] = {}
-        self.since_step: int | None = None  # the step from which on samples were counted; None before the first
-        self.step = 0  # that the last counted batch led to
-        self._closed: tuple[dict[str, int], dict[str, int]] = {}, {}  # of a batch whose step may still fail: samples
+        self.since_step: int | None = None  # first step whose samples are counted; None before it is known
+        self.step = 0  # step that the last counted batch led to
+        self._closed: tuple[dict[str, int], dict[str, int]] = {}, {}  # samples of a batch whose step may still fail
 
     def batch_closed(self, held: Mapping[str, int], brought: Mapping[str, Sized]) -> None:
-        """The members are to make a step with this batch, in place of the last one if its step was not made.
+        """Record the batch that members are to step with. It replaces an earlier one whose step was not made.
 
         `held`: number of gradients of each post; `brought`: each trainer's microbatches.
         """
@@ -50,7 +50,7 @@ class CountedWork:
         self._closed = computed, {trainer: len(seqs) * self._samples for trainer, seqs in brought.items()}
 
     def step_made(self, step: int) -> None:
-        """The batch that was closed last led to `step`: it counts."""
+        """Count the batch that was closed last, which led to `step`."""
         (computed, brought), self._closed = self._closed, ({}, {})
         for peer, samples in computed.items():
             self._add(peer, computed=samples)
@@ -61,7 +61,7 @@ class CountedWork:
         self._drop_least()
 
     def go_on_from(self, since_step: int, step: int, rows: Iterable[tuple[str, PeerWork]]) -> None:
-        """Add the counts of the conductor before this one, which led from `since_step` to `step`."""
+        """Add the counts of the previous conductor, from `since_step` to `step`."""
         for peer, work in rows:
             self._add(peer, *work)
         if self.since_step is None:

@@ -1,8 +1,9 @@
-"""Blame for a credit that does not hold, when a member denies what it was credited with: receipts decide.
+"""Blame for a wrong credit: decides who is at fault when a member denies holding a microbatch credited to it.
 
-A credit rests on what a trainer shows (the holder's signed receipt), on the holder's own word of a session, or on the
-trainer's word alone. Receipts are looked at only here, when a member says that something is missing: one takes a tenth
-of a millisecond. Hostile input: receipts of any content, and members that deny what they signed.
+A credit rests on the holder's signed receipt, which the trainer shows, on the holder's own report in a session, or on
+the trainer's claim alone. Receipts are verified only here, when a member reports something as missing, since one
+verification takes a tenth of a millisecond. Hostile input: receipts of any content, and members that deny what they
+signed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from peerd.machine.swarm.posts import peer_of
 
 
 class CreditFault(Enum):
-    """The party at fault for a credit that does not hold."""
+    """The party at fault for a wrong credit."""
 
     HOLDER = auto()
     TRAINER = auto()
@@ -34,9 +35,10 @@ def fault_of(
     verify: Verify | None,
     session: Callable[[str], int | None],
 ) -> dict[Mb, CreditFault]:
-    """Party at fault for each microbatch that `where`, a stage and its member, should hold and does not.
+    """The party at fault for each microbatch that a member should hold but does not. `where`: (stage, member).
 
-    Of very many only some of each trainer are looked at: the rest is judged like the last of these.
+    `session` returns a member's present session. Only some of each trainer's receipts are verified; the rest get the
+    verdict of the last verified one.
     """
     stage, holder = where
     found: dict[Mb, CreditFault] = {}

@@ -1,9 +1,9 @@
 """Lateness of microbatches: which of them their trainers have had for far too long, as of one moment.
 
-While a batch has room, or nobody shows what is usual, only a long lease counts. Once the batch is full and waits, what
-the other trainers take is the measure. Both are worked out once for a look at a whole batch, and what is usual only
-when one has been open for longer than a lease, so that each microbatch costs a comparison. Invariant: of one trainer's
-microbatches an older one is overdue when a younger one is.
+While a batch has room, or no other trainer shows what is usual, only a long lease counts. Once the batch is full and
+waits, the other trainers' times are the measure. Both are computed once for a check of a whole batch, and the usual
+time only if a microbatch has been open for longer than a lease, so that each microbatch costs one comparison.
+Invariant: if one of a trainer's microbatches is overdue, its older ones are, too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 _SLACK_S: Final = 1e-3
-_LATE_FACTOR: Final = 4.0  # times as long as it usually takes others
-_NEWCOMER_FACTOR: Final = 1.5  # the same, for a newcomer for which nobody waits any longer
+_LATE_FACTOR: Final = 4.0  # times the usual time of others
+_NEWCOMER_FACTOR: Final = 1.5  # the same, for a newcomer that the step no longer waits for
 
 
 class Usual:
-    """The trainers' usual times: `(seconds from admission to end, time of the last end)` by trainer."""
+    """The trainers' usual times, by trainer: `(seconds from admission to end, time of the last end)`."""
 
     def __init__(self, trainers: Mapping[str, tuple[float, float]]) -> None:
         self._trainers = trainers
@@ -26,11 +26,11 @@ class Usual:
         self._last = sorted(((at, name) for name, (_, at) in trainers.items()), reverse=True)[:2]
 
     def has_others(self, trainer: str) -> bool:
-        """True when any other trainer shows what is usual."""
+        """True if any other trainer shows what is usual."""
         return len(self._trainers) > (trainer in self._trainers)
 
     def turn_s(self, trainer: str) -> float:
-        """The median of the others' seconds; there must be others."""
+        """Median of the others' seconds; there must be others."""
         turns = self._turns_s
         count = len(turns) - (trainer in self._trainers)
         own = bisect_left(turns, self._trainers[trainer][0]) if trainer in self._trainers else len(turns)
@@ -38,15 +38,17 @@ class Usual:
         return (low + high) / 2
 
     def last(self, trainer: str) -> float:
-        """The time at which another trainer finished something last; there must be others."""
+        """Time at which another trainer last finished something; there must be others."""
         return next(at for at, name in self._last if name != trainer)
 
 
 class Lateness:
-    """See the module's header. `lease` shortens a lease by what is known of a trainer, `done_at` is its last end.
+    """Decides which microbatches are overdue.
 
-    `least_s`: no lease is shorter; `usual` is asked once, when it matters. `wait_ends` gives the time
-    until which the step waits for a newcomer; None for any other trainer, and while the step waits for others too.
+    `lease` returns a trainer's own lease, given the normal one; `done_at` returns when it last finished something. No
+    lease is shorter than `least_s`. `patience` multiplies all leases. `usual` is called once, when needed. `wait_ends`
+    returns the time until which the step waits for a newcomer, or None for other trainers and while the step waits for
+    others, too.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Lateness:
         wait_ends: Callable[[str], float | None] = lambda trainer: None,
     ) -> None:
         self._now, self._lease_s, self._patience = now, lease_s, patience
-        # Whoever is here is in time with what was admitted after this. Not to the last digit: `is_overdue` decides.
+        # Connected trainers are in time with what was admitted after this. Only roughly: `is_overdue` decides.
         self.since = now - least_s * patience + _SLACK_S
         self._find_usual, self._lease, self._done_at = usual, lease, done_at
         self._wait_ends = wait_ends
@@ -74,14 +76,14 @@ class Lateness:
         return self._found
 
     def is_overdue(self, trainer: str, since: float) -> bool:
-        """True when the trainer has had its microbatch, admitted at `since`, for far too long."""
+        """True if the trainer has had its microbatch, admitted at `since`, for far too long."""
         if (ends := self._wait_ends(trainer)) is not None:
             least_s = _NEWCOMER_FACTOR * self._usual.turn_s(trainer) if self._usual.has_others(trainer) else 0.0
             return self._now > ends and self._now - since > least_s
         lease, first = self._lease_s
         own = self._lease(self._now, trainer, lease)
         if self._now - since <= min(own, first) * self._patience:
-            return False  # whatever others take
+            return False  # in time, whatever the others need
         if not self._usual.has_others(trainer):
             return self._now - max(since, self._done_at(trainer)) > first * self._patience
         waited_s = self._now - max(since, self._usual.last(trainer))

@@ -1,10 +1,10 @@
-"""Ledger of a step: the microbatches that make it up, and the peer that holds the gradient of each in each stage.
+"""Ledger of a step: its microbatches, and for each stage the peer that holds each microbatch's gradient.
 
-Pure bookkeeping for the conductor: no time-outs, no peers' liveness. What a trainer's report asks of it costs as much
-as that trainer has under way, and what a member's does as much as it holds, however large the batch. Invariants
-(`check`): never more entries than the batch has microbatches, and of no more than BATCH_TRAINERS; `missing[s]` counts
-exactly the entries without a holder in stage s, `held[s]` names the others, by holder; `open` names, by trainer,
-exactly those that are not done or lack a holder, in the order of their `since`.
+Pure bookkeeping for the conductor: no timeouts, no liveness of peers. The cost of a trainer's report depends on what
+that trainer has under way, and the cost of a member's report on what it holds, however large the batch is. Invariants
+(`check`): never more entries than the batch has microbatches, and of at most BATCH_TRAINERS trainers; `missing[s]`
+counts exactly the entries without a holder in stage s, and `held[s]` lists the others by holder; `open` lists, by
+trainer, exactly the entries that are not done or lack a holder, in the order of their `since`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from peerd.core.limits import BATCH_TRAINERS
 from peerd.core.messages.swarm import Mb, Receipt, Redo
 
 NOBODY = ""
-Proof = Receipt | int | None  # the holder's receipt, the session in which it said so itself, or a trainer's word alone
-_STEPS_REMEMBERED = 32  # a trainer that hears nothing for so long does not learn what became of its last batch
+Proof = Receipt | int | None  # the holder's receipt, the session of its own report, or only a trainer's word
+_STEPS_REMEMBERED = 32  # a trainer that is out of contact for longer does not learn the outcome of its last batch
 
 
 @dataclass(slots=True)
@@ -27,35 +27,35 @@ class Entry:
     """One admitted microbatch."""
 
     holders: list[str]
-    proofs: list[Proof]  # that they hold it; looked at only when one says that it does not
+    proofs: list[Proof]  # that they hold it; only verified if a holder denies it
     since: float  # when it was admitted, or last lost a gradient
-    lacking: int  # number of stages in which nobody holds it
+    lacking: int  # number of stages without a holder
     done: bool = False  # its trainer has finished all its stages at least once; see `Ledger.finish`
 
     @property
     def is_open(self) -> bool:
-        """True while somebody still has to do something for it."""
+        """True while it needs more work."""
         return not self.done or self.lacking > 0
 
 
 @dataclass(slots=True)
 class Ledger:
-    """`capacity` microbatches make a batch; each needs a holder in every one of `stages` stages."""
+    """The microbatches of one batch. `capacity` make it complete; each needs a holder in each of `stages` stages."""
 
     stages: int
     capacity: int
     entries: dict[Mb, Entry] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)  # by stage
-    by_trainer: dict[str, dict[int, None]] = field(default_factory=dict)  # numbers of the entries, as admitted
-    open: dict[str, dict[int, Entry]] = field(default_factory=dict)  # by trainer, of those that have some, and number
+    by_trainer: dict[str, dict[int, None]] = field(default_factory=dict)  # entries' numbers, in order of admission
+    open: dict[str, dict[int, Entry]] = field(default_factory=dict)  # by trainer, if it has any, and number
     under_way: Counter[str] = field(default_factory=Counter)  # number of entries that are not `done`, by trainer
-    undone: int = 0  # of all trainers together
-    newcomers: int = 0  # microbatches that newcomers were given so far, also those that they did not finish in time
-    given_back: Counter[str] = field(default_factory=Counter)  # entries that each trainer lost before it was done
-    unsaid: int = 0  # number of entries that are not `done`, and held in every stage: members have said so
-    held: list[dict[str, dict[Mb, None]]] = field(default_factory=list)  # by stage and holder, of those that have some
+    undone: int = 0  # the same, of all trainers together
+    newcomers: int = 0  # microbatches given to newcomers so far, including those that were not finished in time
+    given_back: Counter[str] = field(default_factory=Counter)  # entries that each trainer lost before they were done
+    unsaid: int = 0  # entries that are not `done` but held in every stage, as members have reported
+    held: list[dict[str, dict[Mb, None]]] = field(default_factory=list)  # by stage and holder, if it has any
     summed: list[set[Mb]] = field(default_factory=list)  # by stage, those in a partial sum or on their way into one
-    ceded: list[set[Mb]] = field(default_factory=list)  # of these, by stage, those that their holders have no longer
+    ceded: list[set[Mb]] = field(default_factory=list)  # of these, by stage, those that their holders no longer have
 
     def __post_init__(self) -> None:
         self.missing = [0] * self.stages
@@ -76,9 +76,9 @@ class Ledger:
             mbs.clear()
 
     def shed(self, most: int) -> bool:
-        """Let go of some of a batch that is over, and not looked at any more; False when nothing is left.
+        """Free some entries of a finished batch that is no longer used; False if nothing is left.
 
-        To free thousands of entries takes milliseconds.
+        Freeing thousands of entries takes milliseconds, so it is done in parts.
         """
         for _ in range(min(most, len(self.entries))):
             self.entries.popitem()
@@ -92,7 +92,7 @@ class Ledger:
         return len(self.entries) >= self.capacity
 
     def admit(self, mb: Mb, now: float) -> bool:
-        """Count `mb` towards the batch; False when that is full, or of too many trainers. Harmless when repeated."""
+        """Add `mb` to the batch; False if the batch is full or has too many trainers. Idempotent."""
         if mb in self.entries:
             return True
         if self.full or (mb.trainer not in self.by_trainer and len(self.by_trainer) >= BATCH_TRAINERS):
@@ -106,7 +106,7 @@ class Ledger:
         return True
 
     def finish(self, mb: Mb) -> None:
-        """Its trainer says that `mb` is done in all stages."""
+        """Record the trainer's report that `mb` is done in all stages."""
         entry = self.entries[mb]
         if not entry.done:
             entry.done = True
@@ -115,7 +115,7 @@ class Ledger:
             self._close(mb, entry)
 
     def hold(self, mb: Mb, stage: int, holder: str, proof: Proof = None) -> None:
-        """`holder` has accumulated `mb` in `stage`; a later report replaces an earlier one, unless `mb` is `summed`."""
+        """Record that `holder` has accumulated `mb` in `stage`, replacing earlier reports unless `mb` is `summed`."""
         if mb in self.summed[stage]:
             return
         entry = self.entries[mb]
@@ -139,7 +139,7 @@ class Ledger:
             self._close(mb, entry)
 
     def unhold(self, mb: Mb, stage: int, now: float) -> None:
-        """Nobody holds `mb` in `stage` any more; while it is `summed` this has no effect before its `release`."""
+        """Record that nobody holds `mb` in `stage` any more; while it is `summed`, this waits for its `release`."""
         entry = self.entries.get(mb)
         if mb in self.summed[stage]:
             self.ceded[stage].add(mb)
@@ -155,20 +155,20 @@ class Ledger:
             waiting[mb.seq] = entry
 
     def unhold_of(self, peer: str, mbs: Iterable[Mb], stage: int, now: float) -> None:
-        """`peer` has not got these, though it was said to hold them."""
+        """Record that `peer` does not have these microbatches, which it was credited with."""
         for mb in mbs:
             entry = self.entries.get(mb)
             if entry is not None and entry.holders[stage] == peer:
                 self.unhold(mb, stage, now)
 
     def lose(self, peer: str, now: float) -> None:
-        """All that `peer` held is lost."""
+        """Record that everything that `peer` held is lost."""
         for stage, held in enumerate(self.held):
             for mb in list(held.get(peer, ())):
                 self.unhold(mb, stage, now)
 
     def keep_only(self, peer: str, stage: int, held: frozenset[Mb], now: float) -> None:
-        """`peer` says what it holds in `stage`: anything else that was credited to it is lost."""
+        """Apply a report of what `peer` holds in `stage`: anything else that was credited to it is lost."""
         for mb in list(self.held[stage].get(peer, ())):
             if mb not in held:
                 self.unhold(mb, stage, now)
@@ -176,11 +176,11 @@ class Ledger:
                 self.ceded[stage].discard(mb)
 
     def sum_up(self, stage: int, mbs: Iterable[Mb]) -> None:
-        """These enter a partial sum of `stage`: the loss of a holder costs them nothing until they are released."""
+        """Record that these enter a partial sum of `stage`: until their release, losing a holder has no effect."""
         self.summed[stage].update(mbs)
 
     def release(self, stage: int, mbs: Iterable[Mb], now: float) -> None:
-        """These are in no partial sum any more: their holders hold them, unless they have lost them meanwhile."""
+        """Record that these left their partial sum: their holders hold them, unless they have lost them meanwhile."""
         for mb in mbs:
             if mb in self.summed[stage]:
                 self.summed[stage].discard(mb)
@@ -194,7 +194,7 @@ class Ledger:
         return tuple(mb for mb in held if mb not in summed) if summed else tuple(held)
 
     def drop(self, mb: Mb) -> None:
-        """`mb` does not count any more; its place in the batch is free, and sums that have it are of no use."""
+        """Remove `mb` from the batch; its slot becomes free, and sums that contain it become void."""
         entry = self.entries.pop(mb, None)
         if entry is None:
             return
@@ -210,18 +210,18 @@ class Ledger:
         _forget(self.open, mb.trainer, mb.seq)
 
     def open_of(self, trainer: str) -> Iterator[Mb]:
-        """The trainer's microbatches that are not done, or needed by some stage, the oldest first."""
+        """The trainer's microbatches that are not done, or lack a holder in some stage, oldest first."""
         return (Mb(trainer, seq) for seq in self.open.get(trainer, {}))
 
     def credit(self) -> dict[str, int]:
-        """Number of gradients of each holder, in all stages."""
+        """Number of gradients that each holder has, in all stages together."""
         found = Counter[str]()
         for held in self.held:
             found.update({holder: len(mbs) for holder, mbs in held.items()})
         return dict(found)
 
     def waiting_since(self, before: float) -> list[str]:
-        """Trainers with something that is open since `before`, or longer."""
+        """Trainers with a microbatch that has been open since `before` or longer."""
         return [name for name, waiting in self.open.items() if next(iter(waiting.values())).since <= before]
 
     def _close(self, mb: Mb, entry: Entry) -> None:
@@ -235,30 +235,28 @@ class Ledger:
             del self.under_way[mb.trainer]
 
     def complete(self, settled: Sequence[bool]) -> bool:
-        """True when the batch is full and held everywhere. Stages that are `settled` have their mean already."""
+        """True if the batch is full, and held in every stage that is not `settled` (has its mean already)."""
         return self.full and all(ready or not count for ready, count in zip(settled, self.missing, strict=True))
 
     def is_missing(self, mb: Mb, settled: Sequence[bool]) -> bool:
-        """True while some stage still needs `mb`."""
+        """True while a stage that is not `settled` lacks `mb`."""
         entry = self.entries.get(mb)
         if entry is None or not entry.lacking:
             return False
         return any(not ready and holder == NOBODY for ready, holder in zip(settled, entry.holders, strict=True))
 
     def lacks(self, mb: Mb, stage: int) -> bool:
-        """True while nobody holds `mb`, which is in the batch, in this stage."""
+        """True if `mb` is in the batch and nobody holds it in this stage."""
         entry = self.entries.get(mb)
         return entry is not None and entry.holders[stage] == NOBODY
 
     def of_trainer(self, trainer: str) -> list[int]:
-        """The trainer's microbatches in this batch, in order of admission."""
+        """Numbers of the trainer's microbatches in this batch, in order of admission."""
         return list(self.by_trainer.get(trainer, ()))
 
     def begun(self) -> dict[str, tuple[int, float]]:
-        """Number of microbatches that each trainer has to do still, or to do again, and the start of the oldest of
-        them.
-        """
-        if not self.unsaid:  # then all that is open has to be done
+        """By trainer: number of microbatches that it has to compute or repeat, and the start time of the oldest."""
+        if not self.unsaid:  # then all open microbatches are still to be computed
             return {name: (len(waiting), next(iter(waiting.values())).since) for name, waiting in self.open.items()}
         found: dict[str, tuple[int, float]] = {}
         for trainer, waiting in self.open.items():
@@ -268,7 +266,7 @@ class Ledger:
         return found
 
     def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
-        """Microbatches that the trainer has to repeat, because the peer that held them is gone."""
+        """Microbatches that the trainer has to repeat because the peer that held them is gone."""
         waiting = self.open.get(trainer, {})
         if len(waiting) == self.under_way[trainer]:  # it has not finished any of them
             return []
@@ -282,18 +280,18 @@ class Ledger:
         return sorted(found, key=lambda redo: (redo.seq, redo.stage))
 
     def assigned(self, stage: int, group: Iterable[str]) -> dict[str, tuple[Mb, ...]]:
-        """Microbatches that each of the group contributes to a sum, in any order.
+        """Microbatches that each member of the group contributes to a sum, in any order.
 
-        The group has all that is held in the stage and not summed yet.
+        The group must hold everything in the stage that is not summed yet.
         """
         parts = {peer: self.unsummed(stage, peer) for peer in group}
         assert not self.missing[stage]
         left_out = self.held[stage].keys() - parts.keys()
-        assert not any(self.unsummed(stage, peer) for peer in left_out), "it would be left out of the sum"
+        assert not any(self.unsummed(stage, peer) for peer in left_out), "this holder would be left out of the sum"
         return parts
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken."""
+        """Raise AssertionError if an invariant is violated."""
         assert len(self.entries) <= self.capacity
         assert {Mb(name, seq) for name, seqs in self.by_trainer.items() for seq in seqs} == self.entries.keys()
         assert all(self.by_trainer.values())
@@ -323,7 +321,7 @@ V = TypeVar("V")
 
 
 def _forget(by_name: dict[str, dict[K, V]], name: str, one: K) -> None:
-    """Take `one` out; a trainer, or a holder, without any is not named."""
+    """Remove `one`; a name without entries is removed, too."""
     of_one = by_name.get(name)
     if of_one is not None:
         of_one.pop(one, None)
@@ -332,17 +330,17 @@ def _forget(by_name: dict[str, dict[K, V]], name: str, one: K) -> None:
 
 
 class Counted:
-    """The batches of the last steps: for a trainer that has not heard how its step ended."""
+    """The batches of the last steps, for trainers that have not learned how their step ended."""
 
     def __init__(self) -> None:
         self._batches: deque[tuple[int, Mapping[str, Collection[int]]]] = deque(maxlen=_STEPS_REMEMBERED)
 
     def add(self, step: int, batch: Mapping[str, Collection[int]]) -> None:
-        """The batch that was averaged in `step`: the numbers of each trainer's microbatches, which stay as they are."""
+        """Record the batch averaged in `step`, as numbers by trainer. The mapping must not change afterwards."""
         self._batches.append((step, batch))
 
     def restart(self, step: int, batch: Iterable[Mb]) -> None:
-        """Only the batch of `step` is certain."""
+        """Keep only the batch of `step`, as no other is certain."""
         self._batches.clear()
         by_trainer: dict[str, set[int]] = {}
         for mb in batch:
@@ -350,7 +348,7 @@ class Counted:
         self.add(step, by_trainer)
 
     def of(self, trainer: str, step: int) -> list[int] | None:
-        """The trainer's microbatches in the batch of `step`, sorted; None: not remembered."""
+        """The trainer's microbatches in the batch of `step`, sorted, or None if the step is not remembered."""
         for known, batch in self._batches:
             if known == step:
                 return sorted(batch.get(trainer, ()))

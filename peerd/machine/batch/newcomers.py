@@ -1,9 +1,9 @@
-"""Newcomers among the trainers, those that have not yet helped to make a step: what they are given, and for how long.
+"""Newcomers among the trainers, those that have not yet helped to make a step: what they get, and how long steps wait.
 
 A newcomer has one microbatch at a time, until a step has counted one. All newcomers together get a quarter of a batch,
-before the others take their turns, so that they are done in time. Where the others are idle, they get the whole batch.
-Steps wait for them as `NewcomerWaits` allows. `Probation` keeps out those that failed. Where no trainer has helped yet,
-nobody is a newcomer.
+before the others take their turns, so that they finish in time. If the others are idle, newcomers get the whole batch.
+Steps wait for them as `NewcomerWaits` allows. `Probation` keeps out those that failed. As long as no trainer has
+helped, nobody counts as a newcomer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from peerd.machine.batch.newcomer_waits import NewcomerWaits
 from peerd.machine.batch.probation import SEVERAL, Probation
 
 WAIT_S: Final = 2.0  # that a step waits for a newcomer at first,
-_WAIT_TURNS: Final = 4  # or so many times as long as a microbatch takes the others
-_LONGER: Final = 1.5  # times as long after each failure: it may be slow
-_LONGEST: Final = 10.0  # times as long at most
+_WAIT_TURNS: Final = 4  # or this many times the others' time for a microbatch
+_LONGER: Final = 1.5  # factor of the wait after each failure, as the newcomer may be slow
+_LONGEST: Final = 10.0  # largest factor
 _FAILURES_MOST: Final = 16
-_PART: Final = 4  # newcomers get one microbatch of so many, and one at least
+_PART: Final = 4  # newcomers get one in this many microbatches, and at least one
 
 
 class Newcomers:
@@ -31,34 +31,34 @@ class Newcomers:
     def __init__(self) -> None:
         self.probation = Probation()
         self._waits = NewcomerWaits()
-        self._helped = BoundedDict[str, None](LEASHED_TRAINERS)  # trainers that helped to make a step, also those gone
-        self._others: set[str] = set()  # of those here
-        self._failures = BoundedDict[str, int](LEASHED_TRAINERS)  # of newcomers, however long ago: one may be slow
-        self._idle_since: float | None = None  # since this time the others have been idle; None: they are not
+        self._helped = BoundedDict[str, None](LEASHED_TRAINERS)  # trainers that helped to make a step, even if gone
+        self._others: set[str] = set()  # connected ones of these
+        self._failures = BoundedDict[str, int](LEASHED_TRAINERS)  # of newcomers, never forgotten: one may be slow
+        self._idle_since: float | None = None  # time since which the others have been idle; None: they are not
 
     @property
     def others(self) -> Set[str]:
-        """The trainers here that have helped to make a step."""
+        """The connected trainers that have helped to make a step."""
         return self._others
 
     def __contains__(self, trainer: str) -> bool:
         return trainer not in self._helped and bool(self._others)
 
     def arrived(self, trainer: str) -> None:
-        """The trainer is here."""
+        """Record that the trainer is connected."""
         if trainer in self._helped:
             self._others.add(trainer)
 
     def gone(self, trainer: str) -> None:
-        """The trainer is not here any more."""
+        """Record that the trainer is no longer connected."""
         self._others.discard(trainer)
 
     def has_helped(self, trainer: str) -> bool:
-        """True when it has helped to make a step."""
+        """True if the trainer has helped to make a step."""
         return trainer in self._helped
 
     def step_made(self, helped: Iterable[str], here: Iterable[str]) -> None:
-        """Record that these helped to make a step; `here`: all trainers."""
+        """Record that these trainers helped to make a step; `here`: all connected trainers."""
         for trainer in helped:
             if trainer not in self._helped:
                 self.probation.helped(trainer)
@@ -67,20 +67,20 @@ class Newcomers:
         self._others = {trainer for trainer in here if trainer in self._helped}
 
     def failed(self, now: float, newcomer: str, *, proven: bool) -> int:
-        """Record that a newcomer stood in the way; returns how often by now. `proven`: as in `Probation.failed`."""
+        """Record that a newcomer held up a step; returns its failures so far. `proven`: as in `Probation.failed`."""
         self.probation.failed(now, newcomer, proven=proven)
         self._failures[newcomer] = min(self._failures.get(newcomer, 0) + 1, _FAILURES_MOST)
         return self._failures[newcomer]
 
     def finished(self, trainer: str, turn_s: float) -> None:
-        """A trainer has finished a microbatch, so long after it was admitted."""
+        """Record that a trainer finished a microbatch `turn_s` seconds after it was admitted."""
         if trainer in self._others:
             self._waits.turn(turn_s)
 
     # --- places in the batch ----------------------------------------------------------------------------------
 
     def why_nothing(self, now: float, newcomer: str) -> str:
-        """The text on why a newcomer gets no microbatch for now; "" where it gets one."""
+        """Reason that a newcomer gets no microbatch now, or "" if it gets one."""
         if self.probation.own_reason(now, newcomer):
             return "this trainer did not finish its microbatch in time, and sits out the next steps"
         if told := self.probation.places_reason(now, newcomer):
@@ -92,25 +92,25 @@ class Newcomers:
         return "steps have waited for newcomers for long enough, for now" if self._waits.most_s(now) < 0 else ""
 
     def look_at_others(self, now: float, work: bool) -> None:
-        """Take note whether those that have helped before work, or wish for what they may have."""
+        """Record whether the others (trainers that have helped) compute, or request what they may have."""
         self._idle_since = None if work else now if self._idle_since is None else self._idle_since
 
     def _has_all(self, now: float) -> bool:
-        """True when the others have done nothing for a while: nothing is left to them."""
+        """True if the others have been idle for a while: newcomers then get the whole batch."""
         return self._idle_since is not None and now - self._idle_since >= self.usual_s
 
     def room(self, now: float, ledger: Ledger) -> int:
-        """The number of places in a batch that newcomers may have now."""
+        """Number of slots in a batch that newcomers may have now."""
         if self._has_all(now):
             return ledger.capacity - len(ledger.entries)
         return max(1, ledger.capacity // _PART) - ledger.newcomers
 
     def in_turn(self, now: float, newcomers: Iterable[str]) -> list[str]:
-        """These newcomers in the order of their turns: those of places where few failed come first."""
+        """These newcomers in the order of their turns: those of places with few failures come first."""
         return sorted(newcomers, key=lambda name: sum(self.probation.times(now, name)))
 
     def let_in(self, now: float, newcomer: str, ledger: Ledger) -> None:
-        """A newcomer has a place in the batch."""
+        """Record that a newcomer gets a slot in the batch."""
         ledger.newcomers += 1
         self.probation.let_in(now, newcomer)
 
@@ -118,18 +118,18 @@ class Newcomers:
 
     @property
     def are_waited_for(self) -> bool:
-        """True while the step waits for newcomers alone, or for others that do their part instead."""
+        """True while the step waits for newcomers alone, or for others that compute in their stead."""
         return self._waits.is_on
 
     def look(self, now: float, due: Ledger, would: Callable[[str], bool]) -> None:
-        """Take note whether the step waits because of newcomers. `would`: true when this trainer would do more."""
+        """Record whether the step waits because of newcomers. `would(trainer)`: True if it would compute more."""
         waits = due.full and bool(due.open)
         if waits and not self._waits.is_on:
             waits = all(map(self.__contains__, due.open)) and any(map(would, self._others))
         self._waits.look(now, waits)
 
     def lease_s(self, newcomer: str) -> float:
-        """Returns how long steps wait for a newcomer. The time grows with its own failures."""
+        """Seconds that steps wait for a newcomer, which grow with its own failures."""
         longer = _LONGER ** self._failures.get(newcomer, 0)
         return self.usual_s * min(longer, _LONGEST)
 
@@ -139,8 +139,9 @@ class Newcomers:
         return max(WAIT_S, _WAIT_TURNS * self._waits.turn_s)
 
     def wait_ends(self, now: float, newcomer: str) -> float:
-        """Returns the time until which the step under way waits for a newcomer alone: not at all where others of its
-        place have failed.
+        """Time until which the current step waits for a newcomer alone.
+
+        There is no wait if several others of its place have failed (`SEVERAL`).
         """
         _, others = self.probation.times(now, newcomer)
         return self._waits.end(self.lease_s(newcomer) if others < SEVERAL else 0.0)

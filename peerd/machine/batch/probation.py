@@ -1,13 +1,15 @@
-"""Probation of newcomers, peers that have not yet helped to make a step: how long each waits after it stood in the way.
+"""Probation of newcomers, peers that have not yet helped to make a step: how long each waits after it held up a step.
 
-A failure counts against the identity that failed. Most prove nothing about other peers: one that was killed, or
-whose machine is overloaded, looks like one that is silent on purpose. Identities are free, though; places (an address,
-an IPv6 /64) are not. So each place has an account. Failures of its newcomers raise it, each newcomer that helps to make
-a step lowers it. From `SEVERAL` on, newcomers of the place are let in one at a time: one each step, then one in
-two, four ... steps. Only proven faults, such as a forged receipt, of several identities make all newcomers of a place
-wait for some time. A peer that has helped to make a step is on its own account from then on, wherever it connects from.
+A failure counts against the identity that failed. Most failures prove nothing about other peers: a peer that was
+killed, or whose machine is overloaded, looks like one that is silent on purpose. But identities are free, and places
+(an IPv4 address, an IPv6 /64) are not. So each place has an account. Failures of its newcomers raise it; each newcomer
+that helps to make a step lowers it. From `SEVERAL` on, newcomers of the place are admitted one at a time: one in each
+step, then one in two, four ... steps. Only proven faults of several identities, such as forged receipts, make all
+newcomers of a place wait for some time. A peer that has helped to make a step is on its own account from then on,
+wherever it connects from.
+
 Decides only; the caller knows which peers have helped, and where each one is. Hostile input: any number of identities;
-those of one place spoil one attempt in a step at most, then in fewer and fewer steps.
+those of one place spoil at most one attempt in a step, then one in fewer and fewer steps.
 """
 
 from __future__ import annotations
@@ -19,27 +21,27 @@ from typing import Final
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import PROBATION_PEERS, PROBATION_PLACES
 
-_WAIT_S: Final = 15.0  # the first time
-_WAIT_MOST_S: Final = 600.0  # a household or a school may stand behind one address
-_FADES_S: Final = 1800.0  # after so long without another, one time is forgotten
-SEVERAL: Final = 3  # failures at one place, less the newcomers that helped since, until newcomers come one at a time
-_PROVEN: Final = 2  # identities of one place whose faults are proven, until all its newcomers wait
+_WAIT_S: Final = 15.0  # length of the first wait
+_WAIT_MOST_S: Final = 600.0  # not longer, as a household or a school may share one address
+_FADES_S: Final = 1800.0  # time without failures after which one failure is forgotten
+SEVERAL: Final = 3  # failures at one place, less newcomers that helped since: from here on, one newcomer at a time
+_PROVEN: Final = 2  # identities of one place with proven faults, from which on all its newcomers wait
 _DOUBLINGS: Final = 6
 
 
 @dataclass(slots=True)
 class _Account:
-    """One place, or one identity: failures, and the step and time of which the first ends the wait after the last."""
+    """Account of one place or one identity. The wait after a failure ends at `step` or `until`, whichever is first."""
 
     times: int = 0
     last: float = 0.0
     step: int = 0
     until: float = 0.0
-    proven: int = 0  # identities of a place
+    proven: int = 0  # identities of a place with proven faults
     proven_until: float = 0.0
 
     def fade(self, now: float) -> None:
-        """Forget what is long ago."""
+        """Forget old failures."""
         if faded := int((now - self.last) / _FADES_S):
             self.times, self.proven = max(0, self.times - faded), max(0, self.proven - faded)
             self.last += faded * _FADES_S
@@ -49,8 +51,9 @@ class _Account:
 
 
 class Probation:
-    """Probation of newcomers, kept by one conductor. `place_of` tells where a peer connects from; without it each is a
-    place of its own.
+    """Probation of newcomers, kept by one conductor.
+
+    `place_of` returns where a peer connects from; without it each peer is a place of its own.
     """
 
     def __init__(self, place_of: Callable[[str], str] | None = None) -> None:
@@ -60,16 +63,16 @@ class Probation:
         self._step = 0  # number of steps made
 
     def waits(self, now: float, newcomer: str) -> bool:
-        """True while this newcomer has to wait, for what it did or for what others from its place did."""
+        """True while this newcomer has to wait, for its own failures or for those of others from its place."""
         return bool(self.own_reason(now, newcomer) or self.places_reason(now, newcomer))
 
     def own_reason(self, now: float, newcomer: str) -> str:
-        """The text on why this newcomer has to wait for what it did itself; "" where it has not."""
+        """Reason that this newcomer has to wait for its own failures, or "" if it need not."""
         own = self._peers.get(newcomer)
         return "this peer held up a step, and sits out the next ones" if own and own.waits(now, self._step) else ""
 
     def places_reason(self, now: float, newcomer: str) -> str:
-        """The text on why this newcomer has to wait for what others from its place did; "" where it has not."""
+        """Reason that this newcomer has to wait for failures of others from its place, or "" if it need not."""
         place = self._places.get(self._place_of(newcomer)) if self._places else None
         if place is None or not place.waits(now, self._step):
             return ""
@@ -78,20 +81,21 @@ class Probation:
         return "newcomers at this peer's address held up steps, and are let in one at a time"
 
     def times(self, now: float, newcomer: str) -> tuple[int, int]:
-        """Returns the number of this newcomer's failures, and of those of others from its place that no newcomer from
-        there has made up for.
+        """Number of this newcomer's failures, and of failures of others from its place.
+
+        Each newcomer from there that helped to make a step cancels one of the others' failures.
         """
         own = self._account(now, self._peers, newcomer, kept=False).times
         return own, max(0, self._account(now, self._places, self._place_of(newcomer), kept=False).times - own)
 
     def let_in(self, now: float, newcomer: str) -> None:
-        """This newcomer is let in: of a place that is watched, it is the only one for a step."""
+        """Record that this newcomer is admitted. At a watched place it is the only one for a step."""
         place = self._places.get(self._place_of(newcomer)) if self._places else None
         if place is not None and place.times >= SEVERAL:
             place.step, place.until = max(place.step, self._step + 1), max(place.until, now + _WAIT_S)
 
     def helped(self, newcomer: str) -> None:
-        """This newcomer has helped to make a step: that makes up for one failure at its place."""
+        """Record that this newcomer has helped to make a step, which makes up for one failure at its place."""
         self._peers.pop(newcomer, None)
         place = self._places.get(self._place_of(newcomer)) if self._places else None
         if place is not None:
@@ -100,11 +104,11 @@ class Probation:
                 place.step = 0
 
     def step_made(self) -> None:
-        """A step was made."""
+        """Record a completed step."""
         self._step += 1
 
     def failed(self, now: float, newcomer: str, *, proven: bool = False) -> float:
-        """Record that the newcomer stood in the way; returns the most seconds that it waits itself.
+        """Record that the newcomer held up the step; returns the longest time in seconds that it now waits itself.
 
         `proven`: by its own fault, and not because it was killed, overloaded or out of reach.
         """

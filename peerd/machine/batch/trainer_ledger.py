@@ -1,11 +1,13 @@
-"""A trainer's books: which microbatches it has begun, which the step counts, which must be done again.
+"""A trainer's ledger: which microbatches it has begun, which ones the step counts, which ones must be computed again.
 
-Decides from the conductor's answers what to start, to drop and to repeat; computes nothing. In a delayed run the books
-hold microbatches of two steps, the one under way and the next. Invariants: every batch of samples that was taken from
-the data is in exactly one place: waiting, begun, finished, counted, dismissed as not finite, or lost, and it is lost
-only when nobody can say any more how its step ended; what was begun for a step counts in that one, or begins again
-under another number. With each goes what others must see of it: the conductor's newest grant, and the receipts of its
-holders. Hostile input: a conductor that names microbatches or stages that are not there is not heard.
+Decides from the conductor's answers what to start, drop and repeat; computes nothing. In a delayed run the ledger holds
+microbatches of two steps, the current one and the next.
+
+Invariants: every batch of samples that was taken from the data is in exactly one state: waiting, begun, finished,
+counted, dismissed as not finite, or lost. It is lost only if nobody can determine any more how its step ended. What was
+begun for a step counts in that step, or begins again under another number. Each microbatch carries what other peers
+must see of it: the conductor's newest grant, and its holders' receipts. Hostile input: microbatches and stages that do
+not exist are ignored in a conductor's answer.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from peerd.core.limits import REPORT_DONE_BYTES
 from peerd.core.messages.encoding import encode
 from peerd.core.messages.swarm import Done, Grant, Receipt, Redo, TrainerAnswer
 
-T = TypeVar("T")  # what a microbatch carries: its samples, and what its stages gave
+T = TypeVar("T")  # what a microbatch carries: its samples, and the results of its stages
 
 
 class Holding(NamedTuple):
-    """The peer that holds a microbatch's gradient in one stage, and the receipt that it has signed."""
+    """The peer that holds a microbatch's gradient in one stage, and its signed receipt."""
 
     peer: str
     receipt: Receipt | None
@@ -30,17 +32,17 @@ class Holding(NamedTuple):
 
 @dataclass(slots=True)
 class Begun(Generic[T]):
-    """A microbatch under its number."""
+    """A microbatch that has a number: requested, begun or finished."""
 
     seq: int
     load: T
     step: int | None = None  # the step to whose batch it was admitted
     finished: bool = False
-    unsaid: bool = False  # finished, or repeated, and the conductor has not taken the news
+    unsaid: bool = False  # finished, or repeated, and the conductor has not acknowledged this
     redoing: set[int] = field(default_factory=set)
     holders: list[str] = field(default_factory=list)
     receipts: list[Receipt | None] = field(default_factory=list)
-    grant: Grant | None = None  # the newest that names it
+    grant: Grant | None = None  # the newest one that names it
 
     @property
     def admitted(self) -> bool:
@@ -49,14 +51,14 @@ class Begun(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Start(Generic[T]):
-    """Send this microbatch through all stages."""
+    """Order to send this microbatch through all stages."""
 
     item: Begun[T]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat(Generic[T]):
-    """Do one stage of this microbatch again."""
+    """Order to compute one stage of this microbatch again."""
 
     item: Begun[T]
     stage: int
@@ -64,7 +66,7 @@ class Repeat(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class DropMicrobatch(Generic[T]):
-    """Stop whatever runs for this microbatch; its samples wait again under another number."""
+    """Order to stop all work on this microbatch, since its number is no longer in use."""
 
     item: Begun[T]
 
@@ -78,58 +80,59 @@ class MicrobatchTally:
 
     begun: int = 0
     counted: int = 0
-    redone: int = 0  # stages done again because their peer was lost
+    redone: int = 0  # stages computed again because their peer was lost
     requeued: int = 0  # begun again from the start
     lost: int = 0
     not_finite: int = 0  # dropped for good: their outputs or gradients are not finite
 
 
-class Contribution(Generic[T]):
-    """One trainer's part in the run. `session` makes its numbers differ from those of an earlier life."""
+class TrainerLedger(Generic[T]):
+    """One trainer's microbatches. `session` makes its numbers differ from those of an earlier process."""
 
     def __init__(self, session: int) -> None:
         self.step = 0
         self.tally = MicrobatchTally()
-        self.waiting: list[T] = []  # samples that no number has yet
+        self.waiting: list[T] = []  # samples without a number
         self.items: dict[int, Begun[T]] = {}
-        self.unknown: list[int] = []  # the conductor has them done again, and they are not here any more
+        self.unknown: list[int] = []  # microbatches that the conductor wants repeated, but that are no longer here
         self._evaluation: Grant | None = None
-        self.not_finite: list[int] = []  # dismissed in this step, and the conductor has not taken the news
+        self.not_finite: list[int] = []  # dismissed in this step, and not acknowledged by the conductor
         self._next = session << 31
         self._joined = False
 
     def wish(self, in_flight: int) -> None:
-        """Give numbers to waiting samples until so many are open."""
+        """Assign numbers to waiting samples until `in_flight` microbatches are open."""
         while self.waiting and len(self.open()) < in_flight:
             self.items[self._next] = Begun(self._next, self.waiting.pop(0))
             self._next += 1
 
     def open(self) -> list[int]:
-        """Numbers that are wished for or begun: what the conductor may admit, or has."""
+        """Numbers that are requested or begun: those that the conductor may admit, or has admitted."""
         return [seq for seq, item in self.items.items() if not item.finished]
 
     def early(self) -> list[int]:
-        """Numbers that were begun for the step after the one under way."""
+        """Numbers that were begun for the step after the current one."""
         return [seq for seq, item in self.items.items() if item.step == self.step + 1]
 
     def news(self) -> list[Done]:
-        """Finished microbatches of which the conductor has not heard."""
+        """Finished microbatches that the conductor has not acknowledged."""
         unsaid = [item for item in self.items.values() if item.finished and item.unsaid]
         return [Done(item.seq, list(item.holders), list(item.receipts)) for item in unsaid]
 
     def grant_of(self, seq: int) -> Grant | None:
-        """The newest grant of this microbatch, which shows stage peers that it is admitted; None: there is none."""
+        """Newest grant of this microbatch, which shows stage peers that it is admitted, or None."""
         item = self.items.get(seq)
         return item.grant if item is not None else None
 
     def evaluation_grant(self) -> Grant | None:
-        """The newest grant to evaluate, which may be given to another trainer by now; None: there was none."""
+        """Newest grant to evaluate, or None. By now another trainer may have it."""
         return self._evaluation
 
     def pressing(self, together: int) -> bool:
-        """True when the conductor should hear now. So many may be told together, but nobody shall wait for news.
+        """True if the trainer should report now. Up to `together` microbatches share a report, unless somebody waits.
 
-        Not the step: what we have done may be the last that its batch lacks. Not we: for something to begin.
+        The step waits if all that this trainer has begun for it is finished, since that may be the last that the batch
+        lacks. The trainer itself waits if nothing else is begun.
         """
         unsaid = [item for item in self.items.values() if item.finished and item.unsaid]
         begun = {item.step for item in self.items.values() if item.admitted and not item.finished}
@@ -137,12 +140,12 @@ class Contribution(Generic[T]):
         return len(unsaid) >= together or not begun or last
 
     def finish(self, item: Begun[T], holders: Iterable[str], receipts: Iterable[Receipt | None] = ()) -> None:
-        """All stages of `item` are done; `holders`, and what they have signed, by stage."""
+        """Record that all stages of `item` are done, with the holders and their receipts by stage."""
         item.holders, item.receipts = list(holders), list(receipts)
         item.finished = item.unsaid = True
 
     def repeated(self, item: Begun[T], stage: int, holder: str, receipt: Receipt | None = None) -> None:
-        """One stage was done again."""
+        """Record that one stage was computed again."""
         item.holders[stage] = holder
         if item.receipts:
             item.receipts[stage] = receipt
@@ -151,18 +154,18 @@ class Contribution(Generic[T]):
         self.tally.redone += 1
 
     def dismiss(self, item: Begun[T]) -> None:
-        """Drop `item` for good, with its samples: it has no finite gradient. Another takes its place in the batch."""
+        """Drop `item` for good, with its samples: it has no finite gradient. Another takes its slot in the batch."""
         del self.items[item.seq]
         self.not_finite.append(item.seq)
         self.tally.not_finite += 1
 
     def repeat_all(self) -> None:
-        """A new conductor knows nothing of this step: say everything again."""
+        """Report everything again, because a new conductor knows nothing of this step."""
         for item in self.items.values():
             item.unsaid = item.finished
 
     def answered(self, answer: TrainerAnswer, said: Iterable[Done], not_finite: Iterable[int] = ()) -> list[Order[T]]:
-        """Take the conductor's answer to a report that said `said`, and which microbatches are `not_finite`."""
+        """Process the conductor's answer to a report of `said` and `not_finite`; returns the orders that follow."""
         orders: list[Order[T]] = []
         if answer.taken or answer.step != self.step:
             told = set(not_finite)
@@ -179,12 +182,12 @@ class Contribution(Generic[T]):
         return orders
 
     def _close_step(self, answer: TrainerAnswer) -> list[Order[T]]:
-        """The swarm is at another step: count what it counted, go on with what was early, begin the rest again."""
+        """Handle a change of the swarm's step: count what it counted, keep what was early, begin the rest again."""
         orders: list[Order[T]] = []
         of_step, of_early = (None if said is None else {*said} for said in (answer.counted, answer.counted_early))
         for item in list(self.items.values()):
             if item.step is None:
-                continue  # a wish: may be admitted to the new step under the same number
+                continue  # only requested: may be admitted to the new step under the same number
             if item.step == self.step + 1 == answer.step:
                 continue  # it was early and no longer is
             del self.items[item.seq]
@@ -192,7 +195,7 @@ class Contribution(Generic[T]):
             if counted is not None and item.seq in counted:
                 self.tally.counted += 1
             elif counted is None and item.finished:
-                self.tally.lost += 1  # it may count in the swarm's state, or not: done again, it could count twice
+                self.tally.lost += 1  # it may have counted, or not: computed again, it could count twice
             else:
                 self._again(item)
             orders.append(DropMicrobatch(item))
@@ -242,9 +245,9 @@ class Contribution(Generic[T]):
 
 
 def told_at_once(news: Iterable[Done]) -> tuple[list[Done], list[int]]:
-    """The part of the news that goes into one report, and the numbers of the rest, which wait for the next.
+    """The part of the news that fits into one report, and the numbers of the rest, which waits for the next report.
 
-    The report has to name the rest as open: the conductor gives away what a trainer does not name any more.
+    The report has to name the rest as open, since the conductor reassigns what a trainer no longer names.
     """
     told, later, left = list[Done](), list[int](), REPORT_DONE_BYTES
     for done in news:

@@ -1,35 +1,36 @@
-"""Back-off for a trainer that did not finish what it had: less each time, and more with steps it helps to make.
+"""Back-off for a trainer that did not finish its microbatches: fewer each time, and more as it helps to make steps.
 
-Half of what it had under way, then half of that, down to one microbatch at a time, then one now and then, after pauses
-that double; at once so, where it never finished anything. Each time it is also waited for half as long. Meant alike for
-the trainer that cannot reach a stage and the one that only wishes, since nobody can tell them apart: the one recovers.
-What a trainer that is gone has earned stays.
+It gets half of what it had under way, then half of that, down to one microbatch at a time, then one after pauses that
+double. A trainer that never finished anything starts with the pauses. Each time, steps also wait for it half as long.
+The rule is the same for a trainer that cannot reach a stage and for one that only requests microbatches, since nobody
+can tell them apart: the first recovers. A trainer that disconnects keeps its limit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_PAUSE_S = 30.0  # after the first strike of a trainer that has one microbatch at a time
+_PAUSE_S = 30.0  # first pause of a trainer that has one microbatch at a time
 _PAUSE_MOST_S = 1800.0
-_CLEAN_STEPS = 4  # steps that it helped make without a strike, for twice as much
-_FREE = 64  # more than this under way is no bound any more
+_CLEAN_STEPS = 4  # steps that it must help to make without a strike until its limit doubles
+_FREE = 64  # a limit above this number of microbatches under way is removed
 
 
 @dataclass(slots=True)
-class Leash:
-    """One trainer's bounds. `most`: microbatches under way; None: no bound."""
+class TrainerLimit:
+    """One trainer's limits. `most`: microbatches under way; None: no limit."""
 
     most: int | None = None
-    until: float = 0.0  # nothing before this, while others are there
+    until: float = 0.0  # no microbatches before this time, while others are connected
     strikes: int = 0
     _pause_s: float = 0.0
     _clean: int = 0
     _helped: bool = False
 
     def strike(self, now: float, under_way: int, proven: bool) -> int:
-        """Record that it stood in the way, with so many under way; returns how often by now. `proven`: it has finished
-        some before.
+        """Record that it held up a step with `under_way` microbatches; returns its number of strikes.
+
+        `proven`: it has finished some microbatches before.
         """
         self.strikes += 1
         self._clean, self._helped = 0, False
@@ -40,11 +41,11 @@ class Leash:
         return self.strikes
 
     def helped(self) -> None:
-        """It has finished a microbatch of the step under way."""
+        """Record that it has finished a microbatch of the current step."""
         self._helped = True
 
     def step_made(self) -> bool:
-        """One more step; False: nothing is left to remember."""
+        """Record a completed step; returns False if there is nothing left to remember."""
         if not self._helped:
             return True
         self._helped = False

@@ -1,12 +1,12 @@
-"""The book: what each peer, address and network has of this host's means, and what each may have.
+"""Book: how much of this host's resources each peer, address and network uses, and how much it may use.
 
-Identities are free, addresses cost something, networks more: so every means is bounded by peer, by place (an IPv4
-address, an IPv6 /64) and by region (a /24, a /48), and a part of it is kept for members of the run. Strangers are
-bounded by all three, members by peer and by place: those of one place may have half, for a household or a laboratory
-may bring many, and one machine can be any number of identities. Sans-IO: the caller says which user takes what, and
-gives it back. Invariants (`check`): no bound is exceeded; what is given back was taken; no user
-that has nothing is remembered. Hostile input: any number of identities at any number of places; the table of each means
-is as long as its users are many, and each has at least one unit of what is bounded in all.
+Identities are free, addresses cost something, and networks cost more. So every resource is bounded per peer, per place
+(an IPv4 address or an IPv6 /64) and per region (a /24 or a /48), and a part of it is reserved for members of the run.
+Strangers are bounded by all three, members by peer and by place. The members of one place may use half, because a
+household or laboratory may have many, but one machine can also have any number of identities. Sans-IO: the caller
+reports which user takes how much, and when it is returned. Invariants (`check`): no bound is exceeded; no user returns
+more than it took; a user without any use is not stored. Hostile input: any number of identities at any number of
+places; each user in a table has at least one unit of a bounded total, so the tables are bounded as well.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from peerd.core.addr import block_of, ip_of, is_relayed, place_of
 from peerd.core.errors import LocalError
 
 K = TypeVar("K")
-NEAR: Final = "near "  # begins the region of private and loopback addresses
-REGION: Final = 2  # the number of a user's region in what `Book.scope` and `Book.fullness` say
-EVERYBODY: Final = 3
+NEAR: Final = "near "  # prefix of the region of private and loopback addresses
+REGION: Final = 2  # result of `Book.scope`: the bound of the user's region is reached
+EVERYBODY: Final = 3  # result of `Book.scope`: the total bound is reached
 
 
-class Means(StrEnum):
-    """Resources that a host shares out; the values are how people read them."""
+class Resource(StrEnum):
+    """Resources that a host shares among its peers; the values are for display."""
 
     RECEIVING = "bytes being received"
     ANSWERS = "bytes of unread answers"
@@ -44,7 +44,7 @@ class Means(StrEnum):
 
 
 class User(NamedTuple):
-    """A user of resources: the peer (text of its id; "" before it has proven one), and where it connects from."""
+    """A user of resources: the peer's id as text ("" before it is proven), and the place and region it is in."""
 
     peer: str
     place: str
@@ -53,46 +53,47 @@ class User(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of one resource: in total, of one peer, and, for strangers, of one place and region.
+    """Bounds of one resource: in total, per peer, and for strangers also per place and per region.
 
-    Members of one place have the room that strangers of one region have.
+    The members of one place may use as much as the strangers of one region.
     """
 
     total: int
     peer: int
     place: int
     region: int
-    reserved: int = 0  # of the total, for members alone
+    reserved: int = 0  # part of the total that only members may use
 
 
 def shared_out(total: int, peer: int, *, kept: bool = True) -> Bounds:
-    """Bounds as nearly every means has them: a quarter for one place, half for one region, a quarter kept for members.
+    """The usual bounds of a resource: a quarter for one place, half for one region, and a quarter reserved for members.
 
-    `kept`: False where everybody may use all of it.
+    `kept`: False if nothing is reserved.
     """
     place, region = max(1, total // 4), max(1, total // 2)
     return Bounds(total=total, peer=peer, place=place, region=region, reserved=total // 4 if kept else 0)
 
 
-BOUNDS: Final[Mapping[Means, Bounds]] = {
-    Means.RECEIVING: shared_out(limits.RPC_RECEIVING_BYTES, limits.RPC_RECEIVING_BYTES_PER_PEER),
-    Means.ANSWERS: shared_out(limits.ANSWER_BYTES, limits.ANSWER_BYTES_PER_PEER),
-    Means.STREAMS: shared_out(limits.STREAMS_HOST, limits.STREAMS_INBOUND),
-    Means.CALLS: shared_out(limits.CALLS_HOST, limits.CALLS_HOST // 8),
-    Means.LINKS: shared_out(limits.LINKS_INBOUND, limits.LINKS_PER_PEER),
-    Means.DIRECTORY: shared_out(limits.DHT_STORED_BYTES, limits.DHT_BYTES_PER_PUBLISHER, kept=False),
-    Means.DIALS: shared_out(limits.HEARSAY_PER_MINUTE, limits.HEARSAY_PER_MINUTE // 8),
-    Means.UNPROVEN: shared_out(limits.UNPROVEN_PER_MINUTE, limits.UNPROVEN_PER_MINUTE // 8),
+BOUNDS: Final[Mapping[Resource, Bounds]] = {
+    Resource.RECEIVING: shared_out(limits.RPC_RECEIVING_BYTES, limits.RPC_RECEIVING_BYTES_PER_PEER),
+    Resource.ANSWERS: shared_out(limits.ANSWER_BYTES, limits.ANSWER_BYTES_PER_PEER),
+    Resource.STREAMS: shared_out(limits.STREAMS_HOST, limits.STREAMS_INBOUND),
+    Resource.CALLS: shared_out(limits.CALLS_HOST, limits.CALLS_HOST // 8),
+    Resource.LINKS: shared_out(limits.LINKS_INBOUND, limits.LINKS_PER_PEER),
+    Resource.DIRECTORY: shared_out(limits.DHT_STORED_BYTES, limits.DHT_BYTES_PER_PUBLISHER, kept=False),
+    Resource.DIALS: shared_out(limits.HEARSAY_PER_MINUTE, limits.HEARSAY_PER_MINUTE // 8),
+    Resource.UNPROVEN: shared_out(limits.UNPROVEN_PER_MINUTE, limits.UNPROVEN_PER_MINUTE // 8),
 }
 
 
 def user_at(peer: str, remote: Multiaddr) -> User:
-    """The user that the book knows `peer`, connected from `remote`, as.
+    """The user under which `peer`, connected from `remote`, is booked.
 
-    Over a relay nobody knows where it is: all who come over one relay share the relay's place and region, under a name
-    of their own, so that they do not use up what peers beside the relay may have. A private or loopback address is one
-    of many honest peers (a laboratory, a test on one machine) more often than one of an attacker, who would have to be
-    there: such a place may have what a region has elsewhere, and such a region all that strangers may have.
+    The address of a peer that connects over a relay is unknown: all peers of one relay share the relay's place and
+    region, under names of their own, so that they do not use up the share of the relay's neighbours. A private or
+    loopback address more often belongs to many honest peers (a laboratory, a test on one machine) than to an attacker,
+    who would need access to it. So a private place has the bound of a region, and a private region only the total bound
+    of strangers.
     """
     ip = ip_of(remote)
     if ip is None:
@@ -105,18 +106,18 @@ def user_at(peer: str, remote: Multiaddr) -> User:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The largest users of one means, and what each may have as a stranger."""
+    """The largest users of one resource, and the bounds for strangers."""
 
-    means: Means
+    means: Resource
     bounds: Bounds
     used: int
-    peer: tuple[str, int]  # "" and 0: nobody has any
+    peer: tuple[str, int]  # "" and 0 if it is unused
     place: tuple[str, int]
     region: tuple[str, int]
 
 
 class ShareAccount:
-    """One resource: how much each user has. `Book` has one of each means, and each crowded method one of its calls."""
+    """The use of one resource by user. `Book` has one account per resource, and each busy method one for its calls."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -125,7 +126,7 @@ class ShareAccount:
         self.sums: tuple[dict[str, int], dict[str, int], dict[str, int]] = {}, {}, {}  # by peer, place, region
 
     def objection(self, user: User, amount: int, member: bool) -> tuple[int, str] | None:
-        """The first bound that leaves no room (0 peer, 1 place, REGION, EVERYBODY), and what is in use within it."""
+        """The first exceeded bound (0 peer, 1 place, REGION, EVERYBODY) and the amount in use within it, or None."""
         bounds, (peer, place, region) = self.bounds, (self.sums[n].get(name, 0) for n, name in enumerate(user))
         if user.peer and peer + amount > bounds.peer:
             return 0, f"this peer has {peer}"
@@ -139,14 +140,14 @@ class ShareAccount:
         return None
 
     def _of_place(self, near: bool, member: bool) -> int:
-        """The most that one place may have: more for members, whatever strangers there have."""
+        """The bound of one place; higher for members."""
         bounds = self.bounds
         if member:
             return bounds.total - bounds.reserved if near else bounds.region
         return bounds.region if near else bounds.place
 
     def add(self, user: User, amount: int) -> None:
-        """`user` has so much more, or less."""
+        """Add `amount`, which may be negative, to the use of `user`."""
         self.used += amount
         _add(self.by, user, amount)
         for table, name in zip(self.sums, user, strict=True):
@@ -156,7 +157,7 @@ class ShareAccount:
 def _add(table: dict[K, int], name: K, amount: int) -> None:
     left = table.get(name, 0) + amount
     if left < 0:
-        raise LocalError("more was given back than was taken")
+        raise LocalError("more was returned than taken")
     if left:
         table[name] = left
     else:
@@ -164,40 +165,38 @@ def _add(table: dict[K, int], name: K, amount: int) -> None:
 
 
 class Book:
-    """See the module's header. One for a host; all that share something out ask it."""
+    """The accounts of all resources of one host."""
 
-    def __init__(self, bounds: Mapping[Means, Bounds] | None = None) -> None:
+    def __init__(self, bounds: Mapping[Resource, Bounds] | None = None) -> None:
         self._accounts = {means: ShareAccount(bound) for means, bound in (bounds or BOUNDS).items()}
         self._members: list[Callable[[], Callable[[str], bool] | None]] = []
 
     def members_by(self, knows: Callable[[str], bool]) -> None:
-        """Ask `knows` too whether a peer is a member of the run: on evidence, not on the peer's own word.
+        """Register a function that returns True if a peer is a member of the run, by evidence, not by its own claim.
 
-        A method is asked for as long as its object lives: roles end, and begin anew.
+        A bound method is kept only as long as its object lives, because roles end and start again.
         """
         self._members = [known for known in self._members if known() is not None]
         self._members.append(WeakMethod(knows) if isinstance(knows, MethodType) else lambda: knows)
 
     def is_member(self, peer: str) -> bool:
-        """True when a registered source knows the peer as a member."""
+        """Return True if a registered function knows the peer as a member."""
         return any((knows := known()) is not None and knows(peer) for known in self._members)
 
-    def objection(self, means: Means, user: User, amount: int = 1) -> str | None:
-        """The reason why `user` cannot have so much more; None: there is room."""
+    def objection(self, means: Resource, user: User, amount: int = 1) -> str | None:
+        """Reason why `user` may not use `amount` more, or None if it may."""
         closed = self._accounts[means].objection(user, amount, self.is_member(user.peer))
         return None if closed is None else closed[1]
 
-    def scope(self, means: Means, user: User, amount: int = 1) -> int | None:
-        """The scope in which too much is in use for that: 0 the peer, 1 its place, REGION, EVERYBODY; None: there is
-        room.
-        """
+    def scope(self, means: Resource, user: User, amount: int = 1) -> int | None:
+        """The exhausted bound: 0 the peer's, 1 its place's, REGION, EVERYBODY; None if `amount` more fits."""
         closed = self._accounts[means].objection(user, amount, self.is_member(user.peer))
         return None if closed is None else closed[0]
 
-    def take(self, means: Means, user: User, amount: int = 1) -> str | None:
-        """Write down that `user` has so much more, if there is room; else say why there is none."""
+    def take(self, means: Resource, user: User, amount: int = 1) -> str | None:
+        """Book `amount` more for `user` and return None, or return the reason if there is no room."""
         account = self._accounts[means]
-        # Most takes are far below every bound of a stranger, and then nobody needs to know the members.
+        # Checked as a stranger first: most takes are far below those bounds, which saves looking up the members.
         closed = account.objection(user, amount, member=False)
         if closed and self.is_member(user.peer):
             closed = account.objection(user, amount, member=True)
@@ -206,31 +205,32 @@ class Book:
             return None
         return closed[1]
 
-    def give(self, means: Means, user: User, amount: int = 1) -> None:
-        """`user` has so much less; LocalError when it never had it."""
+    def give(self, means: Resource, user: User, amount: int = 1) -> None:
+        """Return `amount` of `user`. Raises LocalError if it did not have that much."""
         self._accounts[means].add(user, -amount)
 
-    def used(self, means: Means, user: User | None = None) -> int:
-        """The amount that `user` has, or all together."""
+    def used(self, means: Resource, user: User | None = None) -> int:
+        """The amount in use by `user`, or in total."""
         account = self._accounts[means]
         return account.used if user is None else account.by.get(user, 0)
 
-    def fullest(self, means: Means, among: Iterable[User]) -> User | None:
-        """The first of these to lose something: of the fullest region the fullest place, of that the fullest peer.
+    def fullest(self, means: Resource, among: Iterable[User]) -> User | None:
+        """The user that should lose something first, or None if none of these uses anything.
 
-        Strangers go before members; the first in order of those that are equal. None: nobody of them has any.
+        Strangers come before members; then the user in the fullest region, the fullest place, and with the most use of
+        its own; of equal users the first in order.
         """
         by = self._accounts[means].by
         return max((user for user in among if user in by), key=lambda user: self.fullness(means, user), default=None)
 
-    def fullness(self, means: Means, user: User) -> tuple[bool, int, int, int]:
-        """Sort key of `fullest`: stranger or not, then what its region, its place and the peer itself have."""
+    def fullness(self, means: Resource, user: User) -> tuple[bool, int, int, int]:
+        """Sort key of `fullest`: True for a stranger, then the use of its region, its place and the peer itself."""
         peers, places, regions = self._accounts[means].sums
         strange = not self.is_member(user.peer)
         return strange, regions.get(user.region, 0), places.get(user.place, 0), peers.get(user.peer, 0)
 
     def told(self) -> list[Use]:
-        """For people: of each resource, how much is in use, and its largest users."""
+        """Values for the status: each resource's use and its largest users."""
         found = []
         for means, account in self._accounts.items():
             most = [max(table.items(), key=lambda item: (item[1], item[0]), default=("", 0)) for table in account.sums]
@@ -238,7 +238,7 @@ class Book:
         return found
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken."""
+        """Raise AssertionError if an invariant is broken."""
         for account in self._accounts.values():
             assert account.used == sum(account.by.values()) <= account.bounds.total
             assert all(amount > 0 for amount in account.by.values())

@@ -1,29 +1,29 @@
-"""A tab: what one stream has of one means. The book is asked ahead of need, up to a step, and told of a decrease late:
-so what is small and often costs little.
+"""Tab: the use of one resource by one stream, booked in larger steps than it is used.
 
-Sans-IO. Invariants: what the book has of a tab covers what is used, and is four times that at most; a tab of which
-nothing is used has nothing in the book.
+A tab books up to a step ahead of need and returns decreases late, so that frequent small changes cost little. Sans-IO.
+Invariants: the booked amount covers the amount in use and is at most four times as large; an unused tab has nothing
+booked.
 """
 
 from __future__ import annotations
 
 from peerd.core.errors import LocalError
-from peerd.machine.budget.book import Book, Means, User
+from peerd.machine.budget.book import Book, Resource, User
 
 
-class Tab:
-    """See the module's header."""
+class UsageTab:
+    """One stream's use of one resource; `used` is the amount in use."""
 
     __slots__ = ("_book", "_covered", "_means", "_step", "_user", "used")
 
-    def __init__(self, book: Book, means: Means, user: User, *, step: int) -> None:
+    def __init__(self, book: Book, means: Resource, user: User, *, step: int) -> None:
         self.used = 0
         self._book, self._means, self._user = book, means, user
         self._step = step
-        self._covered = 0  # by the book
+        self._covered = 0  # amount booked
 
     def take(self, amount: int = 1) -> str | None:
-        """Use so much more, if there is room; else say why there is none."""
+        """Use `amount` more and return None, or return the reason if there is no room."""
         used = self.used + amount
         if used > self._covered and (closed := self._ask(used - self._covered)) is not None:
             return closed
@@ -31,10 +31,10 @@ class Tab:
         return None
 
     def give(self, amount: int = 1) -> None:
-        """Use so much less."""
+        """Use `amount` less."""
         used = self.used = self.used - amount
         if used < 0:
-            raise LocalError("more was given back than was taken")
+            raise LocalError("more was returned than taken")
         if used * 4 <= self._covered:
             keep = used + min(self._step, used)
             if keep < self._covered:
@@ -42,7 +42,7 @@ class Tab:
                 self._covered = keep
 
     def hold(self, amount: int) -> str | None:
-        """Use so much, no more and no less; or as much as before, and say why there is no room."""
+        """Set the amount in use. If there is no room, keep the old amount and return the reason."""
         if amount > self.used:
             return self.take(amount - self.used)
         self.give(self.used - amount)

@@ -1,1 +1,1 @@
-"""The conductor's decisions: positions, steps, and the closing of each stage."""
+"""Decision logic of the conductor: the swarm's position, its steps, and the averaging of each stage."""

@@ -1,12 +1,15 @@
-"""Culprit search by bisection when members of one stage report different digests of a round's sum: all must be equal.
+"""Finds the faulty peer, by bisection, when members of a stage report different digests of a round's sum.
 
-Either a peer that summed a share sent different sums to different members, or a member has, or reports, another vector
-than it was sent. A digest does not show which of the two; so the round is repeated without the shares of half of the
-suspects, then of half of the rest: when sums still differ, the culprit is one of the peers that had shares in every
-such round, else one of those that had none. The last suspect is `barred`: it takes part and sums nothing, for a long
-time. Where sums differ although as many are barred as may lie (a third), the members that reported another digest than
-the majority are at fault instead; without a majority, the members by turns. For one stage; decides only.
-Hostile input: a liar costs an attempt for each halving and in the end its share, or its place; never a wrong step.
+All members must report the same digest. A mismatch means that a peer that summed a share sent different sums to
+different members, or that a member has, or reports, another vector than it was sent. A digest does not show which. So
+the round is repeated without shares for half of the suspects, then for half of the remaining ones. If sums still
+differ, the culprit is one of the peers that had a share in every such round; otherwise it is one of those that had
+none. The last suspect is barred: it takes part in rounds, but sums nothing for a long time. If sums still differ when
+as many peers are barred as may lie (a third), the members that reported another digest than the majority are at fault;
+without a majority, members are blamed in turn. One instance serves one stage. Decides only.
+
+Hostile input: a liar costs one attempt per halving, and finally its share or its membership. It never causes a wrong
+step.
 """
 
 from __future__ import annotations
@@ -15,35 +18,35 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-_BARRED_STEPS = 64  # for which a barred peer sums nothing; twice as many each time
-_TIMES_MOST = 8
+_BARRED_STEPS = 64  # steps for which a barred peer sums nothing; doubles each time
+_TIMES_MOST = 8  # doublings
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The verdict on digests that differ. `note`: in words; `guilty`: members that are to be put aside."""
+    """Verdict on digests that differ. `note` describes it for the log; `guilty` lists the members to ban."""
 
     note: str
     guilty: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Summing:
-    """The peers that had shares in a round (`summers`), and the members that could have: those that can be reached."""
+class SummingPeers:
+    """Peers of one round: `summers` had shares; `able` are members that can be reached and could have had one."""
 
     summers: frozenset[str]
     able: frozenset[str]
 
 
 class Agreement:
-    """See the module's header. `idle`: the peers that get no share in the next attempt."""
+    """Search for the culprit in one stage. `idle`: the peers that get no share in the next attempt."""
 
     def __init__(self) -> None:
         self._suspects: tuple[str, ...] = ()
-        self._resting: frozenset[str] = frozenset()  # without a share, to see whether sums agree then
+        self._resting: frozenset[str] = frozenset()  # suspects that get no share in the next round, as a test
         self._barred: dict[str, int] = {}  # peer -> the step until which it is barred
         self._times: Counter[str] = Counter()
-        self._found = 0  # peers barred for the disagreement that goes on
+        self._found = 0  # peers barred since the digests last agreed
         self._turns: Counter[str] = Counter()
 
     @property
@@ -51,29 +54,29 @@ class Agreement:
         return self._resting | self._barred.keys()
 
     def agreed(self) -> None:
-        """All digests are equal: a summer that lies is one of those that had no share."""
+        """Record that all digests are equal: if a summing peer lies, it is one of those that had no share."""
         if self._resting:
             self._suspects = tuple(sorted(self._resting))
         self._found = 0
 
     def step_made(self, step: int) -> None:
-        """Innocent peers get their shares back; barred ones when their time is over."""
+        """Give innocent peers their shares back, and barred ones once their time is over."""
         if len(self._suspects) == 1:
             self._bar(self._suspects[0], step)
         self._resting = frozenset()
         self._barred = {peer: until for peer, until in self._barred.items() if until > step}
 
     def judge(
-        self, step: int, digests: Mapping[str, bytes], round_: Summing, since: Callable[[str], float]
+        self, step: int, digests: Mapping[str, bytes], round_: SummingPeers, since: Callable[[str], float]
     ) -> Judgement:
-        """The verdict on a round whose members report these digests, not all equal."""
+        """Verdict on a round whose members report these digests, which differ. `since`: when a member joined."""
         most, count = Counter(digests.values()).most_common(1)[0]
         others = tuple(sorted(peer for peer, digest in digests.items() if digest != most))
         told = f"{len(set(digests.values()))} different sums among {len(digests)} members"
-        if self._found > len(digests) // 3:  # bound on the liars that are sought among summers
+        if self._found > len(digests) // 3:  # bound on the liars among summing peers
             guilty = others if 2 * count > len(digests) else (self._next_in_turn(digests, since),)
             self._pardon()
-            return Judgement(f"{told}, whoever sums", guilty)
+            return Judgement(f"{told}, whichever peers sum", guilty)
         mine = tuple(sorted(round_.summers))
         self._suspects = tuple(peer for peer in self._suspects if peer in mine) or mine
         if len(self._suspects) > 1:
@@ -96,7 +99,7 @@ class Agreement:
         self._suspects, self._resting = (), frozenset()
 
     def _pardon(self) -> None:
-        """Clear all summers: none of them was at fault."""
+        """Clear all summing peers: none of them was at fault."""
         self._suspects, self._resting, self._found = (), frozenset(), 0
         self._barred.clear()
         self._times.clear()

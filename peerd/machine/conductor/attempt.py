@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peerd.core.messages.swarm import Mb
-from peerd.machine.conductor.partial_sums import PartialSum, Stand
+from peerd.machine.conductor.partial_sums import MemberState, PartialSum
 from peerd.machine.swarm.events import SendPrepare
 
 
 @dataclass(slots=True, eq=False)
 class GroupAttempt:
-    """One group averages. `prepared` have the sum, `waiting` have not answered yet, `helpers` only sum for them.
+    """One attempt of a group. `prepared` members have the sum, `waiting` ones have not answered, `helpers` only sum.
 
-    `parts`: the sums that the members bring; none: their own microbatches (`brought`).
+    `parts`: the sums that the members contribute; if empty, they contribute their own microbatches (`brought`).
     """
 
     name: bytes
@@ -24,39 +24,39 @@ class GroupAttempt:
     helpers: frozenset[str]
     parts: tuple[PartialSum, ...]
     brought: frozenset[Mb]
-    stands: dict[str, Stand]  # of the group, when this began
+    stands: dict[str, MemberState]  # session and position of each group member when the attempt began
     began: float
-    leads: bool  # one of the group brings what only one member of the stage may bring
+    leads: bool  # a member of the group contributes the leader's part (`PartialSum.leads`)
     last: bool  # as in SendPrepare
-    copies: PartialSum | None  # the sum that members get a copy of; None: it makes a new one
-    orders: dict[str, SendPrepare] = field(default_factory=dict)  # to each of the group, and to helpers
+    copies: PartialSum | None  # the sum that members copy; None: the attempt makes a new one
+    orders: dict[str, SendPrepare] = field(default_factory=dict)  # to each member of the group and each helper
     waiting: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
     digests: dict[str, bytes] = field(default_factory=dict)
-    late_at: float | None = None  # when late members are left behind; None: too few have answered
+    late_at: float | None = None  # time at which late members are left behind; None: too few have answered
     accused: list[tuple[str, str]] = field(default_factory=list)  # (accuser, accused)
-    heard_at: float | None = None  # when the accusations are judged; None: there are none
+    heard_at: float | None = None  # time at which the accusations are judged; None: there are none
 
     def involves(self, peer: str) -> bool:
-        """True when the attempt needs this peer."""
+        """True if the attempt needs this peer."""
         return peer in self.group or peer in self.helpers
 
     def assigned(self, peer: str) -> frozenset[Mb]:
-        """The microbatches that the peer was to bring."""
+        """The peer's own microbatches that it was ordered to contribute."""
         order = self.orders.get(peer)
         return frozenset(order.assigned) if order is not None and not self.parts else frozenset()
 
     def summers(self) -> frozenset[str]:
-        """All that sum a share."""
+        """Peers that sum a share."""
         return frozenset(peer for order in self.orders.values() for peer in order.summers)
 
     @property
     def due(self) -> float | None:
-        """The next deadline, where nothing is reported before; None: there is none."""
+        """Next deadline, if no report arrives earlier, or None if there is none."""
         return min((at for at in (self.late_at, self.heard_at) if at is not None), default=None)
 
     def result(self) -> PartialSum:
-        """The sum that all of `prepared` have."""
+        """The sum that all `prepared` members have."""
         own = [] if self.parts else list(self.stands.items())
         counts = [part.count for part in self.parts] or [len(self.orders[peer].assigned) for peer in self.group]
         kept = {peer: self.name for peer in self.group if peer in self.prepared and peer in self.stands}

@@ -1,10 +1,11 @@
-"""Blame for a step that is not made: the peer at fault for a failed attempt or a missing microbatch, and the penalty.
+"""Blame for a step that is not made: finds and penalizes the peer at fault for a failed attempt or missing microbatch.
 
-Evidence, not claims. What a member reports as missing counts only within what it was assigned, and then a receipt
-decides the fault: the holder's, when it signed one in its present session; no peer's, when in an earlier session; else
-the trainer's that credited it. Newcomers, which have not yet helped to make a step, go at once and wait (`Probation`);
-others are put aside as they fail (`Standing`); trainers get less to do. The conductor, which owns the members, takes
-from here the members to let go of (`aside`) and whether the batch shrank.
+Decisions rest on evidence, not on claims. What a member reports as missing counts only if it was assigned to the
+member. Then a receipt decides: the holder is at fault if it signed a receipt in its present session, nobody if it
+signed in an earlier session, and otherwise the trainer that credited it. Newcomers, which have not yet helped to make a
+step, are removed at once and have to wait (`Probation`). Other members are banned as their failures add up
+(`FailureRecord`); trainers get fewer microbatches. The conductor owns the members: it reads from here which members to
+remove (`aside`) and whether the batch shrank (`shrank`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.credit import CreditFault, fault_of
 from peerd.machine.batch.probation import Probation
-from peerd.machine.conductor.standing import PutAside, Standing
-from peerd.machine.positions.proven_positions import Established
+from peerd.machine.conductor.failure_record import Ban, FailureRecord
+from peerd.machine.positions.proven_positions import EstablishedMembers
 from peerd.machine.swarm.events import Note, Origin, Output
 from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.roster import Roster
@@ -26,30 +27,30 @@ class Blame:
     """Faults of one run's members and trainers. `established`: the members that have helped to make a step."""
 
     def __init__(
-        self, ban_s: float, batches: Batches, roster: Roster, established: Established, origin: Origin
+        self, ban_s: float, batches: Batches, roster: Roster, established: EstablishedMembers, origin: Origin
     ) -> None:
         self._batches, self._roster, self._established = batches, roster, established
         self._verify, self._probation = origin.verify, Probation(origin.place_of)
         batches.trainers.newcomers.probation, batches.verify, batches.tell = self._probation, origin.verify, self.note
-        self._standing = Standing(ban_s)
-        self._declined = Probation()  # each member by itself
+        self._standing = FailureRecord(ban_s)
+        self._declined = Probation()  # without places: each member counts by itself
         self._refusals: dict[str, set[str]] = {}  # member -> trainers whose microbatches it could not sum
-        self.aside: list[PutAside] = []  # members that the conductor is to let go of: it takes them from here
-        self.shrank = False  # microbatches were dropped: the batch is not whole; the conductor takes this too
-        self.out: list[Output] = []  # notes, in one list with the outputs of `Closing`
+        self.aside: list[Ban] = []  # members to remove; the conductor empties this list
+        self.shrank = False  # True: microbatches were dropped, so the batch is incomplete; the conductor resets this
+        self.out: list[Output] = []  # notes, in one list with the outputs of `StageClosing`
 
     def note(self, text: str) -> None:
-        """A note for the log."""
+        """Add a note for the log."""
         self.out.append(Note(text))
 
     def keeps_out(self, now: float, peer: str) -> bool:
-        """True when this peer is put aside, sits out some steps, or is a newcomer that has to wait."""
+        """True if this peer is banned, sits out some steps, or is a newcomer that has to wait."""
         return bool(self.why_out(now, peer))
 
     def why_out(self, now: float, peer: str) -> str:
-        """The reason that a peer is kept out; "" where it is let in."""
+        """Reason that a peer is kept out, or "" if it may join."""
         if self._standing.banned(peer, now):
-            return "a pause, since this peer has often stood in the way of steps"
+            return "the end of a ban, since this peer has often held up steps"
         if declined := self._declined.own_reason(now, peer):
             return declined
         if peer in self._established:
@@ -58,7 +59,7 @@ class Blame:
         return own or ("" if self._is_member(peer) else self._probation.places_reason(now, peer_of(peer)))
 
     def let_in(self, now: float, peer: str) -> None:
-        """A peer that is not kept out becomes a member."""
+        """Record that a peer that is not kept out becomes a member."""
         if not self._is_member(peer) and peer not in self._established:
             self._probation.let_in(now, peer_of(peer))
 
@@ -66,13 +67,13 @@ class Blame:
         return self._roster.session(peer) is not None
 
     def helped(self, peer: str) -> None:
-        """A member has helped to make a step."""
+        """Record that a member has helped to make a step."""
         self._declined.helped(peer)
         if peer not in self._established:
             self._probation.helped(peer_of(peer))
 
     def step_made(self) -> None:
-        """A step was made: all strikes fade."""
+        """Record a completed step: all strikes fade."""
         self._standing.step_made()
         self._probation.step_made()
         self._declined.step_made()
@@ -81,75 +82,76 @@ class Blame:
     # --- members ----------------------------------------------------------------------------------------------
 
     def newcomers(self, group: Collection[str], peers: Iterable[str]) -> list[str]:
-        """The newcomers among `peers`, where others of the attempt's group have helped to make a step; else none."""
+        """Newcomers among `peers`, if others of the attempt's `group` have helped to make a step; otherwise none."""
         if not any(peer in self._established for peer in group):
             return []
         return sorted(peer for peer in peers if peer in group and peer not in self._established)
 
     def let_go(self, now: float, newcomer: str, why: str, *, proven: bool = False) -> None:
-        """Leave out a newcomer or a helper that stood in the way: a round can do without it.
+        """Remove a newcomer or a helper that held up the step, since a round works without it.
 
         `proven`: as in `Probation.failed`.
         """
         seconds = self._probation.failed(now, peer_of(newcomer), proven=proven)
-        self._put(PutAside(newcomer, seconds, why, briefly=not proven))
+        self._put(Ban(newcomer, seconds, why, briefly=not proven))
 
     def declined(self, now: float, member: str, *, others: bool) -> None:
-        """A member takes no orders from this conductor: it lost us for a moment, or follows another one. It may return.
+        """Remove a member that rejects this conductor's orders. It may return.
 
-        `others`: its stage can average without it, so it sits out the next step, or more of them if that goes on.
+        It lost the connection for a moment, or follows another conductor. `others`: its stage can average without it,
+        so it sits out the next step, and more steps if it declines again.
         """
         seconds = self._declined.failed(now, member) if others else 0.0
-        self._put(PutAside(member, seconds, "takes no orders from this conductor", briefly=True))
+        self._put(Ban(member, seconds, "takes no orders from this conductor", briefly=True))
 
     def failed(self, now: float, member: str, why: str) -> None:
-        """Count a failure that is certainly the member's own; often enough, and it is put aside."""
+        """Count a failure that is certainly the member's own; several of them in one step ban the member."""
         self._put(self._standing.failed(now, member, why))
 
     def put_aside(self, now: float, member: str, why: str) -> None:
-        """Put the member aside at once."""
+        """Ban the member at once."""
         self._put(self._standing.put_aside(now, member, why))
 
     def contradict(self, now: float, accused: Iterable[tuple[str, str]], members: int) -> None:
-        """Weigh accusations from an attempt of so many `members`: pairs (accuser, peer that it could not reach)."""
+        """Weigh accusations from an attempt of `members` members: pairs (accuser, peer that it could not reach)."""
         for found in self._standing.contradict(now, accused, members, self._roster.since):
             self._put(found)
 
     # --- microbatches -----------------------------------------------------------------------------------------
 
     def missing(self, now: float, step: int, where: tuple[int, str], mbs: frozenset[Mb]) -> None:
-        """Microbatches that a member (`where`: stage, member) should hold for the batch of `step` are not there."""
+        """Handle microbatches that a member should hold for the batch of `step` but lacks. `where`: (stage, member)."""
         stage, member = where
         faults = fault_of(self._batches.due, step, where, mbs, self._verify, self._roster.session)
         trainers = sorted({mb.trainer for mb, fault in faults.items() if fault is CreditFault.TRAINER})
-        why = "credits peers with what they never got"
+        why = "credits peers with microbatches that they never received"
         void = {trainer for trainer in trainers if self._strike(now, trainer, why, proven=True)}
         self._batches.due.unhold_of(member, mbs, stage, now)
         voided = [mb for mb in sorted(mbs) if mb.trainer in void and mb.trainer != peer_of(member)]
         self.shrank |= self._batches.void(voided)
         if CreditFault.HOLDER in faults.values():
-            self.failed(now, member, "has lost what it signed to hold")
+            self.failed(now, member, "has lost microbatches that it signed receipts for")
 
     def refused(self, now: float, member: str, mbs: frozenset[Mb]) -> None:
-        """Microbatches whose values the member could not sum: drop them from the batch in every stage."""
+        """Drop from the batch, in every stage, the microbatches whose values the member could not sum."""
         trainers = sorted({mb.trainer for mb in mbs})
         known = self._refusals.setdefault(member, set())
         known.update(trainers)
         self.shrank |= self._batches.void(sorted(mbs))
-        if len(known) > max(1, self._batches.trainers.count() / 3):  # so many do not err at once
+        if len(known) > max(1, self._batches.trainers.count() / 3):  # so many trainers are not wrong at once
             known.clear()
-            self.put_aside(now, member, "refuses what many trainers bring")
+            self.put_aside(now, member, "rejects the microbatches of many trainers")
             return
         for trainer in trainers:
             self._strike(now, trainer, "brings values that cannot be summed", proven=False)
 
     def _strike(self, now: float, trainer: str, why: str, *, proven: bool) -> bool:
-        """Give the trainer less to do; True from its second strike on."""
+        """Let the trainer have fewer microbatches. Returns True from its second strike on."""
         often = self._batches.strike(now, trainer, proven=proven)
-        self.note(f"trainer …{trainer[-8:]} {why}: it is given less")
+        self.note(f"trainer …{trainer[-8:]} {why}: it gets fewer microbatches")
         return often > 1
 
-    def _put(self, found: PutAside | None) -> None:
+    def _put(self, found: Ban | None) -> None:
         if found is not None:
             self.note(found.text())
             self.aside.append(found)

@@ -1,15 +1,18 @@
 """The conductor's decisions: membership, the batch's microbatches, and when every stage averages and steps.
 
-A step goes OPEN (microbatches are admitted and reported) -> CLOSING (each stage averages; a stage whose attempt
-fails tries again with the peers that are left) -> MOVING (every member commits) -> OPEN. A new conductor starts
-in GATHERING: it waits for the members, adopts what they hold, and moves them to the newest position that every
-stage can reach, as far as enough members stand behind it (`recovery`). All stages commit the same batch or none does.
-In a delayed run the next batch is filled while this one closes and moves; it closes when this step is made. Decides
-only: no tensors, no sockets, no clock. A hostile member can stall a step by false reports until it is put aside
-(`stage_close`, `blame`), a hostile trainer until others get its place (`admission`); neither can make a batch count
-twice. A run of which nothing is finite any more goes back once (`divergence`). Parts: `roster` (members), `course`
-(phase and positions), `search` (the position to go on from), `batches` (microbatches), `StepCycle` (filling, averaging,
-committing) and `Rebalancing` (which stage a peer serves). This file hands them events and gives each its turn.
+A step passes OPEN (microbatches are admitted and reported) -> CLOSING (each stage averages; a stage whose attempt fails
+tries again with the remaining peers) -> MOVING (every member commits) -> OPEN. A new conductor starts in GATHERING: it
+waits for the members, adopts the microbatches that they hold, and moves them to the newest position that every stage
+can reach and that enough members confirm (`recovery`). Either all stages commit the same batch, or none does. In a
+delayed run the next batch is filled while this one closes and moves; it closes when this step is made.
+
+Decides only: no tensors, no sockets, no clock. A hostile member can stall a step by false reports until it is banned
+(`stage_close`, `blame`), and a hostile trainer until others get its slots (`admission`); neither can make a batch count
+twice. A run whose gradients are all infinite or NaN goes back once (`divergence`).
+
+Parts: `roster` (members), `course` (phase and positions), `search` (the position to resume from), `batches`
+(microbatches), `StepCycle` (filling, averaging, committing) and `Rebalancing` (which stage a peer serves). This module
+passes events to them and runs each in its phase.
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.counted_work import CountedWork
 from peerd.machine.batch.divergence import Divergence
 from peerd.machine.conductor.blame import Blame
-from peerd.machine.conductor.resting import Resting
-from peerd.machine.conductor.stage_close import Closing
+from peerd.machine.conductor.rest_choice import RestChoice
+from peerd.machine.conductor.stage_close import StageClosing
 from peerd.machine.conductor.step_cycle import StepCycle
-from peerd.machine.positions.phases import Course, Phase
+from peerd.machine.positions.phases import Phase, RunPhase
 from peerd.machine.positions.position_search import PositionSearch
 from peerd.machine.rebalance.rebalancer import RebalanceConfig
 from peerd.machine.rebalance.rebalancing import Rebalancing
@@ -44,36 +47,36 @@ from peerd.machine.swarm.events import (
     TransferRefused,
 )
 from peerd.machine.swarm.posts import peer_of
-from peerd.machine.swarm.revisions import Versions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 from peerd.machine.swarm.roster import Roster
 
-_IDLE_S = 5.0  # between looks where nothing is due
-_LATE_LOOK_S = 1.0  # between looks at a full batch: a trainer may be late
-_NEWCOMERS_LOOK_S = 0.2  # the same, while it waits for newcomers alone
-_SOONEST_S = 0.01  # before the next look, whatever is due
-_NAMED_LATE = 3  # of the trainers that a step waits for
+_IDLE_S = 5.0  # between wake-ups when nothing is due
+_LATE_LOOK_S = 1.0  # between checks of a full batch: a trainer may be late
+_NEWCOMERS_LOOK_S = 0.2  # the same, while the batch waits for newcomers only
+_SOONEST_S = 0.01  # least time to the next wake-up, even if something is overdue
+_NAMED_LATE = 3  # late trainers that are named
 
 
 class Conductor:
-    """See the module's header. Feed events with `handle`, time with `wake`; read answers from the views."""
+    """The conductor of one run. Pass events to `handle` and time to `wake`; read answers from the views."""
 
     def __init__(self, config: ConductorConfig, rng: random.Random, now: float, origin: Origin | None = None) -> None:
         origin = origin or Origin()
         self._config = config
-        self._versions = Versions()  # of what trainers see
+        self._versions = ReaderVersions()  # of what trainers see
         self.batches = Batches(config.stages, config.microbatches, self._versions, config.own_pace)
         self.counted_work = CountedWork(config.microbatch_samples)
         self.roster = Roster(config.stages, delayed=config.delayed)
-        self.course = Course(delayed=config.delayed)
+        self.course = RunPhase(delayed=config.delayed)
         self.search = PositionSearch(config, origin, self.roster, self.course, now)
-        self._batches_of: Position | None = None  # the position whose batch is filled
+        self._batches_of: Position | None = None  # the position whose batch is being filled
         for post in origin.established:
             self.roster.note_helped(post)
         self._divergence = Divergence()
         self.search.barred = self._divergence.barred
         self._blame = Blame(config.ban_s, self.batches, self.roster, self.search.established, origin)
-        self.resting = Resting(config, self.roster, self._pace)
-        self._closing = Closing(config, self.batches, self.roster, self._blame, self.resting, rng)
+        self.resting = RestChoice(config, self.roster, self._pace)
+        self._closing = StageClosing(config, self.batches, self.roster, self._blame, self.resting, rng)
         self.resting.begins = self.search.established.rest
         self.search.established.rest(origin.resting)
         if self.batches.trainers.own_pace:
@@ -85,7 +88,7 @@ class Conductor:
     # --- what drives it ---------------------------------------------------------------------------------------
 
     def handle(self, now: float, event: Event) -> list[Output]:
-        """Take one event; returns the outputs to carry out now."""
+        """Process one event; returns the outputs to carry out now."""
         match event:
             case MemberHello():
                 self._hello(now, event)
@@ -106,28 +109,28 @@ class Conductor:
         return self._advance(now)
 
     def expect(self, peers: Iterable[str]) -> None:
-        """Members that are reported alive: a new conductor waits for them before it decides."""
+        """Wait for these members, which are reported alive, before a new conductor decides on the position."""
         self.search.expect(peers)
 
     def unexpect(self, peer: str) -> None:
-        """The peer cannot be reached: do not wait for it."""
+        """Stop waiting for a peer that cannot be reached."""
         self.search.unexpect(peer)
 
     def saved(self, peer: str, positions: Iterable[Position]) -> None:
-        """Note the checkpoints that a member has now."""
+        """Record the checkpoints that a member has now."""
         self.roster.note_saved(peer, positions)
 
     def said_of_line(self, now: float, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> None:
-        """Note the line that a member, or a helper of `stage`, declares; a peer that is kept out is not heard."""
+        """Record the network line that a member, or a helper of `stage`, declares. Ignored if the peer is kept out."""
         if not self._blame.keeps_out(now, peer):
             self.roster.note_line(peer, stage, line, addrs)
 
     def wake(self, now: float) -> list[Output]:
-        """Time passed: returns the outputs to carry out now."""
+        """Act on the passage of time; returns the outputs to carry out now."""
         return self._advance(now)
 
     def wake_at(self, now: float) -> float:
-        """The time at which `wake` is due at the latest."""
+        """Time by which `wake` must be called."""
         due = min(now + _IDLE_S, self.search.due(now), self._step.move_due())
         if self.phase in (Phase.OPEN, Phase.CLOSING) and (close_due := self._step.close_due(now)) is not None:
             due = min(due, close_due)
@@ -144,82 +147,85 @@ class Conductor:
 
     @property
     def current(self) -> Position | None:
-        """The position that all members had last; None: this conductor does not know yet."""
+        """Position that all members last had, or None if this conductor does not know it yet."""
         return self.course.current
 
     @property
     def settled(self) -> Position | None:
-        """The position that every member should have; None while members are on their way."""
+        """Position that every member should have, or None while members are moving."""
         return self.course.settled
 
     @property
     def lost(self) -> bool:
-        """True when every stage has members, and no common position to go on from."""
+        """True if every stage has members but there is no common position to resume from."""
         return self.search.lost
 
     def version(self, trainer: str) -> int:
-        """The version of what this trainer sees."""
+        """Version of what this trainer sees."""
         return self._versions.of(trainer)
 
     @property
     def members_version(self) -> int:
-        """The version of what members see."""
+        """Version of what members see."""
         return self.roster.version
 
     @property
     def listed_version(self) -> int:
-        """The version of the list of members: as `members_version`, but of less."""
+        """Version of the member list alone; it changes less often than `members_version`."""
         return self.roster.listed
 
     def concerned(self) -> set[str] | None:
-        """Trainers whose view has changed since this was asked last; None: all of them."""
+        """Trainers whose view has changed since the last call, or None for all trainers."""
         return self._versions.concerned()
 
     def is_member(self, peer: str, session: int) -> bool:
         return self.roster.session(peer) == session
 
     def knows(self, peer: str, position: Position) -> bool:
-        """True when the roster has the member at this position."""
+        """True if the roster has the member at this position."""
         return self.roster.entries[peer].position == position
 
     def members(self) -> list[MemberInfo]:
-        """Every living member, sorted by peer, and then the helpers."""
+        """All live members, sorted by peer, followed by the helpers."""
         return self.roster.members(self._is_ready, self.resting)
 
     def admitted(self, trainer: str, early: bool = False) -> list[int]:
-        """The trainer's microbatches in this step's batch, or in the next one's."""
+        """Numbers of the trainer's microbatches in this step's batch, or in the next one's if `early`."""
         return (self.batches.early if early else self.batches.due).of_trainer(trainer)
 
     def redo(self, trainer: str) -> list[Redo]:
-        """The microbatches that the trainer has to repeat, because a peer that held them is gone."""
+        """Microbatches that the trainer has to compute again because a peer that held them is gone."""
         return self.batches.redo(trainer, self._closing.settled)
 
     def counted(self, trainer: str, step: int) -> list[int] | None:
-        """The trainer's microbatches that counted in the batch of `step`; None: that is no longer known."""
+        """Numbers of the trainer's microbatches that counted in `step`; empty if that step is not made yet.
+
+        Returns None if the batch is no longer remembered.
+        """
         return self.batches.counted.of(trainer, step) if self.current is not None and step < self.current.step else []
 
     def takes(self, step: int) -> bool:
-        """True when reports on microbatches of `step`, and early ones, are taken now; else they are repeated later."""
+        """True if reports on microbatches of `step` are accepted now; otherwise trainers have to repeat them later."""
         return self.current is not None and step == self.current.step and self.course.works
 
     def evaluates(self, trainer: str) -> bool:
-        """True for the one trainer that evaluates: the first by name."""
+        """True for the one trainer that evaluates: the first by name of those at work."""
         return trainer == self.batches.trainers.first_at_work()
 
     def waits_for(self) -> str:
-        """The reason that no microbatch is admitted, or the trainers that the step waits for; "" when there is none."""
+        """Reason that no microbatch is admitted, or the late trainers that the step waits for; "" if neither."""
         if blocked := self._blocked():
             return blocked
         if not self._step.late or self.phase is not Phase.OPEN:
             return ""
         late = [*self._step.late.items()][:_NAMED_LATE]
-        return f"trainer {', '.join(f'…{peer[-8:]}, which has not finished {count}' for peer, count in late)}"
+        return f"late trainers: {', '.join(f'…{peer[-8:]} ({count} microbatches unfinished)' for peer, count in late)}"
 
     def _is_ready(self, post: str, position: Position) -> bool:
         return self.course.serves(post, position) and post not in self.resting
 
     def _pace(self, post: str) -> float:
-        """Microbatches a second that the device of a post can do, by what was measured; 0: unknown."""
+        """Measured microbatches per second of a post's device, or 0 if unknown."""
         if not self.batches.trainers.own_pace:
             return self.rebalancing.rate(post)
         seconds = self.batches.trainers.seconds(peer_of(post))
@@ -230,7 +236,7 @@ class Conductor:
         return bool(self._divergence.stopped)
 
     def _blocked(self) -> str:
-        """The reason that no microbatch is admitted; "" when the step is open."""
+        """Reason that no microbatch is admitted, or "" if the step is open."""
         if self._is_stopped:
             return self._divergence.stopped
         if empty := self.roster.empty_stages():
@@ -244,25 +250,25 @@ class Conductor:
         return "the run is complete" if self.phase is Phase.COMPLETE else ""
 
     def awaited(self) -> set[str]:
-        """Members that have not yet done what they were asked to: average, or move."""
+        """Members that have not yet done what they were ordered to do: average, or move."""
         return self.course.moving or self._closing.awaited()
 
     def spares(self, now: float, member: str) -> bool:
-        """True when the member's gradient is in a sum, and others can compute what is still to be done."""
+        """True if the member's gradient is in a sum and others can compute the remaining microbatches."""
         entry = self.roster.entries.get(member)
-        several = self._config.stages > 1  # else each computes for itself what it is given
+        several = self._config.stages > 1  # in a single stage each trainer computes its own microbatches
         return several and entry is not None and member in self._closing.spared(now, entry.stage)
 
     def keeps_out(self, now: float, peer: str) -> str:
-        """The reason that a member, or a helper, is not let in for now; "" where it is."""
+        """Reason that a member or a helper is not admitted now, or "" if it is."""
         return self._blame.why_out(now, peer)
 
     def holds_back(self, now: float, trainer: str) -> str:
-        """The reason that a trainer gets no microbatch for now, where that is the trainer's own; else ""."""
+        """Reason, in the trainer's own behavior, that it gets no microbatch now; "" if there is none."""
         return self.batches.trainers.why_nothing(now, trainer)
 
     def whole_in_s(self, now: float) -> float | None:
-        """Seconds until the batch is whole; None: unknown, or the step is blocked by something else."""
+        """Seconds until the batch is complete, or None if unknown or if the step is blocked."""
         if self.phase is Phase.OPEN and not self._blocked():
             return self.batches.whole_in_s(now)
         return 0.0 if self.phase in (Phase.CLOSING, Phase.MOVING) else None
@@ -285,7 +291,7 @@ class Conductor:
         if self.phase in (Phase.OPEN, Phase.CLOSING):
             self._step.out += self.resting.came(now, peer, self.current)
         if peer in self.resting:
-            pass  # what it holds is done again by others
+            pass  # others compute its microbatches again
         elif hello.position == self.current:
             due, early = entry.held, entry.early
         elif self.course.commits and hello.position == self.course.target:
@@ -294,7 +300,7 @@ class Conductor:
         if self.phase is Phase.GATHERING:
             self.search.heard(now, peer)
         elif self.search.is_ahead(peer):
-            self._gather_anew(now, "members are further than the conductor knew")
+            self._gather_anew(now, "members have a newer position than the conductor knew")
         self._versions.change_all()
 
     def _move_ended(self, now: float, peer: str, position: Position | None, slow: bool) -> None:
@@ -314,7 +320,7 @@ class Conductor:
         self.roster.move(peer, position, stepped=self.course.commits)
 
     def _lose_mover(self, now: float, peer: str, *, slow: bool = False) -> None:
-        """A member is gone, or did not get where it was ordered to."""
+        """Remove a member that is gone or did not reach the position that it was ordered to."""
         if peer in self.course.moving and not self.course.commits:
             self.search.failed_moves.failed(now, peer, slow=slow and peer in self.search.established)
         self._step.lose(now, peer)
@@ -329,7 +335,7 @@ class Conductor:
                 self._go_back(now)
 
     def _go_back(self, now: float) -> None:
-        """The run has diverged: go to the newest position before this one that all stages can reach, or stop."""
+        """Handle divergence: return to the newest earlier position that all stages can reach, or stop the run."""
         assert self.current is not None
         told = self._divergence.judge(self.current)
         self._versions.change_all()
@@ -341,7 +347,7 @@ class Conductor:
     # --- phases -----------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Output]:
-        """Give every phase its turn, in an order in which one may lead to the next."""
+        """Run the logic of every phase, in an order in which one phase may lead to the next. Returns the outputs."""
         course = self.course
         self.search.look(now)
         if course.phase is Phase.GATHERING and self.search.is_over(now):
@@ -370,7 +376,7 @@ class Conductor:
         return self._step.take()
 
     def _gather_anew(self, now: float, why: str, warning: bool = False) -> None:
-        """Begin gathering again: nothing is certain but what the members report."""
+        """Start gathering again: nothing is certain except what the members report."""
         self._step.out.append(Note(why, warning=warning))
         self._step.reopen(now)
         self._closing.renew(now)
@@ -379,7 +385,7 @@ class Conductor:
         self.search.begin(now)
 
     def _decide_position(self, now: float) -> None:
-        """End of gathering: order all members to the position to go on from, if there is one."""
+        """End gathering: order all members to the position to resume from, if there is one."""
         target = self.search.decide(now)
         if target is None:
             return
@@ -389,14 +395,14 @@ class Conductor:
         loss = self.search.loss(target)
         moves = self.search.moves(target)
         self.course.move(target, (order.peer for order in moves), commits=False)
-        self._step.out += [*moves, Note(loss or f"the swarm stands at step {target.step}", warning=bool(loss))]
+        self._step.out += [*moves, Note(loss or f"the swarm is at step {target.step}", warning=bool(loss))]
 
     def _arrive(self, now: float) -> None:
-        """End of a move: every member that could has reached the target."""
+        """End a move: every member that could has reached the target."""
         target, stepped = self.course.target, self.course.commits
         assert target is not None
         done = self.batches.due.credit()
-        if stepped and all(self.roster.at(stage, target) for stage in self.roster.stages):  # else nobody made it
+        if stepped and all(self.roster.at(stage, target) for stage in self.roster.stages):  # otherwise no step was made
             self.counted_work.step_made(target.step)
         if target != self.current:
             self.batches.step_made(target.step - 1)
@@ -416,7 +422,7 @@ class Conductor:
                 self.batches.rest(peer, now)
             elif entry.position != target:
                 self.batches.lose(peer, now)
-        if not stepped:  # else trainers and we know more than members' hellos
+        if not stepped:  # after a step, trainers and the conductor know more than the members' hellos
             self.batches.adopt(now, {peer: entry for peer, entry in members if entry.position == target})
             self.rebalancing.restart()
         else:

@@ -1,9 +1,9 @@
 """Choice of the groups of a stage that sum next, and the orders to their members.
 
-Members that are in no sum yet bring their own microbatches, in the groups of `Grouping.order`. Once every microbatch is
-in a sum, groups join the sums, each member bringing the one that it keeps, round after round until there is one. A
-member that did not get what its mates have, because its group failed, gets a copy. A flat stage is one group of all,
-and nothing to join. Decides only: `stage_close` keeps the attempts and judges them.
+Members that are in no sum yet contribute their own microbatches, in the groups of `GroupTopology.order`. Once every
+microbatch is in a sum, groups join the sums, round after round, until one is left; each member contributes the sum that
+it stores. A member whose group failed, and that lacks what its mates have, gets a copy. A flat stage is one group of
+all members, with nothing to join. Decides only: `stage_close` tracks the attempts and judges them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from peerd.core.messages.swarm import Mb
-from peerd.machine.averaging.moshpit import Meeting
+from peerd.machine.averaging.moshpit import MoshpitGroup
 from peerd.machine.averaging.shares import NoSplit
-from peerd.machine.averaging.topology import Grouping, Ordered, OrderedGroup
+from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, SumTopology
 from peerd.machine.averaging.work_split import Split
 from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.ledger import Ledger
@@ -25,8 +25,8 @@ from peerd.machine.conductor.attempt import GroupAttempt
 from peerd.machine.conductor.partial_sums import PartialSum, PartialSums
 from peerd.machine.swarm.events import SendPrepare
 
-_DOUBLINGS = 10  # of the time of an attempt
-_LARGER = 2  # times the largest group that was planned: larger ones would cost more than to begin anew
+_DOUBLINGS = 10  # of the time limit of an attempt
+_LARGER = 2  # times the largest planned group: with larger ones, starting again would be cheaper
 
 
 @dataclass(slots=True)
@@ -35,29 +35,29 @@ class StageClose:
 
     sums: PartialSums
     attempts: dict[bytes, GroupAttempt] = field(default_factory=dict)
-    sides: tuple[int, ...] = ()  # how many sums each group of a later round joins
-    largest: int = 0  # members of a group, as planned
-    left: set[str] = field(default_factory=set)  # members that the others of their groups have gone on without
-    wide: bool = False  # sums differed: the stage is flat, or its groups are as large as can be, until the step is made
-    in_vain: Counter[str] = field(default_factory=Counter)  # copies that members took, and that differed
-    absent: Counter[str] = field(default_factory=Counter)  # how often members did not have the sum they were to bring
+    sides: tuple[int, ...] = ()  # number of sums that each group of a later round joins, by round
+    largest: int = 0  # members of the largest group, as planned
+    left: set[str] = field(default_factory=set)  # members that their groups have left behind
+    wide: bool = False  # sums differed: until the step is made, the stage is flat or its groups are largest
+    in_vain: Counter[str] = field(default_factory=Counter)  # by member, copies that differed from the original
+    absent: Counter[str] = field(default_factory=Counter)  # by member, how often it lacked the sum to contribute
     first: PartialSum | None = None  # the sum of the first factors, while the second ones are summed
-    spared_until: float | None = None  # when members in sums get microbatches again; None: none are to be done
-    spared: tuple[int, set[str]] = (-1, set())  # these members, at a version of the roster
+    spared_until: float | None = None  # members in sums get no microbatches until then; None: none are missing
+    spared: tuple[int, set[str]] = (-1, set())  # cache of these members, with the roster's version
     settled: bool = False
     failures: int = 0
     not_before: float = 0.0
     problem: str = ""  # why no attempt can be made
-    longest_s: float | None = None  # that an attempt took in this step until a member had its sum
-    looked: object = None  # what there was at the last look for attempts to begin
+    longest_s: float | None = None  # longest time in this step until a member of an attempt had its sum
+    looked: object = None  # `view` when attempts were last considered
 
     def whole(self, entries: int) -> PartialSum | None:
-        """The only sum, if it has `entries` microbatches and members can step with it; else None."""
+        """The only remaining sum, if it has `entries` microbatches and members can step with it; otherwise None."""
         top = self.sums.tops[0] if len(self.sums.tops) == 1 else None
         return top if top is not None and top.last and len(top.contents) == entries else None
 
     def complete(self, due: Ledger) -> PartialSum | None:
-        """The only sum, if it has as many microbatches as the batch, and nobody is behind; else None."""
+        """The only remaining sum, if it has as many microbatches as the batch and no member lacks it; else None."""
         if self.attempts or len(self.sums.tops) != 1 or not due.full:
             return None
         (top,) = self.sums.tops
@@ -65,28 +65,28 @@ class StageClose:
         return None if len(top.contents) < len(due.entries) or behind else top
 
     def fault(self, ledger: Ledger) -> str:
-        """The reason that the only sum is not that of the whole batch, with everything in it once; "" where it is."""
+        """Reason that the only remaining sum does not contain the whole batch exactly once, or "" if it does."""
         (top,) = self.sums.tops
         if fault := self.sums.fault(ledger):
             return fault
         if top.contents != ledger.entries.keys():
             return "it has other microbatches than the batch"
         if top.leads + (self.first.leads if self.first is not None else 0) != 1:
-            return "it lacks what only one member may bring"
+            return "it lacks the leader's part"
         return ""
 
     def leads(self) -> bool:
-        """True when what only one member may bring is in a sum, or on its way into one."""
+        """True if the leader's part (`PartialSum.leads`) is in a sum, or on its way into one."""
         led = any(top.leads for top in self.sums.tops) or any(one.leads for one in self.attempts.values())
         return led or self.first is not None
 
     def has_all_of(self, first: PartialSum) -> bool:
-        """True when those who keep the sum of first factors are those who brought one each, and are still there."""
+        """True if exactly the contributors to the sum of first factors store it, and all are still members."""
         here = [peer for peer, stand in first.bringers if self.sums.stand(peer) == stand]
         return len(here) == len(first.bringers) and sorted(here) == sorted(first.kept)
 
     def view(self, version: int) -> object:
-        """What decides on the attempts to begin, besides microbatches; `version`: the roster's."""
+        """Everything but microbatches that decides which attempts can begin. `version`: the roster's."""
         kept = [len(top.kept) for top in self.sums.tops]
         return version, [*self.attempts], kept, self.failures, self.first is None
 
@@ -96,20 +96,22 @@ class StageClose:
         return self.sums.tops[0].kept if self.settled else ()
 
     def calm(self) -> None:
-        """Reset the pause between attempts if no sum is kept and no attempt is under way."""
+        """Reset the pause between attempts if no sum is stored and no attempt is under way."""
         if not self.sums and not self.attempts:
             self.failures, self.not_before, self.problem = 0, 0.0, ""
 
     def time_siblings(self, attempt: GroupAttempt, until: float) -> None:
-        """Other groups that make the sum which this attempt has made are waited for until then."""
+        """Set the deadline `until` for other groups that make the same sum as this attempt."""
         for other in self.attempts.values():
             same = other.parts == attempt.parts and other.copies is attempt.copies is None
             if same and attempt.parts and other.late_at is None:
                 other.late_at = until
 
     def time_late(self, now: float, least_s: float, factor: float) -> None:
-        """Once half of all members have answered, wait for no attempt longer than `least_s`, or `factor` times as long
-        as the longest one took: a few members must not hold the stage up.
+        """Once half of all members have answered, set deadlines for all attempts, so that a few do not hold up the
+        stage.
+
+        The deadline is `least_s` from now, or `factor` times the longest attempt so far, whichever is longer.
         """
         waiting = {peer for attempt in self.attempts.values() for peer in attempt.waiting}
         prepared = {peer for attempt in self.attempts.values() for peer in attempt.prepared}
@@ -120,7 +122,7 @@ class StageClose:
                 attempt.late_at = now + max(least_s, factor * self.longest_s)
 
     def others_have(self, attempt: GroupAttempt) -> bool:
-        """True when another group has made the sum that this one makes."""
+        """True if another group has made the sum that this attempt makes."""
         return bool(attempt.parts) and any(top.parts == attempt.parts for top in self.sums.tops)
 
     def busy(self) -> set[str]:
@@ -128,7 +130,7 @@ class StageClose:
         return {peer for attempt in self.attempts.values() for peer in attempt.group}
 
     def due(self, now: float) -> float | None:
-        """The next deadline of this stage, where nothing is reported before; None: there is none."""
+        """Next deadline of this stage, if no report arrives earlier, or None if there is none."""
         if self.settled:
             return None
         found = [at for attempt in self.attempts.values() if (at := attempt.due) is not None]
@@ -137,10 +139,10 @@ class StageClose:
 
 
 class GroupOrders:
-    """See the module's header. `note` takes what a person may want to know."""
+    """Plans the attempts of all stages. `note` receives texts for the log."""
 
     def __init__(
-        self, grouping: Grouping, batches: Batches, rng: random.Random, factors: bool, note: Callable[[str], None]
+        self, grouping: GroupTopology, batches: Batches, rng: random.Random, factors: bool, note: Callable[[str], None]
     ) -> None:
         self._grouping, self._batches, self._rng, self._factors = grouping, batches, rng, factors
         self.note = note
@@ -148,12 +150,12 @@ class GroupOrders:
     def next(
         self, now: float, stage: int, close: StageClose, ready: tuple[str, ...], lineage: bytes
     ) -> list[GroupAttempt]:
-        """The attempts to begin now, if any; raises NoSplit when a group has nobody that can sum."""
+        """Attempts to begin now, if any. Raises NoSplit if a group has no peer that can sum."""
         sums, ledger = close.sums, self._batches.due
         close.left -= {peer for peer in close.left if ledger.unsummed(stage, peer)}
         if not sums and not close.attempts:
             close.left.clear()
-        # They have given what they hold, or are about to: if they did so again it would count twice.
+        # These have contributed their microbatches, or are about to: contributing again would count them twice.
         away = {*close.busy(), *sums.members(), *sums.bringers(), *close.left}
         free = tuple(peer for peer in ready if peer not in away)
         order = _Order(now, stage, close, lineage)
@@ -165,14 +167,14 @@ class GroupOrders:
         if close.attempts:
             return []
         if not led:
-            raise NoSplit("what only one member may bring is lost")
+            raise NoSplit("the leader's part is lost")
         return self._of_sums(order, frozenset(ready), free)
 
     def _of_members(self, order: _Order, free: tuple[str, ...]) -> list[GroupAttempt]:
-        """Sums of the microbatches of members that are in no sum yet."""
+        """Attempts to sum the microbatches of members that are in no sum yet."""
         close, stage, ledger = order.close, order.stage, self._batches.due
         if any(ledger.unsummed(stage, peer) for peer in close.busy()):
-            return []  # once its attempt has ended, its sum is made anew with these
+            return []  # once its attempt has ended, its sum is made again with these
         alone = not close.sums and not close.attempts
         how = self._planned(order, free, anew=alone)
         own = ledger.assigned(stage, free)
@@ -180,7 +182,7 @@ class GroupOrders:
         tasks = (_Task(one, {peer: own[peer] for peer in one.meeting.peers}, leader, last=last) for one in how.groups)
         return [self._attempt(order, task) for task in tasks]
 
-    def _planned(self, order: _Order, members: tuple[str, ...], *, anew: bool) -> Ordered:
+    def _planned(self, order: _Order, members: tuple[str, ...], *, anew: bool) -> SumTopology:
         how = self._grouping.order(order.stage, members, wide=order.close.wide)
         if how.news:
             self.note(how.news)
@@ -189,7 +191,7 @@ class GroupOrders:
         return how
 
     def _of_sums(self, order: _Order, ready: Collection[str], free: tuple[str, ...]) -> list[GroupAttempt]:
-        """Copies of sums for those that lack them, or else the groups that join the sums that there are."""
+        """Attempts to copy sums to members that lack them; if there are none, attempts to join the existing sums."""
         close, tops = order.close, order.close.sums.tops
         whole = len(tops) == 1
         if not whole and self._factors and close.first is None and any(top.last for top in tops):
@@ -200,7 +202,7 @@ class GroupOrders:
             most = max(1, _LARGER * max(close.largest, 2) - 1)
             parts = [behind[at : at + most] for at in range(0, len(behind), most)]
             holders = list(top.kept)
-            for at, part in enumerate(parts[: len(holders)]):  # others get theirs when these have it
+            for at, part in enumerate(parts[: len(holders)]):  # the others copy from these later
                 group = self._grouping.copy(order.stage, holders[at:] + holders[:at], part)
                 if group.meeting.senders[0] not in {peer for task in found for peer in task.one.meeting.senders}:
                     found += self._bring(order, [group], (top,), top.last, top)
@@ -209,13 +211,13 @@ class GroupOrders:
         return [self._attempt(order, task) for task in found]
 
     def _ended(self, order: _Order, top: PartialSum) -> list[_Task]:
-        """Each member by itself makes a sum that turned out to be the last one ready for the step."""
+        """Tasks for when the only sum left is not one to step with (`last`): each member converts its own copy."""
         if top.last or (self._factors and order.close.first is None):
             return []
-        return self._bring(order, [OrderedGroup(Meeting((peer,)), None) for peer in top.kept], (top,), True)
+        return self._bring(order, [OrderedGroup(MoshpitGroup((peer,)), None) for peer in top.kept], (top,), True)
 
     def _joined(self, order: _Order, free: tuple[str, ...]) -> list[_Task]:
-        """The groups that join sums. In the last ones listen those that hold nothing, and are in no sum (`free`)."""
+        """Tasks of groups that join sums. In the last round, `free` members (in no sum, holding nothing) listen."""
         close, tops = order.close, order.close.sums.tops
         depth = max(top.depth for top in tops)
         side = close.sides[depth] if depth < len(close.sides) else len(tops)
@@ -228,18 +230,18 @@ class GroupOrders:
             groups = self._meetings(order, run, side, listeners) if len(run) > 1 else ()
             found += self._bring(order, groups, run, last)
         for top in tops:
-            top.parts = ()  # members keep only what they bring
+            top.parts = ()  # members store only what they contribute
         return found
 
     def _meetings(
         self, order: _Order, run: tuple[PartialSum, ...], side: int, free: tuple[str, ...]
     ) -> tuple[OrderedGroup, ...]:
-        """The groups that join these sums; of those that are `free`, as many listen as the groups have room for."""
+        """The groups that join these sums. As many of the `free` members listen as the groups have room for."""
         clusters = [sorted(top.kept) for top in run]
         groups = self._grouping.meet(order.stage, clusters)
         room = _LARGER * max(order.close.largest, side) - max(len(one.meeting.peers) for one in groups)
         if room < 0:
-            raise NoSplit("so few members are left of a group that the next ones would be too large")
+            raise NoSplit("a group has so few members left that the next groups would be too large")
         heard = free[: room * len(groups)]
         return self._grouping.meet(order.stage, clusters, heard) if heard else groups
 
@@ -251,8 +253,8 @@ class GroupOrders:
         last: bool,
         copied: PartialSum | None = None,
     ) -> list[_Task]:
-        """The tasks of groups whose senders bring these sums, each the one that it keeps. Of a listener the order names
-        the sum that it keeps, if any.
+        """Tasks of groups whose senders contribute these sums, each the one that it stores. The order to a listener
+        names the sum that it stores, if any.
         """
         kept = {peer: attempt for part in parts for peer, attempt in part.kept.items()}
         own = order.close.sums.own(self._batches.due, parts)
@@ -260,17 +262,17 @@ class GroupOrders:
         found = list[_Task]()
         for one in groups:
             assigned = {peer: own.get(peer, ()) for peer in one.meeting.peers}
-            if gone:  # of members that could not say later that these were counted
+            if gone:  # microbatches of members that can no longer report that these were counted
                 assigned[one.meeting.peers[0]] += gone
             brings = {peer: kept[peer] for peer in one.meeting.senders}
             brings |= {peer: newest for peer in one.meeting.listeners if (newest := _newest(parts, peer))}
             for peer in one.meeting.peers:
-                order.close.sums.unkeep(peer, but=brings.get(peer, b""))  # each keeps no other sum than that
+                order.close.sums.unkeep(peer, but=brings.get(peer, b""))  # each stores no other sum than that
             found.append(_Task(one, assigned, "", parts, brings, last, copied))
         return found
 
     def _second(self, order: _Order, first: PartialSum) -> list[GroupAttempt]:
-        """Sums of the second factors: of the same members, with the same microbatches."""
+        """Attempts to sum the second factors, of the same members with the same microbatches."""
         members = tuple(sorted(first.kept))
         how, own = self._planned(order, members, anew=True), self._batches.due.assigned(order.stage, members)
         last = len(how.groups) == 1
@@ -281,7 +283,7 @@ class GroupOrders:
         return [self._attempt(order, task) for task in tasks]
 
     def _attempt(self, order: _Order, task: _Task) -> GroupAttempt:
-        """The attempt, with an order to each member."""
+        """The attempt for a task, with an order to each member and helper."""
         close, one, meeting = order.close, task.one, task.one.meeting
         brought = frozenset(mb for own in task.own.values() for mb in own) if not task.parts else frozenset[Mb]()
         attempt = GroupAttempt(
@@ -304,7 +306,7 @@ class GroupOrders:
             group=meeting.peers,
             assigned=(),
             split=self._sized(task, close),
-            # Lines may carry less than is known of them: after each attempt in vain the next one gets twice the time.
+            # Lines may be slower than known: after each failed attempt the next one gets twice the time.
             most_s=one.most_s * 2.0 ** min(close.failures, _DOUBLINGS),
             listeners=meeting.listeners,
             copy=meeting.copy,
@@ -318,7 +320,7 @@ class GroupOrders:
         return attempt
 
     def _sized(self, task: _Task, close: StageClose) -> Split | None:
-        """The split for vectors of this size: of both factors only where one order has both."""
+        """The task's split, sized for its vectors. It covers both factors only if one order sums both."""
         split = task.one.split
         if split is None or not self._factors or (task.last and close.first is None):
             return split
@@ -326,14 +328,14 @@ class GroupOrders:
 
 
 def _newest(parts: tuple[PartialSum, ...], peer: str) -> bytes:
-    """The attempt that gave the member the largest sum that it keeps of these and their parts; b"": it keeps none."""
+    """Attempt from which a member has the largest sum that it stores of these and their parts; b"" if none."""
     sums = (one for part in parts for one in part.all() if peer in one.kept)
     return max(((one.depth, one.kept[peer]) for one in sums), default=(0, b""))[1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What all orders of one turn have in common."""
+    """Values that all orders of one turn share."""
 
     now: float
     stage: int
@@ -343,11 +345,11 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One group's task. `own`: each member's microbatches in it; `brings`: attempts that gave what members bring."""
+    """One group's task. `own`: each member's microbatches; `brings`: attempts that the contributed sums are from."""
 
     one: OrderedGroup
     own: dict[str, tuple[Mb, ...]]
-    leader: str  # brings what only one member may; empty: another group has it, or had it
+    leader: str  # contributes the leader's part; empty: another group contributes it, or has done so
     parts: tuple[PartialSum, ...] = ()
     brings: dict[str, bytes] = field(default_factory=dict)
     last: bool = True

@@ -1,12 +1,14 @@
-"""Delta transfer of the conductor's member list: each answer holds changes since a version, in bounded bytes.
+"""Delta transfer of the conductor's member list: each response holds changes since a version, in bounded bytes.
 
-`MemberList` is the conductor's side: every change of an entry gets the next version, so an answer may end after any of
-them, and the next one goes on from there. A reader that asks from a version that this list never had, or that is older
-than the removals it remembers, gets the whole list. `KnownMembers` is the reader's side. Versions begin at a random
-number: one of another conductor's list is then not taken for one of this list. Invariants (`check`): versions are
-unique; a reader that has asked until nothing more was to come has the list. Hostile input: a conductor may send changes
-to a list that the reader has not (left alone: the next request names again the version it has), and ever more members
-(a list that grows beyond what a run may have begins anew).
+`MemberList` is the conductor's side: every change of an entry gets the next version, so a response may end after any
+change, and the next response continues from there. A reader gets the whole list if the list never had its
+version, or no longer remembers the removals since then. `KnownMembers` is the reader's side. Versions begin at a random
+number, so that a version of another conductor's list is not mistaken for one of this list.
+
+Invariants (`check`): versions are unique; a reader that asks until there are no more changes has the list.
+
+Hostile input: a conductor may send changes to a list that the reader does not have (ignored: the next request names the
+reader's version again), and more and more members (a list that exceeds a run's limit is requested anew).
 """
 
 from __future__ import annotations
@@ -25,31 +27,31 @@ from peerd.core.messages.encoding import encode
 from peerd.core.messages.swarm import MemberInfo, MemberNews
 from peerd.machine.swarm.posts import post_name
 
-_NAME_OVERHEAD_BYTES = 2  # of one in a message
+_NAME_OVERHEAD_BYTES = 2  # of one name in a message
 
 
 class MemberList:
-    """See the module's header. One for each list that begins empty."""
+    """The conductor's side of one member list, which begins empty."""
 
     def __init__(self, rng: random.Random, news_bytes: int = MEMBER_NEWS_BYTES, most: int = MEMBERS) -> None:
         self.version = self._first = rng.randrange(1 << 32, 1 << 61)
         self._news_bytes, self._most = news_bytes, most
-        # By post: the version in which each entry changed, oldest first, gone ones too; the same as pairs.
+        # By post: the version of each entry's last change or removal, oldest first; `_order` has the same as pairs.
         self._at: dict[str, int] = {}
         self._order: list[tuple[int, str]] = []
-        self._given: dict[str, MemberInfo] = {}  # as `update` was told
-        self._entries: dict[str, MemberInfo] = {}  # as it travels
-        self._sizes: dict[str, int] = {}  # in an answer
+        self._given: dict[str, MemberInfo] = {}  # as passed to `update`
+        self._entries: dict[str, MemberInfo] = {}  # as sent
+        self._sizes: dict[str, int] = {}  # bytes in a response
         self._follows = -1
 
     def follow(self, version: int, members: Callable[[], Sequence[MemberInfo]]) -> None:
-        """Call `update` when the source of the list has another `version`."""
+        """Call `update` if the `version` of the list's source has changed."""
         if version != self._follows:
             self._follows = version
             self.update(members())
 
     def update(self, members: Sequence[MemberInfo]) -> None:
-        """Set the members of now; of too many the first. Their addresses are cut to the best."""
+        """Set the present members; if there are too many, only the first. Their addresses are cut to the best."""
         given = {post_name(m.peer, m.stage): m for m in members[: self._most]}
         changed = [post for post in self._entries if post not in given]
         for post in changed:
@@ -59,7 +61,7 @@ class MemberList:
             before = self._given.get(post)
             if before == member:
                 continue
-            same = before is not None and before.addrs == member.addrs  # reading addresses takes long
+            same = before is not None and before.addrs == member.addrs  # parsing addresses is slow
             best = self._entries[post].addrs if same else best_addrs(member.addrs)
             entry = structs.replace(member, addrs=best)
             if entry != self._entries.get(post):
@@ -78,11 +80,11 @@ class MemberList:
         """Forget the oldest removals: no more are remembered than there may be members."""
         gone = [post for post in self._at if post not in self._entries]
         for post in gone[: max(0, len(gone) - self._most)]:
-            self._first = self._at.pop(post)  # older lists would keep this one
+            self._first = self._at.pop(post)  # readers with older versions would not learn of this removal
             del self._sizes[post]
 
     def news(self, version: int) -> MemberNews | None:
-        """The changes since `version`, as many as one answer holds; None: none."""
+        """The changes since `version` that fit into one response, or None if there are none."""
         if version == self.version:
             return None
         since = version if self._first <= version < self.version else 0
@@ -103,7 +105,7 @@ class MemberList:
         return MemberNews(since, reached, changed, gone, more=reached != self.version)
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken."""
+        """Raise AssertionError if an invariant is violated."""
         versions = list(self._at.values())
         assert versions == sorted(set(versions))
         assert max([self._first, *versions]) <= self.version
@@ -113,25 +115,25 @@ class MemberList:
 
 
 class KnownMembers:
-    """The reader's copy of the list. `version` goes into the next request; `forget` when another peer is asked."""
+    """The reader's copy of the list. Send `version` with the next request; call `forget` before asking another peer."""
 
     def __init__(self) -> None:
         self.version = 0
-        self.more = False  # there are changes to ask for at once
+        self.more = False  # True: more changes can be requested at once
         self._members: dict[str, MemberInfo] = {}
 
     def forget(self) -> None:
-        """Ask for the list from its beginning; what is known of it stays until then."""
+        """Request the list from its beginning; the known entries remain until then."""
         self.version, self.more = 0, False
 
     def take(self, news: MemberNews | None) -> list[MemberInfo] | None:
-        """Apply an answer's changes; returns the whole list, sorted, once it is complete, else None."""
+        """Apply a response. Returns the whole list, sorted, once it is complete, otherwise None."""
         if news is None:
             return None
         if news.since == 0:
             self._members = {}
         elif not news.since <= self.version <= news.version:
-            return None  # of a list that is not this one
+            return None  # changes to another list
         for post in news.gone:
             self._members.pop(post, None)
         self._members |= {post_name(member.peer, member.stage): member for member in news.changed}
@@ -147,7 +149,7 @@ class KnownMembers:
 def best_addrs(addrs: Iterable[str], most: int = MEMBER_ADDRS) -> list[str]:
     """At most `most` of one peer's addresses, the first of each kind before the second of any.
 
-    The kinds: public by IPv4, or by name; public by IPv6; over a relay; of the same network; of the same machine.
+    The kinds, in order: public IPv4 addresses and DNS names; public IPv6; relayed; same network; same machine.
     """
     kinds: list[list[str]] = [[] for _ in range(5)]
     if len(given := list(dict.fromkeys(addrs))) <= most:
@@ -160,7 +162,7 @@ def best_addrs(addrs: Iterable[str], most: int = MEMBER_ADDRS) -> list[str]:
 
 
 def _kind(text: str) -> int | None:
-    """The kind of an address; None: it is not one."""
+    """Index of the kind of an address, or None if it is invalid."""
     try:
         addr = parse_addr(text)
     except ConfigError:

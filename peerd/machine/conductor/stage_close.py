@@ -1,10 +1,10 @@
 """Closing of a step: each stage averages, in attempts of its groups, until its members have one sum.
 
-`GroupOrders` says which groups sum next. A group that fails is repeated alone, without the lost: sums that others have
-made stay, with what lost members brought to them. Members that do not answer in time once half of their group have are
-left behind: the sum is there. `Blame` weighs the reports of failed attempts: a member's report of lost peers counts
-only for those it met in that attempt. `Agreement` looks into sums that differ. Decides only; the conductor takes the
-outputs from here (`take`).
+`GroupOrders` chooses the groups that sum next. A group that fails repeats alone, without its lost members: the sums of
+others stay, including what the lost members contributed to them. Members that do not answer in time once half of their
+group have are left behind, since the sum exists. `Blame` weighs the reports of failed attempts: a member's report of
+lost peers counts only for peers of its own group. `Agreement` investigates sums that differ. Decides only; the
+conductor collects the outputs (`take`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import random
 from collections.abc import Container
 
 from peerd.machine.averaging.shares import NoSplit
-from peerd.machine.averaging.topology import Grouping
+from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.batch.batches import Batches
-from peerd.machine.conductor.agreement import Agreement, Summing
+from peerd.machine.conductor.agreement import Agreement, SummingPeers
 from peerd.machine.conductor.attempt import GroupAttempt
 from peerd.machine.conductor.blame import Blame
 from peerd.machine.conductor.group_orders import GroupOrders, StageClose
@@ -24,15 +24,15 @@ from peerd.machine.conductor.partial_sums import PartialSum, PartialSums
 from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, Note, Output, PrepareEnded, Probe
 from peerd.machine.swarm.roster import Roster
 
-_HEAR_S = 0.5  # wait for others' reports when a member has lost a peer: they lose it in the same moments
-_LATE_FACTOR = 3.0  # times as long as the first half of the members took, the rest may take
+_HEAR_S = 0.5  # wait for further reports when a member has lost a peer: others lose it at about the same time
+_LATE_FACTOR = 3.0  # the other members may take this many times as long as the first half took
 _RETRY_MOST_S = 5.0
-_ABSENT_MOST = 2  # times in a step that a member lacks the sum it is to bring, and is not blamed
-_JURY = 3  # members of a group whose different sums show who is at fault, if the stage has so many
+_ABSENT_MOST = 2  # times in a step that a member may lack the sum it should contribute, without being blamed
+_JURY = 3  # members of a group whose different sums show who is at fault, if the stage has that many
 
 
-class Closing:
-    """The attempts of all stages of one run. See the module's header."""
+class StageClosing:
+    """The averaging attempts of all stages of one run."""
 
     def __init__(
         self,
@@ -43,16 +43,16 @@ class Closing:
         resting: Container[str],
         rng: random.Random,
     ) -> None:
-        """`resting`: posts that contribute nothing for now. They are in no group, and make no microbatches."""
+        """`resting`: posts that contribute nothing for now. They are in no group and get no microbatches."""
         self._config, self._batches, self._roster, self._rng = config, batches, roster, rng
         self.blame, self._resting = blame, resting
-        self._grouping = Grouping(roster.lines, config.group_size)
+        self._grouping = GroupTopology(roster.lines, config.group_size)
         self._groups = GroupOrders(self._grouping, batches, rng, config.factors, blame.note)
         self._agreements = [Agreement() for _ in range(config.stages)]
-        self._step = 0  # the batch's
-        self._out = blame.out  # one list: a note stands before the orders that follow from it
+        self._step = 0  # step of the batch
+        self._out = blame.out  # one list, so that a note precedes the orders that follow from it
         self.stages = [self._anew(stage) for stage in range(config.stages)]
-        self.changed = False  # what trainers see has changed; the conductor takes this from here
+        self.changed = False  # True: what trainers see has changed; the conductor resets this
 
     def _anew(self, stage: int) -> StageClose:
         return StageClose(PartialSums(stage, self._roster, self._note_change))
@@ -63,18 +63,18 @@ class Closing:
     # --- what the conductor calls -----------------------------------------------------------------------------
 
     def start(self, step: int) -> bytes:
-        """Begin the close of `step`, whose batch is whole; returns the lineage of the position it leads to."""
+        """Begin to close `step`, whose batch is complete; returns the lineage of the position it leads to."""
         self._step = step
         return self._rng.randbytes(8)
 
     def renew(self, now: float) -> None:
-        """Forget all attempts and sums: another batch, or another position."""
+        """Discard all attempts and sums, because there is another batch, or another position."""
         for stage in range(len(self.stages)):
             self._forget(now, stage)
             self.stages[stage] = self._anew(stage)
 
     def reopen(self, now: float) -> None:
-        """The batch has shrunk: forget the attempts and sums that have what is not in it any more."""
+        """Discard the attempts and sums with microbatches that are no longer in the batch, which has shrunk."""
         for stage, close in enumerate(self.stages):
             summed = self._batches.due.summed[stage]
             for attempt in [*close.attempts.values()]:
@@ -88,30 +88,30 @@ class Closing:
             self._spare(now, close)
 
     def _spare(self, now: float, close: StageClose) -> None:
-        """Microbatches are to be done again: by others than the members whose gradients are in sums, for a while."""
+        """Exempt members whose gradients are in sums from computing the missing microbatches, for a while."""
         if close.spared_until is None and (close.sums or close.attempts):
             close.spared_until = now + self._config.lease_s
 
     def spared(self, now: float, stage: int) -> set[str]:
-        """Members that need not compute what is still to be done for the batch, since others are there: their own
-        gradients are in a sum, which would have to be made anew.
+        """Members exempt from computing the remaining microbatches, since others can: their own gradients are in a sum,
+        which would have to be made again.
         """
         close = self.stages[stage]
         if close.spared_until is None or now >= close.spared_until or math.isinf(close.spared_until):
             return set()
         version, found = close.spared
-        if version != self._roster.version:  # all members ask
+        if version != self._roster.version:  # cached, as all members ask
             found = {*close.sums.members(), *close.busy()}
             found = found if found < self._workers(stage) else set()
             close.spared = self._roster.version, found
         return found
 
     def _workers(self, stage: int) -> set[str]:
-        """The members of a stage that contribute, at whatever position."""
+        """The members of a stage that contribute, at any position."""
         return {post for post in self._roster.of_stage(stage) if post not in self._resting}
 
     def _forget(self, now: float, stage: int) -> None:
-        """Begin anew with what members hold."""
+        """Discard a stage's attempts and sums, and start again from what its members hold."""
         close = self.stages[stage]
         for attempt in [*close.attempts.values()]:
             self._cancel(now, stage, attempt)
@@ -120,7 +120,7 @@ class Closing:
 
     @property
     def settled(self) -> list[bool]:
-        """Per stage, True when it has its mean."""
+        """Per stage, True if it has its mean."""
         return [close.settled for close in self.stages]
 
     def awaited(self) -> set[str]:
@@ -132,19 +132,19 @@ class Closing:
         return [peer for close in self.stages for peer in sorted(close.prepared)]
 
     def problem(self) -> str:
-        """The reason that a stage cannot even try to average; "" where all can."""
+        """Reason that a stage cannot even attempt to average, or "" if all can."""
         for stage, close in enumerate(self.stages):
             if close.problem:
                 return f"stage {stage} cannot average: {close.problem}"
         return ""
 
     def due(self, now: float) -> float | None:
-        """The next deadline of any stage; None: there is none."""
+        """Next deadline of any stage, or None if there is none."""
         return min((at for close in self.stages if (at := close.due(now)) is not None), default=None)
 
     def lost(self, now: float, peer: str) -> None:
-        """A member, or a helper, is gone: call off the attempts that need it. The roster has it no longer, and its
-        microbatches are lost. Not to be called while members make the step: its sums are whole, whoever goes.
+        """Cancel the attempts that need a member or helper that is gone. The roster no longer has it, and its
+        microbatches are lost. Not to be called while members make the step, since their sums are complete then.
         """
         for stage, close in enumerate(self.stages):
             for attempt in [one for one in close.attempts.values() if one.involves(peer)]:
@@ -158,7 +158,7 @@ class Closing:
                 self._spare(now, close)
 
     def step_made(self, step: int) -> None:
-        """A step was made: strikes fade, and innocent summers get their shares back."""
+        """Record a completed step: strikes fade, and innocent summing peers get their shares back."""
         self.blame.step_made()
         for stage, agreement in enumerate(self._agreements):
             agreement.step_made(step)
@@ -172,8 +172,8 @@ class Closing:
     # --- attempts ---------------------------------------------------------------------------------------------
 
     def may_begin(self, now: float, stage: int) -> bool:
-        """True while a stage has no sum of the batch, and the pause after a failed attempt is over; False where nothing
-        has changed since the last look.
+        """True if a stage has no sum of the batch, the pause after a failed attempt is over, and something has changed
+        since attempts were last considered.
         """
         close = self.stages[stage]
         if self._batches.due.missing[stage]:
@@ -182,19 +182,19 @@ class Closing:
         return not close.settled and now >= close.not_before and close.looked != close.view(self._roster.version)
 
     def begin(self, now: float, stage: int, ready: tuple[str, ...], lineage: bytes) -> bool:
-        """Order the attempts that these members can begin now; True if there are any. `may_begin` must be true."""
+        """Order the attempts that the `ready` members can begin now; True if there are any. Requires `may_begin`."""
         close = self.stages[stage]
         if close.first is not None and not (close.has_all_of(close.first) and close.first.kept.keys() <= {*ready}):
             self._forget(now, stage)
         close.sums.forget_outgrown(self._batches.due, now)
         self._look_for_losses(now, stage)
-        if self._batches.due.missing[stage]:  # what somebody brought to a sum that was given up
+        if self._batches.due.missing[stage]:  # a discarded sum contained microbatches that nobody holds
             return False
         try:
             found, close.problem = self._groups.next(now, stage, close, ready, lineage), ""
         except NoSplit as error:
             if close.sums or close.first is not None:
-                self.blame.note(f"stage {stage} averages anew: {error}")
+                self.blame.note(f"stage {stage} starts averaging again: {error}")
                 self._forget(now, stage)
             else:
                 self.changed |= close.problem != str(error)
@@ -213,7 +213,7 @@ class Closing:
         return bool(found)
 
     def look(self, now: float) -> None:
-        """Act on deadlines: judge accusations, leave late members behind, and spare nobody any longer."""
+        """Act on deadlines: judge accusations, leave late members behind, and end exemptions (`spared`)."""
         for close in self.stages:
             if close.spared_until is not None and now >= close.spared_until:
                 close.spared_until = math.inf
@@ -227,18 +227,18 @@ class Closing:
                 self._end_late(now, stage, attempt)
 
     def _end_late(self, now: float, stage: int, attempt: GroupAttempt) -> None:
-        """End an attempt that took too long. A sum that at least half of its group have counts without the others."""
+        """End an attempt that took too long. Its sum counts if at least half of the group have it."""
         if attempt.prepared and (attempt.copies is not None or 2 * len(attempt.prepared) >= len(attempt.group)):
             self._leave_behind(now, stage, attempt)
         elif self.stages[stage].others_have(attempt):  # the members get copies
             self._cancel(now, stage, attempt)
         else:
             for peer in sorted(attempt.waiting):
-                self.blame.failed(now, peer, "does not say that it averaged")
+                self.blame.failed(now, peer, "does not report that it averaged")
             self._fail(now, stage, attempt)
 
     def _late_at(self, now: float, attempt: GroupAttempt) -> float:
-        """Until when others may take, where this attempt has taken so long."""
+        """Deadline for the other members, given how long this attempt has taken so far."""
         return now + max(self._config.late_s, _LATE_FACTOR * (now - attempt.began))
 
     def _under_way(self) -> list[tuple[int, GroupAttempt]]:
@@ -247,19 +247,19 @@ class Closing:
     def _leave_behind(self, now: float, stage: int, attempt: GroupAttempt) -> None:
         """End the attempt without the members that have not answered."""
         newcomers = self.blame.newcomers(self._together(stage, attempt), attempt.waiting)
-        if len(newcomers) < len(attempt.waiting):  # members are late as well: all that are late may be overloaded
+        if len(newcomers) < len(attempt.waiting):  # established members are late, too: all of them may be overloaded
             newcomers = []
         for peer in newcomers:
-            self.blame.let_go(now, peer, "does not say that it averaged")
+            self.blame.let_go(now, peer, "does not report that it averaged")
         for peer in sorted(attempt.waiting.difference(newcomers)):
-            self.blame.note(f"peer …{peer[-8:]} has not said that it averaged: the others go on")
-            self.blame.failed(now, peer, "does not say that it averaged")
+            self.blame.note(f"peer …{peer[-8:]} has not reported that it averaged: the others go on")
+            self.blame.failed(now, peer, "does not report that it averaged")
         self.stages[stage].left |= attempt.waiting
         attempt.waiting.clear()
         self._all_answered(now, stage, attempt)
 
     def ended(self, now: float, end: PrepareEnded) -> None:
-        """A member, or a helper, reports the end of its part in an attempt."""
+        """Process the report of a member or helper that its part in an attempt has ended."""
         stage, attempt = next(((s, one) for s, one in self._under_way() if one.name == end.attempt), (0, None))
         if attempt is None:
             return
@@ -298,14 +298,14 @@ class Closing:
         close.time_late(now, self._config.late_s, _LATE_FACTOR)
 
     def _absent(self, now: float, stage: int, attempt: GroupAttempt, peer: str) -> None:
-        """A member has not got the sum that it is to bring: only if that goes on is it the member's fault."""
+        """Handle a member that lacks the sum it should contribute. It is at fault only if this happens repeatedly."""
         close = self.stages[stage]
         close.sums.unkeep(peer)
         self._fail(now, stage, attempt)
         self._look_for_losses(now, stage)
         close.absent[peer] += 1
         if close.absent[peer] > _ABSENT_MOST:
-            self.blame.failed(now, peer, "does not keep the sums that it was given")
+            self.blame.failed(now, peer, "does not store the sums that it received")
 
     def _not_ok(self, now: float, stage: int, attempt: GroupAttempt, end: PrepareEnded) -> None:
         assigned = attempt.assigned(end.peer)
@@ -330,7 +330,7 @@ class Closing:
             self.blame.failed(now, end.peer, "failed averaging")
 
     def _accuse(self, now: float, stage: int, attempt: GroupAttempt, by: str, mates: list[str]) -> None:
-        """A member has lost these peers: wait a moment for others to report the same."""
+        """Record that a member has lost these peers, and wait a moment for others to report the same."""
         attempt.accused += [(by, mate) for mate in mates]
         if attempt.heard_at is None:
             attempt.heard_at = now + _HEAR_S
@@ -346,12 +346,12 @@ class Closing:
         self.blame.contradict(now, attempt.accused, len(members))
 
     def _together(self, stage: int, attempt: GroupAttempt) -> set[str]:
-        """All that average in the stage: a few whose ids bring them into one group shall not decide there alone."""
+        """All that average in the stage, so that the few members of one group never decide there alone."""
         close = self.stages[stage]
         return {*attempt.group, *close.busy(), *close.sums.members()}
 
     def _all_answered(self, now: float, stage: int, attempt: GroupAttempt) -> None:
-        """Compare the digests of the sum that all have, also those in other groups: equal ones make it count."""
+        """Compare the digests of the sum, including those of other groups that made it: if equal, it counts."""
         close, found = self.stages[stage], attempt.result()
         if attempt.copies is not None and any(one != attempt.copies.digest for one in attempt.digests.values()):
             self._copy_differs(now, stage, attempt, attempt.copies)
@@ -365,11 +365,11 @@ class Closing:
         top = close.sums.add(found, attempt.copies)
         if top is None:
             close.sums.release(self._batches.due, attempt.brought, now)
-            self._begin_anew(now, stage, "a sum has no place among the others")
+            self._begin_anew(now, stage, "a sum does not fit the others")
             return
         close.time_siblings(attempt, self._late_at(now, attempt))
         self._look_for_losses(now, stage)
-        if len(set(top.digests.values())) > 1:  # each group made another sum of the same
+        if len(set(top.digests.values())) > 1:  # groups got different sums of the same contents
             self._forget(now, stage)
             self._pause(now, stage)
             self._judge_different(now, stage, attempt, top)
@@ -377,9 +377,7 @@ class Closing:
             self._look_whether_whole(now, stage)
 
     def _look_for_losses(self, now: float, stage: int) -> None:
-        """Forget the sums that are lost, and call off the attempts to join or copy them: else what was in them would be
-        summed twice, as it enters other sums by now.
-        """
+        """Discard lost sums, and cancel attempts to join or copy them, whose contents would now count twice."""
         close = self.stages[stage]
         close.sums.forget_lost(self._batches.due, now)
         for attempt in [*close.attempts.values()]:
@@ -387,8 +385,8 @@ class Closing:
                 self._give_up(now, stage, attempt)
 
     def _copy_differs(self, now: float, stage: int, attempt: GroupAttempt, top: PartialSum) -> None:
-        """Members report another sum than the one that they got a copy of: the word of one against that of another, so
-        nobody is blamed. The next copy is another member's; after two in vain a member goes without the sum.
+        """Handle members that report another sum than the one they copied. One's word stands against another's, so
+        nobody is blamed. Another member provides the next copy; after two failed copies a member goes without the sum.
         """
         close, holder = self.stages[stage], attempt.group[0]
         others = {peer for peer, digest in attempt.digests.items() if digest != top.digest}
@@ -398,19 +396,19 @@ class Closing:
         if holder in others or not given:
             close.sums.unkeep(holder)
         else:
-            top.kept[holder] = given  # the last of them, now
+            top.kept[holder] = given  # moves it to the end
         close.in_vain.update(others)
         close.left |= {peer for peer in others if peer == holder or close.in_vain[peer] > 1}
         self._look_for_losses(now, stage)
 
     def _begin_anew(self, now: float, stage: int, why: str) -> None:
-        """Forget all sums of a stage that are not what they should be: a step with them would be wrong."""
-        self._out.append(Note(f"stage {stage} averages anew: {why}", warning=True))
+        """Discard all sums of a stage that are inconsistent: a step with them would be wrong."""
+        self._out.append(Note(f"stage {stage} starts averaging again: {why}", warning=True))
         self._forget(now, stage)
         self._pause(now, stage)
 
     def _look_whether_whole(self, now: float, stage: int) -> None:
-        """The stage is settled once all that can have the sum of the batch have it."""
+        """Settle the stage once all members that can have the sum of the batch have it."""
         close, due = self.stages[stage], self._batches.due
         top, has_first = close.complete(due), self._config.factors and close.first is None
         if top is None or not (top.last or has_first):
@@ -424,43 +422,41 @@ class Closing:
             self._agreements[stage].agreed()
 
     def _sum_second(self, now: float, stage: int, first: PartialSum) -> None:
-        """The first factors are summed: sum the second ones, if all who brought the first are there to do it."""
+        """Continue with the second factors, if all that contributed the first ones are still present."""
         self._forget(now, stage)
         if self.stages[stage].has_all_of(first):
             self.stages[stage].first = first
         else:
-            self._begin_anew(now, stage, "a member that brought its first factors cannot bring the second ones")
+            self._begin_anew(now, stage, "a contributor of first factors cannot contribute second ones")
 
     def _judge_different(self, now: float, stage: int, attempt: GroupAttempt, found: PartialSum) -> None:
-        """Members report different sums: without helpers and newcomers the next ones are, and else `Agreement` says who
-        is at fault.
-        """
-        if attempt.helpers:  # strangers, and a round can do without them
+        """Handle different sums: repeat without helpers, then without newcomers; then `Agreement` finds the culprit."""
+        if attempt.helpers:  # strangers, and a round works without them
             for peer in sorted(attempt.helpers):
                 alone = len(attempt.helpers) == 1
-                self.blame.let_go(now, peer, "summed where members ended with different sums", proven=alone)
+                self.blame.let_go(now, peer, "summed in a round in which members got different sums", proven=alone)
             return
         if not self._may_judge(stage, attempt):
-            self.blame.note(f"stage {stage}: a few members have different sums: larger groups repeat them")
+            self.blame.note(f"stage {stage}: a few members got different sums: larger groups repeat the round")
             self.stages[stage].wide = True
             self._forget(now, stage)
             return
         if newcomers := self.blame.newcomers(self._together(stage, attempt), found.kept):
             for peer in newcomers:
                 alone = len(newcomers) == 1
-                self.blame.let_go(now, peer, "took part where members ended with different sums", proven=alone)
+                self.blame.let_go(now, peer, "took part in a round in which members got different sums", proven=alone)
             return
         able = frozenset(peer for peer in found.kept if not self._roster.lines.is_client(peer))
-        summing = Summing(found.summers, able)
+        summing = SummingPeers(found.summers, able)
         told = self._agreements[stage].judge(self._step, found.digests, summing, self._roster.since)
         self.blame.note(f"stage {stage}: {told.note}")
         for peer in told.guilty:
-            self.blame.put_aside(now, peer, "has another sum than its stage-mates")
+            self.blame.put_aside(now, peer, "reports another sum than others of its stage")
         self._rest(stage)
 
     def _may_judge(self, stage: int, attempt: GroupAttempt) -> bool:
-        """False of one group among several, whose few members may be of one mind: who is at fault shows where all
-        members, or as many as can, sum together what they hold.
+        """False for one small group among several, whose few members may collude: who is at fault shows only if all
+        members, or as many as possible, sum together what they hold.
         """
         positions = {stand.position for stand in attempt.stands.values()}
         here = [peer for peer in self._workers(stage) if self._roster.entries[peer].position in positions]
@@ -477,7 +473,7 @@ class Closing:
             self._pause(now, stage)
 
     def _pause(self, now: float, stage: int) -> None:
-        """Groups that fail at once, or while the pause is on, do not make it longer."""
+        """Start the pause before the next attempt. Failures at the same time, or during it, do not lengthen it."""
         close = self.stages[stage]
         self.changed = True
         if now < close.not_before:
@@ -486,14 +482,14 @@ class Closing:
         close.failures += 1
 
     def _give_up(self, now: float, stage: int, attempt: GroupAttempt) -> None:
-        """Call the attempt off; sums in factors begin anew, since the second ones need all who brought the first."""
+        """Cancel the attempt. Sums of factors start again, since second factors need all contributors of the first."""
         if self.stages[stage].first is not None:
             self._forget(now, stage)
         else:
             self._cancel(now, stage, attempt)
 
     def _cancel(self, now: float, stage: int, attempt: GroupAttempt) -> None:
-        """Call the attempt off; members hold again what they brought."""
+        """Cancel the attempt; members hold again what they contributed."""
         close = self.stages[stage]
         if close.attempts.pop(attempt.name, None) is not None:
             self._out.append(CancelAttempt(attempt.name))

@@ -1,7 +1,7 @@
 """Text on what a stalled step waits for: trainers' microbatches, or members that have not averaged or stepped yet.
 
-For the log and the user: it changes nothing. A step may take long because work takes long; then it names the peers that
-do that work. The text has no times, so that it stays the same while the same is waited for.
+For logs and users; it has no effect on the run. A step may take long because the work takes long; then the text names
+the peers that do the work. It contains no times, so that it stays the same while the cause stays the same.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.posts import peer_of
 
 _PATIENCE_S: Final = 10.0
-_NAMED: Final = 4  # of the peers that are waited for; the others are counted
+_NAMED: Final = 4  # peers that are named; the others are counted
 
 
 class Standstill:
-    """The stall watch of one conductor's term."""
+    """Stall watch for one conductor's term."""
 
     def __init__(self) -> None:
         self._view: object = None
         self._since = 0.0
 
     def look(self, now: float, conductor: Conductor) -> str:
-        """The text; "" while things move, or where `Conductor.waits_for` gives the reason that they do not."""
+        """Text on what the step waits for; "" while it progresses, or if `Conductor.waits_for` gives the reason."""
         due = conductor.batches.due
         view = conductor.current, conductor.phase, len(due.entries), due.undone, *due.missing
         if view != self._view:
@@ -47,7 +47,7 @@ class Standstill:
 
 
 def _unproven_stages(conductor: Conductor) -> str:
-    """Text on stages whose members have never helped to make a step, while others have: perhaps they do nothing."""
+    """Text on stages whose members have never helped to make a step while others have: perhaps they do nothing."""
     established, found = conductor.search.established, list[str]()
     for stage in conductor.roster.stages:
         there = conductor.roster.at(stage, conductor.current)
@@ -59,7 +59,7 @@ def _unproven_stages(conductor: Conductor) -> str:
 
 
 def named(peers: Iterable[str]) -> str:
-    """The first few peers by the end of their names, and the number of the others."""
+    """Names of the first few peers (the ends of their ids), and the number of the others."""
     names = [f"…{peer[-8:]}" for peer in peers]
     more = [f"{len(names) - _NAMED} others"] if len(names) > _NAMED else []
     return " and ".join(filter(None, [", ".join(names[:_NAMED]), *more]))

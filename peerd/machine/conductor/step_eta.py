@@ -1,7 +1,7 @@
-"""Forecast of a step, the same for all peers that ask: when the batch is whole, and when the step is made.
+"""Forecast of a step, shared by all peers that ask: when the batch is complete, and when the step is made.
 
-Between the two lies averaging and stepping, for as long as it took in the last steps. A forecast looks at the whole
-batch, so one is kept for a moment and counted down. Reads the conductor's views; changes nothing.
+The time between the two, for averaging and stepping, is estimated from the last steps. A forecast scans the whole
+batch, so it is cached for a moment and counted down. Reads the conductor's views; changes nothing.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _KEPT_S = 0.2
 _SMOOTHING = 0.3
 
 
-class Outlook:
-    """See the module's header. For one conductor's term."""
+class StepEta:
+    """Step forecast for one conductor's term."""
 
     def __init__(self) -> None:
         self._made, self._view = -math.inf, (-1, Phase.GATHERING)
         self._whole_in_s: float | None = None
         self._closing_since: float | None = None
         self._closing_step = 0
-        self._closing_s: float | None = None  # from the whole batch to the next step; None: never seen
+        self._closing_s: float | None = None  # smoothed seconds from the complete batch to the next step; None: unknown
 
     def look(self, now: float, conductor: Conductor) -> Forecast | None:
-        """The forecast as of now; None: unknown."""
+        """Forecast as of `now`, or None if it is unknown."""
         view = conductor.members_version, conductor.phase
         if view != self._view or now - self._made >= _KEPT_S:
             self._watch_closing(now, conductor)
@@ -42,7 +42,7 @@ class Outlook:
         return Forecast(whole_in_s, min(whole_in_s + closing_s, FORESEEABLE_S))
 
     def _watch_closing(self, now: float, conductor: Conductor) -> None:
-        """Measure, smoothed, the time from the whole batch to the step made; each change of phase wakes an asker."""
+        """Measure the smoothed time from the complete batch to the step. Callers ask at every change of phase."""
         step = conductor.current.step if conductor.current is not None else 0
         match conductor.phase:
             case Phase.CLOSING:

@@ -1,1 +1,1 @@
-"""Ways to other peers: addresses, dialing, reachability, hole punching, relays."""
+"""Paths to other peers: addresses, dialing, reachability, hole punching, relays."""

@@ -1,9 +1,9 @@
 """Happy eyeballs (RFC 8305) for peers behind home routers: the order in which a peer's addresses are tried, and when.
 
-Decides only; `net/race.py` dials. Ways that worked come first, kinds of address take turns (so that three stale
-addresses of one kind cost one step), relayed ones wait until direct ones have had a chance, and what failed lately
-comes last. Hostile peers tell addresses that lead nowhere, or to others: they cost places of a bounded number, for a
-bounded time, and never hold back an address of another kind for longer than a step.
+This module decides; `net/race.py` dials. Addresses that worked come first. Then the kinds of address take turns, so
+that three stale addresses of one kind cost one step. Relayed addresses wait until direct ones have had a chance, and
+recently failed ones come last. Hostile peers report addresses that lead nowhere or to others: each costs one of a
+bounded number of attempts for a bounded time, and never delays an address of another kind by more than a step.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from peerd.machine.budget.book import User
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 STAGGER_S: Final = 0.25  # RFC 8305's connection attempt delay
-HEAD_START_S: Final = STAGGER_S + 0.5  # of direct addresses before relayed ones: a hand-shake across an ocean
-NEAR_HEAD_START_S: Final = STAGGER_S  # of private ones alone: who is near answers in milliseconds, or is elsewhere
-PARALLEL: Final = 6  # attempts at once for one peer
-GIVE_WAY_S: Final = 4.0  # after this an attempt makes room for an untried address: three first packets went unanswered
-FAILED_LATELY_S: Final = 120.0  # so long an address that failed comes after the others
+HEAD_START_S: Final = STAGGER_S + 0.5  # of direct addresses over relayed ones; fits a handshake across an ocean
+NEAR_HEAD_START_S: Final = STAGGER_S  # if only private addresses are tried: a nearby peer answers in milliseconds
+PARALLEL: Final = 6  # concurrent attempts per peer
+GIVE_WAY_S: Final = 4.0  # age at which an attempt yields to an untried address: three SYN packets went unanswered
+FAILED_LATELY_S: Final = 120.0  # how long a failed address is tried only after the others
 
 
 @dataclass(slots=True)
-class Past:
-    """History of an address."""
+class AddressHistory:
+    """What is known about an address from earlier attempts."""
 
-    worked: int = 0  # 0: never; else the larger, the later
-    failed_s: float = -math.inf  # when it last failed, unless it has worked since
-    heard: User | None = None  # the teller; None: it is from our own configuration
+    worked: int = 0  # 0: never; otherwise larger for a more recent success
+    failed_s: float = -math.inf  # time of the last failure, unless it has worked since
+    heard: User | None = None  # the peer that reported it, or None if it is from our own configuration
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Network surroundings of this peer; empty fields: not known."""
+class NetworkSurroundings:
+    """The networks and addresses of this peer; fields are empty if unknown."""
 
-    networks: tuple[IpNetwork, ...] = ()  # that its interfaces are in
-    listening: frozenset[Multiaddr] = frozenset()  # its own addresses: another peer named there is somewhere else
-    public: frozenset[Ip] = frozenset()  # as others see it
+    networks: tuple[IpNetwork, ...] = ()  # networks of its interfaces
+    listening: frozenset[Multiaddr] = frozenset()  # its own listening addresses; no other peer can be there
+    public: frozenset[Ip] = frozenset()  # its public addresses as others see them
 
 
 class _Kind(IntEnum):
-    """Kinds of direct address; they take turns in this order."""
+    """Kinds of direct address, in the order in which they take turns."""
 
     HERE = 0
-    NEAR = 1  # private, in a network that both are in as far as we know
+    NEAR = 1  # private, in a network that both peers seem to be in
     PUBLIC_6 = 2
     PUBLIC_4 = 3
     NAME = 4
-    ELSEWHERE = 5  # private, in a network that is not ours: routed to by chance, or a stranger's
+    ELSEWHERE = 5  # private, in a network that is not ours; it may lead to a stranger
 
 
-def order(known: Mapping[Multiaddr, Past], around: Surroundings, now: float) -> list[Multiaddr]:
-    """A peer's addresses, the most promising first."""
+def order(known: Mapping[Multiaddr, AddressHistory], around: NetworkSurroundings, now: float) -> list[Multiaddr]:
+    """A peer's addresses, most promising first."""
     late = {addr for addr, past in known.items() if now < past.failed_s + FAILED_LATELY_S or addr in around.listening}
     fresh = sorted((addr for addr in known if addr not in late), key=lambda addr: -known[addr].worked)
     direct = [addr for addr in fresh if not is_relayed(addr)]
@@ -71,14 +71,14 @@ def order(known: Mapping[Multiaddr, Past], around: Surroundings, now: float) -> 
     return [*proven, *rest, *relayed, *sorted(late, key=lambda addr: (known[addr].failed_s, addr.to_bytes()))]
 
 
-def _apart(addrs: Iterable[Multiaddr], around: Surroundings) -> bool:
-    """True when the peer is certainly behind another router: its public IPv4 addresses and ours have none in common."""
+def _apart(addrs: Iterable[Multiaddr], around: NetworkSurroundings) -> bool:
+    """Return True if the peer is certainly behind another router: it shares no public IPv4 address with us."""
     ours = {ip for ip in around.public if ip.version == 4}
     theirs = {ip for addr in addrs if (ip := ip_of(addr)) is not None and ip.version == 4 and reach(addr) == 2}
     return bool(ours) and bool(theirs) and not ours & theirs
 
 
-def _kind(addr: Multiaddr, around: Surroundings, *, apart: bool) -> _Kind:
+def _kind(addr: Multiaddr, around: NetworkSurroundings, *, apart: bool) -> _Kind:
     ip = ip_of(addr)
     if ip is None:
         return _Kind.NAME
@@ -91,7 +91,7 @@ def _kind(addr: Multiaddr, around: Surroundings, *, apart: bool) -> _Kind:
 
 
 def _by_turns(addrs: Sequence[tuple[Multiaddr, _Kind]]) -> list[Multiaddr]:
-    """All, by turns: one of each kind, then the second of each, and so on."""
+    """All addresses in turns: the first of each kind, then the second of each, and so on."""
     place: dict[Multiaddr, tuple[int, _Kind]] = {}
     count: dict[_Kind, int] = {}
     for addr, kind in addrs:
@@ -102,32 +102,32 @@ def _by_turns(addrs: Sequence[tuple[Multiaddr, _Kind]]) -> list[Multiaddr]:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """Start an attempt."""
+    """Action: start an attempt."""
 
     addr: Multiaddr
 
 
 @dataclass(frozen=True, slots=True)
 class DropAttempt:
-    """End this attempt; once it has, another address has its turn."""
+    """Action: cancel this attempt; another address is tried once it has ended."""
 
     addr: Multiaddr
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to do before `until_s`, or an attempt ends, or an address is learned."""
+    """Action: wait until `until_s`, until an attempt ends, or until a new address is known."""
 
     until_s: float
 
 
-class Race:
-    """The attempts to reach one peer. Invariants: at most PARALLEL at once, and each address once."""
+class HappyEyeballs:
+    """The attempts to reach one peer. Invariants: at most PARALLEL at once, and each address only once."""
 
     def __init__(self, now: float) -> None:
         self._began_s = self._next_s = now
         self._tried: set[Multiaddr] = set()
-        self._running: dict[Multiaddr, float] = {}  # oldest first -> when it started
+        self._running: dict[Multiaddr, float] = {}  # start time by address, oldest first
         self._dropped: set[Multiaddr] = set()
 
     @property
@@ -158,13 +158,13 @@ class Race:
         return Try(addr)
 
     def _head_start_s(self) -> float:
-        """Head start of the direct attempts under way over a relay's."""
+        """Head start in seconds of the running direct attempts over relayed addresses."""
         direct = [addr for addr in self._running if not is_relayed(addr)]
         if any(reach(addr) == 2 for addr in direct):
             return HEAD_START_S
         return NEAR_HEAD_START_S if direct else 0.0
 
     def ended(self, now: float, addr: Multiaddr) -> None:
-        """An attempt failed, or was dropped: the next need not wait."""
+        """Record that an attempt failed or was dropped, so that the next one may start at once."""
         if self._running.pop(addr, None) is not None:
             self._next_s = now

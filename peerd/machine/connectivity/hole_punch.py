@@ -1,12 +1,12 @@
-"""Hole punching: the part of each side, where to dial and when, and what is remembered of pairs that failed.
+"""Hole punching: each side's role, which addresses to dial and when, and what is remembered of failed attempts.
 
-The peer that was dialed over the relay acts: it dials the other's public addresses, then proposes a simultaneous
-open, at most PUNCH_ATTEMPTS times; after that the pair rests, each time longer, until either side's addresses change.
-`PunchMemory` holds that; the rest are pure functions. Drives nothing: `service/connectivity/dcutr.py` talks and dials.
-Invariants: tables are bounded; what a peer claims is dialed only if it is a literal TCP address of a public host or of
-a network that this peer is in, few at a time, and no host is dialed often because others say so.
-A hostile peer may claim addresses of somebody else, or of our own network, and may fail on purpose for ever.
-Source: libp2p specs `relay/DCUtR.md`.
+The peer that was dialed over the relay is active: it dials the other's public addresses, then proposes a simultaneous
+open, at most PUNCH_ATTEMPTS times. Then the pair pauses, longer after each failure, until either side's addresses
+change. `PunchMemory` stores the pauses; the rest are pure functions. No IO: `service/connectivity/hole_puncher.py`
+exchanges messages and dials. Invariants: tables are bounded; an address reported by a peer is dialed only if it is a
+literal TCP address of a public host or in a network of this peer; few are dialed at a time, and no host often on
+others' reports. Hostile input: a peer may report addresses of other hosts or in our own network, and may fail on
+purpose forever. Source: libp2p specs `relay/DCUtR.md`.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from peerd.core.limits import (
 )
 from peerd.machine.rate.quota import Quota
 
-FIRST_PAUSE_S: Final = 30.0  # after a meeting in which nothing came through
-UNANSWERED_PAUSE_S: Final = 8.0  # after one that did not take place: the link over the relay may just have died
+FIRST_PAUSE_S: Final = 30.0  # after an attempt in which no connection succeeded
+UNANSWERED_PAUSE_S: Final = 8.0  # after an attempt without an answer: the link over the relay may just have died
 LONGEST_PAUSE_S: Final = 3600.0
 _GROWTH: Final = 4.0
-# Dialing one address again: at once when a router refuses, as the other side's packet may pass by then; a request
-# that is lost in silence is repeated by the system after 1 s, which is late, and must not cross its own answer.
+# Redialing an address: almost at once after a refusal, because the other side's packet may have opened the router by
+# then. If a SYN is lost, the system repeats it only after 1 s, which is late; but a redial must not cross the answer.
 _REFUSED_PAUSE_S: Final = 0.02
 _REFUSED_PAUSE_MAX_S: Final = 0.25
 _REFUSED_GROWTH: Final = 1.2
 _REVERSE_MAX_S: Final = 2.0
 _REVERSE_MIN_S: Final = 0.3
-_REVERSE_RTTS: Final = 3.0  # the connection, and its hand-shake
+_REVERSE_RTTS: Final = 3.0  # for the connection and its handshake
 _SILENCE_S: Final = 0.4
 _SILENCE_RTTS: Final = 2.5
 
 
 def speaks_first(agent: str, *, proposed: bool) -> bool:
-    """True when we act as the initiator of the hand-shake on a connection that both sides have dialed.
+    """Return True if we are the initiator of the handshake on a connection that both sides have dialed.
 
-    `proposed`: we have proposed the meeting. Between peers of this program both may speak first: should one of the two
-    packets find the other side listening instead of dialing, there is an initiator all the same. js never dials from
-    its listening port, so that whatever we reach there is its listener. go is initiator when it has proposed; the
-    specification leaves it open.
+    `proposed`: we have proposed the simultaneous open. Between peers of this program both sides may be initiators: if
+    one side's packet reaches a listening socket instead of a dialing one, there is an initiator in any case. js-libp2p
+    never dials from its listening port, so what we reach there is its listener. go-libp2p is the initiator if it has
+    proposed; the specification leaves this open.
     """
     return proposed or agent.startswith(("peerd/", "js-libp2p"))
 
 
 def to_dial(claimed: Iterable[bytes | Multiaddr], own: Iterable[Multiaddr]) -> list[Multiaddr]:
-    """Those of a peer's claimed addresses that may be dialed, at most PUNCH_ADDRS, the nearest first.
+    """The addresses reported by a peer that may be dialed, at most PUNCH_ADDRS, the nearest first.
 
-    Private addresses only if one of our `own` is in the same network: elsewhere they are a stranger's.
+    Private addresses are included only if one of our `own` is in the same network; otherwise they belong to strangers.
     """
     homes = [ip for addr in own if (ip := ip_of(addr)) is not None and reach(addr) == 1]
     found: dict[Multiaddr, int] = {}
@@ -82,7 +82,7 @@ def to_dial(claimed: Iterable[bytes | Multiaddr], own: Iterable[Multiaddr]) -> l
 
 
 def _literal(claim: bytes | Multiaddr) -> Multiaddr | None:
-    """A plain TCP address without names, which could lead anywhere."""
+    """The claim as a plain TCP address, or None; names are excluded because they could lead anywhere."""
     try:
         addr = split_peer(decode_addr(claim) if isinstance(claim, bytes) else claim)[0]
     except ProtocolViolation:
@@ -101,9 +101,7 @@ def _same_network(ip: Ip, home: Ip) -> bool:
 
 
 def place(candidates: Iterable[Multiaddr], seen: Iterable[Multiaddr], own: Iterable[Multiaddr]) -> list[Multiaddr]:
-    """Our location: the addresses whose change makes new attempts worthwhile. One dissenting witness changes
-    nothing.
-    """
+    """Our location: the addresses whose change makes new attempts worthwhile. One differing observer has no effect."""
     counts: dict[Ip, int] = {}
     first: dict[Ip, Multiaddr] = {}
     for addr in seen:
@@ -116,7 +114,7 @@ def place(candidates: Iterable[Multiaddr], seen: Iterable[Multiaddr], own: Itera
 
 
 def to_offer(candidates: Iterable[Multiaddr], seen: Iterable[Multiaddr], own: Iterable[Multiaddr]) -> list[Multiaddr]:
-    """Addresses that we offer: those that are probably ours, those that others saw most often, those at home."""
+    """The addresses that we offer: probable public ones, those that others saw most often, and private ones."""
     counts: dict[Multiaddr, int] = {}
     for addr in seen:
         if _literal(addr) is not None and reach(addr) == 2:
@@ -130,68 +128,69 @@ def to_offer(candidates: Iterable[Multiaddr], seen: Iterable[Multiaddr], own: It
 
 
 def refused_pause_s(times: int, rng: random.Random) -> float:
-    """Randomized pause before dialing again an address that has refused `times` times in a row."""
+    """Randomized pause in seconds before redialing an address that has refused `times` times in a row."""
     pause_s = min(_REFUSED_PAUSE_MAX_S, _REFUSED_PAUSE_S * _REFUSED_GROWTH ** min(times, 50))
-    return pause_s * rng.uniform(0.5, 1.5)  # two sides in step would miss each other every time
+    return pause_s * rng.uniform(0.5, 1.5)  # two synchronized sides would miss each other every time
 
 
 def silence_s(rtt_s: float) -> float:
-    """Time-out after which an address that does not answer is dialed anew; `rtt_s`: over the relay."""
+    """Timeout in seconds for redialing an address that does not answer. `rtt_s`: round trip over the relay."""
     return max(_SILENCE_S, _SILENCE_RTTS * rtt_s)
 
 
 def reverse_s(rtt_s: float | None) -> float:
-    """Seconds for dialing the public addresses of a peer that may be reachable; `rtt_s`: over the relay, if known.
+    """Time in seconds for dialing a peer's public addresses. `rtt_s`: round trip over the relay, if known.
 
-    A router that drops what it does not expect costs all of it, and those who can be reached answer in half.
+    A router that drops unexpected packets uses up all of it; a reachable peer answers in half the time.
     """
     return _REVERSE_MAX_S if rtt_s is None else min(_REVERSE_MAX_S, _REVERSE_MIN_S + _REVERSE_RTTS * rtt_s)
 
 
 @dataclass(slots=True)
 class Pair:
-    """A peer with which punching has failed."""
+    """A peer with which hole punching has failed."""
 
     failures: int
-    unanswered: int  # of these
-    due_s: float  # when to try again
+    unanswered: int  # of these failures
+    due_s: float  # time of the next attempt
     reason: str
-    theirs: frozenset[Hashable]  # what it said of itself then
+    theirs: frozenset[Hashable]  # the addresses and protocols that it reported then
 
 
 class PunchMemory:
-    """Results of former meetings, and a quota for what others have us dial."""
+    """Results of earlier attempts, and a quota for dials that others ask for."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.pairs = BoundedDict[PeerId, Pair](PUNCH_PAIRS)  # the one that failed longest ago first
+        self.pairs = BoundedDict[PeerId, Pair](PUNCH_PAIRS)  # oldest failure first
         self._rng = rng
         self._own: frozenset[Ip] = frozenset()
         self._quota = Quota(PUNCH_PER_PEER_MINUTE, PUNCH_TARGET_PER_MINUTE, PUNCH_PER_MINUTE)
 
     def look(self, own: Iterable[Multiaddr], peer: PeerId, theirs: Iterable[Hashable], now: float) -> tuple[bool, str]:
-        """Decision whether to meet `peer` now, and why; `own`: our addresses, `theirs`: what the peer says of itself.
+        """Decide whether to attempt hole punching with `peer` now; returns the decision and its reason.
 
-        Of our addresses the hosts count: many routers give each connection another port.
+        `own`: our addresses, of which only the hosts count, because many routers give each connection another port.
+        `theirs`: what the peer reports about itself.
         """
         mine = frozenset(ip for addr in own if (ip := ip_of(addr)) is not None)
         if mine != self._own:
             self._own = mine
             self.pairs.clear()
-            return True, "our addresses are new"
+            return True, "our addresses have changed"
         pair = self.pairs.get(peer)
         if pair is None:
             return True, "not tried yet"
         if pair.theirs != frozenset(theirs):
             del self.pairs[peer]
-            return True, "it is not what it was: other addresses, or it has learned to meet"
+            return True, "its addresses or protocols have changed"
         if now >= pair.due_s:
-            return True, f"{pair.failures} meetings failed, the last one long ago"
+            return True, f"{pair.failures} attempts failed, the last one long ago"
         return False, f"{pair.reason}; again in {pair.due_s - now:.0f} s"
 
     def failed(
         self, peer: PeerId, theirs: Iterable[Hashable], reason: str, now: float, *, answered: bool = True
     ) -> None:
-        """A whole meeting came to nothing; `answered`: the peer took part, so that it is the routers that forbid it."""
+        """Record a failed attempt. `answered`: the peer took part, so that the routers are the cause."""
         before = self.pairs.get(peer)
         failures, unanswered = (1, 0) if before is None else (before.failures + 1, before.unanswered)
         unanswered += not answered
@@ -204,14 +203,14 @@ class PunchMemory:
         self.pairs.pop(peer, None)
 
     def due_s(self, peer: PeerId) -> float:
-        """Time of the next look at this peer; -inf: at once."""
+        """Time of the next attempt with this peer, or -inf if it may start at once."""
         pair = self.pairs.get(peer)
         return -math.inf if pair is None else pair.due_s
 
     def admit(self, peer: PeerId, addrs: Iterable[Multiaddr], now: float) -> list[Multiaddr]:
-        """Those of the addresses that `peer` may have us dial now; they are counted as dialed.
+        """The addresses that `peer` may make us dial now, within the quotas per peer, per target and in total.
 
-        Bounded by peer, by target, and in all.
+        They are counted as dialed.
         """
         admitted = []
         for addr in addrs:

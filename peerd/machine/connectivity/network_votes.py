@@ -1,7 +1,7 @@
-"""Votes of strangers: a statement is believed if most networks make it, however many identities one network has.
+"""Votes of strangers: a statement is accepted if most networks make it, however many identities one network has.
 
-Each network (IPv4 /16, IPv6 /32) has one vote, shared by its addresses, and each address's by its peers. Knows nothing
-of what is voted on. Hostile input: many identities at one address, many addresses in one network.
+Each network (IPv4 /16, IPv6 /32) has one vote, shared equally by its addresses, and each address's part by its peers.
+Independent of what is voted on. Hostile input: many identities at one address, many addresses in one network.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def network_of(addr: Multiaddr) -> str:
-    """The network that counts as one voice: the first 16 bits of an IPv4 address, 32 of an IPv6 one."""
+    """The network that has one vote: the first 16 bits of an IPv4 address or 32 bits of an IPv6 address."""
     ip = ip_of(addr)
     if ip is None:
         return str(addr)
@@ -25,12 +25,12 @@ def network_of(addr: Multiaddr) -> str:
 
 
 def votes(told: Iterable[tuple[Multiaddr, T]]) -> dict[T, float]:
-    """Weighted votes on what peers at these addresses say: one vote per network, shared by addresses, then by peers."""
+    """Weight of each statement made by peers at these addresses: one vote per network, split by address, then peer."""
     return shared((network_of(at), str(ip_of(at) or at), what) for at, what in told)
 
 
 def shared(told: Iterable[tuple[str, str, T]]) -> dict[T, float]:
-    """The result of `votes`, for statements by (network, address)."""
+    """Like `votes`, for statements given as (network, address, statement)."""
     networks: dict[str, dict[str, list[T]]] = {}
     for network, address, what in told:
         networks.setdefault(network, {}).setdefault(address, []).append(what)
@@ -43,7 +43,7 @@ def shared(told: Iterable[tuple[str, str, T]]) -> dict[T, float]:
 
 
 def majority(told: Iterable[tuple[Multiaddr, T]]) -> T | None:
-    """The statement that more than half of the votes are for; None: there is none."""
+    """The statement with more than half of the votes, or None."""
     found = votes(told)
     total = sum(found.values())
     return next((what for what, weight in found.items() if weight > total / 2 + 1e-9), None)

@@ -1,9 +1,9 @@
-"""Observed addresses: how connected peers see us, and what most of them agree on.
+"""Observed addresses: how connected peers see our address, and what most of them agree on.
 
-Holds one sight of each peer and finds, for each IP version, the address and the outside port that have a majority of
-networks behind them. Hostile input: made-up addresses and ports, floods of observers: when the table is full, the
-network with most entries loses its newest, so that nobody is pushed out by a crowd from elsewhere.
-Invariants: at most limits.OBSERVERS entries; only public addresses seen from outside count.
+Stores one observation per peer. For each IP version it finds the address and the external port that a majority of
+networks report. Hostile input: invented addresses and ports, floods of observers. If the table is full, the network
+with most entries loses its newest one, so that a crowd from one network cannot displace the others. Invariants: at most
+limits.OBSERVERS entries; only public addresses reported by peers outside count.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from peerd.machine.connectivity.network_votes import majority, network_of
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """One connected peer's observation of us. `seen`: None when it did not say."""
+class ObservedAddr:
+    """One connected peer's observation of our address. `seen` is None if it did not report one."""
 
     peer: PeerId
-    at: Multiaddr  # where the peer is, as we see it
+    at: Multiaddr  # the peer's address as we see it
     seen: Multiaddr | None
     mapped: bool  # `seen` belongs to our listening port: we dialed from it, or the peer dialed `seen`
-    accepted: bool  # the peer dialed
-    tests: bool  # it answers our questions
+    accepted: bool  # the peer dialed us
+    tests: bool  # it performs dial-backs for us
 
     @property
     def outside(self) -> bool:
-        """True when the peer is somewhere in the internet, so that what it sees is what strangers see."""
+        """True if the peer has a public address, so that it sees us like any stranger does."""
         return reach(self.at) == 2
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedView:
-    """Agreement of the observers, for one IP version."""
+    """The majority's view of our address, for one IP version."""
 
     ip: str | None = None
     mapped: Multiaddr | None = None
-    split: bool = False  # several see the outside port, and not the same
+    split: bool = False  # several peers see our external port, and see different ones
     observers: int = 0
-    port_observers: int = 0  # machines that see the outside port
+    port_observers: int = 0  # machines that see our external port
 
 
-class Observers:
-    """The sights, by peer."""
+class AddrObservers:
+    """The observations, by peer."""
 
     def __init__(self) -> None:
-        self._sights: dict[PeerId, Sight] = {}  # longest known first
+        self._sights: dict[PeerId, ObservedAddr] = {}  # longest known first
         self._places: dict[PeerId, str] = {}
         self._views: dict[int, ObservedView] = {}
 
@@ -62,19 +62,19 @@ class Observers:
     def __len__(self) -> int:
         return len(self._sights)
 
-    def get(self, peer: PeerId) -> Sight | None:
+    def get(self, peer: PeerId) -> ObservedAddr | None:
         return self._sights.get(peer)
 
     def place(self, peer: PeerId) -> str:
         """The network of a known peer."""
         return self._places[peer]
 
-    def outside(self) -> Iterator[Sight]:
-        """The sights from outside."""
+    def outside(self) -> Iterator[ObservedAddr]:
+        """The observations of peers with a public address."""
         return (sight for sight in self._sights.values() if sight.outside)
 
-    def put(self, sight: Sight) -> PeerId | None:
-        """Take a sight, in place of the peer's earlier one. Returns the peer whose sight had to go for it."""
+    def put(self, sight: ObservedAddr) -> PeerId | None:
+        """Store an observation, replacing the peer's earlier one. Returns the peer that was dropped for it, if any."""
         if sight.seen is not None and (tcp_place(sight.seen) is None or ip_of(sight.seen) is None):
             sight = replace(sight, seen=None)
         self._sights[sight.peer] = sight
@@ -94,7 +94,7 @@ class Observers:
             self._views.clear()
 
     def view(self, version: int) -> ObservedView:
-        """The majority's view for this IP version; empty where there is no majority."""
+        """The majority's view for this IP version; empty if there is no majority."""
         if version not in self._views:
             self._views[version] = self._look(version)
         return self._views[version]
@@ -114,6 +114,6 @@ class Observers:
 
 
 def version_of(addr: Multiaddr) -> int:
-    """The IP version of an address, 0 when it has none."""
+    """The IP version of an address, or 0 if it has no IP."""
     ip = ip_of(addr)
     return ip.version if ip is not None else 0

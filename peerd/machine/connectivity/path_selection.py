@@ -1,9 +1,10 @@
-"""Choice among several connections to one peer: a pure function of what is known of them, with the reason as text.
+"""Choice among several connections to one peer: a pure function of their properties that also returns its reason as
+text.
 
-The kind of way counts first, then the round trip: a relay carries for others, has limits and adds a detour, so that it
-wins over nothing. Of two connections of the same kind the newer one wins, since the older may be the dead one of a
-peer that has restarted; but two that were dialed from both ends at the same time stand for one another, and both sides
-take the one that the smaller peer id dialed. The one in use stays unless another is clearly better.
+The kind of path counts first, then the round trip. A relay serves others, has limits and adds a detour, so any other
+path is better. Of two connections of the same kind the newer one wins, because the older may be the dead one of a peer
+that has restarted. But if both sides dialed at the same time, both use the connection that the smaller peer id dialed.
+The connection in use stays unless another one is clearly better.
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ from enum import IntEnum
 from typing import Final
 
 
-class Way(IntEnum):
-    """Kind of path to a peer; the smaller, the better."""
+class PathKind(IntEnum):
+    """Kind of path to a peer; a smaller value is better."""
 
     LOCAL = 0  # this machine, or the same network
     DIRECT = 1  # one side dialed the other's public address
     PUNCHED = 2  # both sides dialed at once, through their routers
-    RELAYED = 3  # over a third peer
+    RELAYED = 3  # through a third peer
 
     @property
     def word(self) -> str:
         return self.name.lower()
 
 
-# What a kind of way is worth in seconds of round trip. A local path may yet be a detour, such as a slow tunnel; a
-# punched one ends with the routers' memory of it; a relayed one is used when there is nothing else.
-_COST_S: Final = {Way.LOCAL: 0.0, Way.DIRECT: 0.02, Way.PUNCHED: 0.04, Way.RELAYED: 1e3}
-_STICKY_S: Final = 0.01  # by how much another way has to be better, at the least
-_STICKY_SHARE: Final = 0.2  # and as a share of the round trip
-_TOGETHER_S: Final = 3.0  # dials from both ends within so long were one event: a hand-shake, and the slower one's
+# Penalty of each kind, in seconds of round trip. A local path may still be a detour, such as a slow tunnel; a punched
+# one ends when the routers forget it; a relayed one is the last resort.
+_COST_S: Final = {PathKind.LOCAL: 0.0, PathKind.DIRECT: 0.02, PathKind.PUNCHED: 0.04, PathKind.RELAYED: 1e3}
+_STICKY_S: Final = 0.01  # another path must be better by at least this much
+_STICKY_SHARE: Final = 0.2  # and by at least this fraction of the round trip
+_TOGETHER_S: Final = 3.0  # dials from both ends within this time count as simultaneous; longer than a handshake
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One connection, as the choice sees it."""
+    """One connection as the choice sees it."""
 
-    way: Way
-    rtt_s: float | None  # None: not measured yet
+    way: PathKind
+    rtt_s: float | None  # None if not measured yet
     opened_at: float
     ours: bool  # dialed by this side
 
@@ -49,9 +50,9 @@ class Path:
 
 
 def choose(paths: Sequence[Path], current: int | None, *, prefer_ours: bool) -> tuple[int, str]:
-    """Number of the path in `paths` (at least one) to use, and why; `current`: the one in use, if any.
+    """Index in `paths` (not empty) of the connection to use, and the reason. `current`: the one in use, if any.
 
-    `prefer_ours`: whether this side's peer id is the smaller one; the other side says the opposite.
+    `prefer_ours`: True if this side's peer id is the smaller one; the other side passes the opposite.
     """
     best, why = 0, "the only one"
     if current is not None and len(paths) > 1:
@@ -71,17 +72,17 @@ def choose(paths: Sequence[Path], current: int | None, *, prefer_ours: bool) -> 
 
 
 def _better(path: Path, other: Path, *, sticky: bool) -> str:
-    """Why `path` is to be used instead of `other`, of another kind; empty when it is not."""
+    """Reason to use `path` instead of `other`, which is of another kind, or "" to keep `other`."""
     rtt_s, other_s = path.rtt_s, other.rtt_s
     if rtt_s is None or other_s is None:
-        rtt_s = other_s = 0.0  # what was not measured yet is taken to be equal
+        rtt_s = other_s = 0.0  # if either is not measured yet, both count as equal
     gain_s = _COST_S[other.way] + other_s - _COST_S[path.way] - rtt_s
     margin_s = max(_STICKY_S, _STICKY_SHARE * other_s) if sticky else 0.0
     return f"{path}: better than {other}" if gain_s > margin_s else ""
 
 
 def _newer(path: Path, other: Path, prefer_ours: bool, later: bool) -> str:
-    """The same for two of one kind; `later`: `path` was opened after `other`."""
+    """Like `_better`, for two of the same kind; `later`: `path` was opened after `other`."""
     if path.ours != other.ours and abs(path.opened_at - other.opened_at) < _TOGETHER_S:
         return f"{path}: dialed by the smaller peer id, at the same time" if path.ours is prefer_ours else ""
     return f"{path}: newer, the older one may be dead" if later else ""

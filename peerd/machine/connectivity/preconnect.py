@@ -1,11 +1,11 @@
-"""Connections to stage-mates ahead of a round: which to dial, and when, so that a group stands before it is ordered.
+"""Connections to stage mates ahead of a round: which peers to dial, and when, so that a group is connected in time.
 
-A round begins with everyone's parts on their way to everyone: whoever must be dialled first holds all of them up. So
-links are made while the batch fills, in the last seconds before it is due (`forecast`), where they are missing; and at
-once while nobody can tell when it is due. Of two peers the one with the smaller id dials, so that two links do not
-cross; where that fails, for a peer that can dial but not be dialled, the other does a little later. Sans-IO.
-Hostile input: a list of members names up to MAX_MEMBERS peers, some of which nobody can reach: few are dialled at once,
-and each again only after a pause that doubles.
+At the start of a round all members send parts to all others, so a connection that must be dialed first delays everyone.
+Missing connections are therefore dialed while the batch fills: in the last seconds before it is due (`forecast`), or at
+once if that time is unknown. The peer with the smaller id dials, so that two connections do not cross; if that fails,
+because the dialer cannot reach the other one, the other peer dials a little later. Sans-IO. Hostile input: a member
+list may name up to MAX_MEMBERS peers, some of them unreachable: only a few are dialed at once, and each is retried only
+after a pause that doubles.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-_LEAD_S = 10.0  # before the batch is due: time for a dial that fails, and the other side's turn
-_TURN_S = 2.0  # then the other of the two dials
+_LEAD_S = 10.0  # before the batch is due; enough for one failed dial and the other side's turn
+_TURN_S = 2.0  # after this time the peer with the larger id dials
 _RETRY_S = 2.0
 _RETRY_MOST_S = 30.0
-_DIALS = 8  # at once
-_SOONEST_S = 0.05  # before the next look: what is left of a wait may be too short for the clock to move
+_DIALS = 8  # concurrent dials
+_SOONEST_S = 0.05  # shortest wait: the rest of a wait may be less than the clock's resolution
 
 
 @dataclass(slots=True)
 class _Missing:
-    """A mate without a link, since its link began to be wanted."""
+    """A mate without a connection, since the connection has been wanted."""
 
     next_try: float
     retry_s: float = _RETRY_S
     dialling: bool = False
 
 
-class Assembly:
-    """One member's view of its stage-mates. `own` and mates are peer ids as text."""
+class PreconnectPlan:
+    """One member's plan of connections to its stage mates. `own` and mates are peer ids as text."""
 
     def __init__(self, own: str) -> None:
         self._own = own
@@ -47,9 +47,10 @@ class Assembly:
         *,
         first: bool = False,
     ) -> list[str]:
-        """Mates to dial now; each is answered by `ended`. `due_in_s`: until the batch is whole; None: nobody knows.
+        """The mates to dial now; report the end of each dial to `ended`.
 
-        `first`: we can not be dialed, so that it is always our turn.
+        `due_in_s`: seconds until the batch is complete, or None if unknown. `first`: nobody can dial us, so we always
+        dial.
         """
         self._wanted = due_in_s is None or due_in_s <= _LEAD_S
         lacking = sorted(set(mates) - set(linked) - {self._own}) if self._wanted else []
@@ -63,13 +64,13 @@ class Assembly:
         return ripe[: max(0, places)]
 
     def ended(self, now: float, mate: str) -> None:
-        """Note that a dial has ended, well or not: `dial` is told which mates are linked."""
+        """Record that a dial has ended, successful or not; the next call of `dial` passes the connected mates."""
         known = self._missing[mate]
         known.dialling = False
         known.next_try, known.retry_s = now + known.retry_s, min(2 * known.retry_s, _RETRY_MOST_S)
 
     def wake_in_s(self, now: float, due_in_s: float | None) -> float | None:
-        """Seconds until the next call is due if nothing else happens; None: only an event makes one necessary."""
+        """Seconds until the next call is due if nothing else happens, or None if only an event can require one."""
         waits = [max(0.0, known.next_try - now) for known in self._missing.values() if not known.dialling]
         if due_in_s is not None and due_in_s > _LEAD_S:
             waits.append(due_in_s - _LEAD_S)

@@ -1,12 +1,12 @@
-"""Reachability of this peer, and what stands in the way of those that dial it: the verdict, from what many peers say.
+"""Reachability of this peer, and the obstacle for peers that dial it: a verdict from the observations of many peers.
 
-Told: where this peer listens, how each connected peer sees it, and what came of dial-backs. Answers: which peer to ask
-next, and a Finding with its reason. Peers lie, so each network (IPv4 /16, IPv6 /32) has one vote, shared by its
-addresses, and these by their peers: many identities in one place have one vote. A majority decides, for each IP version
-by itself; where none is, the answer is the cautious one (not reachable, no candidate). Hostile input: addresses of
-others, made-up ports, false answers, answers that name what was never asked, floods of observers. Invariants: an
-address is proven only after it was asked about; no private address is a candidate or proven; at most one question per
-peer is under way; tables are bounded (limits.OBSERVERS).
+Inputs: where this peer listens, how each connected peer sees it, and the results of dial-backs. Outputs: which peer to
+ask for a dial-back next, and a verdict with its reason. Peers lie, so each network (IPv4 /16, IPv6 /32) has one vote,
+shared by its addresses and these by their peers: many identities in one place have one vote. A majority decides, for
+each IP version separately; without a majority the result is the cautious one (not reachable, no candidate). Hostile
+input: others' addresses, invented ports, false answers, answers about addresses that were not asked, floods of
+observers. Invariants: an address is proven only after a dial-back to it was requested; private addresses are neither
+candidates nor proven; at most one request per peer is pending; tables are bounded (limits.OBSERVERS).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from peerd.core.addr import ip_of, reach, tcp_addr, tcp_place
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER, OBSERVERS
 from peerd.machine.connectivity.network_votes import network_of, votes
-from peerd.machine.connectivity.observed_addrs import Observers, Sight, version_of
+from peerd.machine.connectivity.observed_addrs import AddrObservers, ObservedAddr, version_of
 
-__all__ = ["AskDialBack", "Finding", "Kind", "Reachability", "ReachabilityConfig", "Sight", "advice"]
+__all__ = ["AskDialBack", "Kind", "ObservedAddr", "Reachability", "ReachabilityConfig", "ReachabilityVerdict", "advice"]
 
 _VERSIONS = (4, 6)
 
@@ -35,28 +35,28 @@ class Kind(StrEnum):
 
     UNKNOWN = "unknown"
     REACHABLE = "reachable"
-    KEEPS_PORTS = "port-restricted"  # a router that gives our port one outside port, whoever looks
-    SYMMETRIC = "symmetric"  # a router that gives each connection another one
-    FIREWALL = "firewall"  # our own address is public, but strangers don't get through
+    KEEPS_PORTS = "port-restricted"  # a router that maps our port to the same external port for everyone
+    SYMMETRIC = "symmetric"  # a router that maps each connection to a different external port
+    FIREWALL = "firewall"  # our own address is public, but strangers cannot connect
     DEAF = "not listening"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ReachabilityVerdict:
     """The verdict. Addresses are public and without /p2p."""
 
     kind: Kind
     why: str
-    proven: tuple[Multiaddr, ...] = ()  # strangers got through there
-    candidates: tuple[Multiaddr, ...] = ()  # where our listening port probably appears to the outside
-    dead: tuple[Multiaddr, ...] = ()  # our own public addresses that strangers tried in vain
-    needs_relays: bool = False  # there is an outside, and no IPv4 address that is surely ours is proven
-    guessed: bool = False  # one machine alone has seen our outside port: whether others see the same is not known
+    proven: tuple[Multiaddr, ...] = ()  # strangers have connected to these
+    candidates: tuple[Multiaddr, ...] = ()  # probable external addresses of our listening port
+    dead: tuple[Multiaddr, ...] = ()  # our own public addresses that strangers could not reach
+    needs_relays: bool = False  # there are peers outside, and no IPv4 address that is certainly ours is proven
+    guessed: bool = False  # only one machine has seen our external port; others may see another one
 
 
 @dataclass(frozen=True, slots=True)
 class AskDialBack:
-    """Have `peer` dial us back at one of `addrs`; the outcome goes to `answered`."""
+    """Action: ask `peer` to dial us back at one of `addrs`; report the result to `answered`."""
 
     peer: PeerId
     addrs: tuple[Multiaddr, ...]
@@ -64,15 +64,15 @@ class AskDialBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReachabilityConfig:
-    """Times in seconds."""
+    """Settings of `Reachability`; times in seconds."""
 
-    networks: int = 3  # whose answers are wanted
-    at_once: int = 4  # questions under way
-    patience_s: float = 4.0  # the first verdict waits so long for peers that were asked; a dial-back takes 3 s to fail
-    refresh_s: float = 300.0  # then an answer is asked for again
-    again_s: float = 20.0  # the least between two questions to one peer
-    refused_s: float = 60.0  # a peer that would not say is left alone for so long
-    forget_s: float = 900.0  # an answer of a peer that has left counts no longer
+    networks: int = 3  # number of networks whose answers are wanted
+    at_once: int = 4  # pending requests
+    patience_s: float = 4.0  # how long the first verdict waits for pending answers; a dial-back takes 3 s to fail
+    refresh_s: float = 300.0  # interval after which an answer is refreshed
+    again_s: float = 20.0  # least interval between two requests to one peer
+    refused_s: float = 60.0  # pause after a peer refused a request
+    forget_s: float = 900.0  # how long the answer of a departed peer counts
 
 
 @dataclass(slots=True)
@@ -85,39 +85,37 @@ class _Answer:
 
 @dataclass(slots=True)
 class _Server:
-    """A connected peer that may be asked."""
+    """A connected peer that performs dial-backs."""
 
     asked_at: float = -math.inf
     not_before: float = -math.inf
-    due: bool = True  # its answer is missing, or from before the last change
+    due: bool = True  # its answer is missing, or older than the last change of addresses
     pending: tuple[Multiaddr, ...] | None = None
-    asked_in: object = None  # the epoch of the last question: an answer to an older one leaves the next one due
+    asked_in: object = None  # the epoch of the last request; after an answer to an older epoch the next one stays due
 
 
 class Reachability:
-    """See the module's header. Feed it with `own`, `saw`, `lost`, `answered`, then do what `step` says."""
+    """The state machine: call `own`, `saw`, `lost` and `answered` for each event, then perform `step`'s actions."""
 
     def __init__(self, rng: random.Random, config: ReachabilityConfig | None = None) -> None:
         self._rng = rng
         self._config = config or ReachabilityConfig()
         self._own: tuple[Multiaddr, ...] = ()
         self._given: tuple[Multiaddr, ...] = ()
-        self._observers = Observers()
+        self._observers = AddrObservers()
         self._servers: dict[PeerId, _Server] = {}
         self._answers: dict[PeerId, _Answer] = {}  # the latest last
         self._epoch: tuple[object, object, object] = (), (), ()
-        self.finding = Finding(Kind.UNKNOWN, "nobody has been asked yet")
+        self.finding = ReachabilityVerdict(Kind.UNKNOWN, "no peer has been asked yet")
 
-    # --- what happens ------------------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------------
 
     def own(self, listen: Iterable[Multiaddr], given: Iterable[Multiaddr] = ()) -> None:
-        """Set the addresses where this peer listens, and others that lead there for certain, such as a router's
-        promise.
-        """
+        """Set the addresses where this peer listens, and others that surely lead there, such as a port mapping."""
         self._own, self._given = tuple(listen), tuple(given)
 
-    def saw(self, now: float, sight: Sight) -> None:
-        """A connected peer has told how it sees us, or what it serves."""
+    def saw(self, now: float, sight: ObservedAddr) -> None:
+        """Store what a connected peer reports: how it sees our address, and whether it performs dial-backs."""
         known = self._observers.get(sight.peer)
         gone = self._observers.put(sight)
         if gone is not None:
@@ -125,25 +123,26 @@ class Reachability:
         if not sight.tests or not sight.outside or gone == sight.peer:
             self._servers.pop(sight.peer, None)
         elif sight.peer not in self._servers:
-            # A peer that comes back may see another address of ours than before.
+            # A peer that reconnects may see another address of ours than before.
             late = self._answers.get(sight.peer)
             self._servers[sight.peer] = _Server(asked_at=late.at if late is not None else -math.inf)
         elif known is not None and known.seen != sight.seen:
             self._servers[sight.peer].due = True
 
     def lost(self, now: float, peer: PeerId) -> None:
-        """The peer is not connected any more."""
+        """Record that the peer has disconnected."""
         self._observers.drop(peer)
         self._servers.pop(peer, None)
 
     def moved(self) -> None:
-        """This machine is elsewhere: whoever has answered is asked anew, and at once."""
+        """Record that this machine has changed its network: all peers are asked again at once."""
         for server in self._servers.values():
             server.due, server.asked_at, server.not_before, server.asked_in = True, -math.inf, -math.inf, None
 
     def answered(self, now: float, peer: PeerId, *, tried: bool, proven: Multiaddr | None = None) -> None:
-        """Record the result of the question to `peer`; not `tried`: it would not, or we could not ask. `proven`: it got
-        in.
+        """Record the result of the request to `peer`.
+
+        `tried`: False if it refused or could not be asked. `proven`: the address at which it connected, if it did.
         """
         server, sight = self._servers.get(peer), self._observers.get(peer)
         asked = server.pending if server is not None else None
@@ -156,13 +155,13 @@ class Reachability:
         server.due = server.asked_in is not self._epoch
         self._answers.pop(peer, None)
         self._answers[peer] = _Answer(now, sight.at, asked, proven)
-        if len(self._answers) > OBSERVERS:  # more than are connected: who left longest ago counts no longer
+        if len(self._answers) > OBSERVERS:  # more than are connected: drop the oldest answer of a departed peer
             del self._answers[next(gone for gone in self._answers if gone not in self._observers)]
 
-    # --- what to do --------------------------------------------------------------------------------------------
+    # --- actions -----------------------------------------------------------------------------------------------
 
     def step(self, now: float) -> list[AskDialBack]:
-        """Look at everything again: `finding` is up to date afterwards. Returns the questions to ask now."""
+        """Update `finding` and return the requests to send now."""
         for peer, answer in list(self._answers.items()):
             if peer not in self._observers and now - answer.at > self._config.forget_s:
                 del self._answers[peer]
@@ -172,7 +171,7 @@ class Reachability:
         return asks
 
     def wake_at(self, now: float) -> float:
-        """Time at which `step` next has something to do by the passing of time alone."""
+        """Time at which `step` next has something to do if no event happens."""
         times, covered = [math.inf], self._covered(now)
         for peer, server in self._servers.items():
             if server.pending is not None:
@@ -183,15 +182,13 @@ class Reachability:
         return min(times)
 
     def _ready_at(self, server: _Server) -> float:
-        """Time at which the server may be asked, and there is a reason to."""
+        """Earliest time at which the server may be asked and there is a reason to."""
         config = self._config
         wanted = server.asked_at + (config.again_s if server.due else config.refresh_s)
         return max(wanted, server.not_before)
 
     def _notice_change(self) -> None:
-        """Take up a change of addresses: peers that have answered are asked again, and those that left count no
-        longer.
-        """
+        """If our addresses have changed, make all servers due again and drop the answers of departed peers."""
         ips = tuple(self._observers.view(version).ip for version in _VERSIONS)
         _, _, before = self._epoch
         epoch = (self._own, self._given, ips if any(ips) else before)
@@ -210,7 +207,7 @@ class Reachability:
         busy = sum(server.pending is not None for server in self._servers.values())
         ready = [p for p, s in self._servers.items() if s.pending is None and self._ready_at(s) <= now]
         self._rng.shuffle(ready)
-        ready.sort(key=lambda peer: self._observers.place(peer) in covered)  # first where nobody was asked yet
+        ready.sort(key=lambda peer: self._observers.place(peer) in covered)  # networks that were not asked yet first
         for peer in ready:
             sight, server = self._observers.get(peer), self._servers[peer]
             if busy + len(asks) >= self._config.at_once:
@@ -227,22 +224,22 @@ class Reachability:
         return asks
 
     def _is_useful(self, peer: PeerId, covered: list[str]) -> bool:
-        """True when one more answer, this peer's, would tell us more."""
+        """Return True if one more answer, from this peer, would add information."""
         wanted = self._config.networks
         if len(covered) < wanted:
             return True
         return self._observers.place(peer) not in covered and len(set(covered)) < wanted
 
     def _covered(self, now: float) -> list[str]:
-        """Networks of the peers that have answered of late, or are about to."""
+        """Networks of the peers that have answered recently or have a request pending."""
         return [
             self._observers.place(peer)
             for peer, server in self._servers.items()
             if server.pending is not None or (not server.due and self._ready_at(server) > now)
         ]
 
-    def _questionable(self, sight: Sight) -> tuple[Multiaddr, ...]:
-        """Addresses to have this peer dial: ours, as it may see them."""
+    def _questionable(self, sight: ObservedAddr) -> tuple[Multiaddr, ...]:
+        """Addresses that this peer should dial: ours, as far as it may see them."""
         seen_ip = ip_of(sight.seen) if sight.seen is not None else None
         found = self._surely_ours()
         if sight.seen is not None and reach(sight.seen) == 2:
@@ -259,54 +256,58 @@ class Reachability:
         return sorted({place.port for place in places if place is not None})
 
     def _surely_ours(self) -> list[Multiaddr]:
-        """Public addresses of this machine itself, and those that a router promised."""
+        """Public addresses of this machine itself, and those of a router's port mapping."""
         return [addr for addr in (*self._given, *self._own) if reach(addr) == 2]
 
     # --- the verdict -------------------------------------------------------------------------------------------
 
-    def _judge(self, now: float) -> Finding:
+    def _judge(self, now: float) -> ReachabilityVerdict:
         outside = list(self._observers.outside())
         ours = self._surely_ours()
         candidates = tuple(self._candidates())
         if not self._own:
-            return Finding(Kind.DEAF, "this peer does not listen", (), candidates, needs_relays=bool(outside))
+            return ReachabilityVerdict(
+                Kind.DEAF, "this peer does not listen", (), candidates, needs_relays=bool(outside)
+            )
         if self._answers and not self._may_turn(now):
             return self._decide(outside, candidates)
         if not self._servers and (dialed := _came_in(outside, self._presumed())):
             best = max(votes(dialed).items(), key=lambda pair: pair[1])[0]
-            return Finding(Kind.REACHABLE, "peers from outside have connected", (best,), candidates)
+            return ReachabilityVerdict(Kind.REACHABLE, "peers from outside have connected", (best,), candidates)
         needs_relays = bool(outside) and not _has_ip4(ours)
-        return Finding(Kind.UNKNOWN, self._why_unknown(outside), (), candidates, needs_relays=needs_relays)
+        return ReachabilityVerdict(Kind.UNKNOWN, self._why_unknown(outside), (), candidates, needs_relays=needs_relays)
 
-    def _decide(self, outside: list[Sight], candidates: tuple[Multiaddr, ...]) -> Finding:
-        """Decide from the answers there are, for each IP version by itself."""
+    def _decide(self, outside: list[ObservedAddr], candidates: tuple[Multiaddr, ...]) -> ReachabilityVerdict:
+        """Decide from the available answers, for each IP version separately."""
         ours, proven, dead = self._surely_ours(), list[Multiaddr](), list[Multiaddr]()
         for version in _VERSIONS:
             answers = [answer for answer in self._answers.values() if version_of(answer.place) == version]
             came_in = [pair for pair in _came_in(outside, ours) if version_of(pair[1]) == version]
             found = self._proven(answers, came_in)
             proven += found
-            # One network alone does not make us hide an address of this machine, unless there is but one.
+            # One network alone cannot make us hide an address of this machine, unless it is the only one.
             told = {network_of(answer.place) for answer in answers}
             if not found and (len(told) > 1 or {network_of(sight.at) for sight in outside} <= told):
                 dead += [addr for addr in ours if any(addr in answer.asked for answer in answers)]
         if proven:
             sure = _has_ip4(addr for addr in proven if addr in ours)
-            why = f"strangers get through to {proven[0]}"
-            return Finding(Kind.REACHABLE, why, tuple(proven), candidates, tuple(dead), needs_relays=not sure)
+            why = f"peers from outside can connect to {proven[0]}"
+            return ReachabilityVerdict(
+                Kind.REACHABLE, why, tuple(proven), candidates, tuple(dead), needs_relays=not sure
+            )
         kind, why = self._obstacle(ours)
         views = [self._observers.view(version) for version in _VERSIONS]
         guessed = kind == Kind.KEEPS_PORTS and all(view.port_observers < 2 for view in views)
-        return Finding(kind, why, (), candidates, tuple(dead), needs_relays=True, guessed=guessed)
+        return ReachabilityVerdict(kind, why, (), candidates, tuple(dead), needs_relays=True, guessed=guessed)
 
     def _may_turn(self, now: float) -> bool:
-        """True when there is no verdict yet, and the peers asked just now might bring one."""
+        """Return True if there is no verdict yet and the pending requests could still outvote the answers."""
         since = now - self._config.patience_s
         young = [s for s in self._servers.values() if s.pending is not None and s.asked_at > since]
         return self.finding.kind == Kind.UNKNOWN and len(young) >= len(self._answers)
 
     def _proven(self, answers: list[_Answer], came_in: list[tuple[Multiaddr, Multiaddr]]) -> list[Multiaddr]:
-        """Addresses at which more networks got through than failed, if those that got through are the majority."""
+        """Addresses that more networks reached than failed to reach; empty unless most networks reached us at all."""
         answers = [answer for answer in answers if answer.proven is None or self._is_ours(answer.proven)]
         entered = [(at, True) for at, _ in came_in]
         ok = votes([*((answer.place, answer.proven is not None) for answer in answers), *entered])
@@ -321,16 +322,16 @@ class Reachability:
         return sorted(good, key=lambda addr: -good[addr])
 
     def _is_ours(self, addr: Multiaddr) -> bool:
-        """True while a proven address still is one of ours: the network may have changed since."""
+        """Return True while a proven address is still ours; the network may have changed since."""
         ip = self._observers.view(version_of(addr)).ip
         return ip is None or addr in self._own or addr in self._given or str(ip_of(addr)) == ip
 
     def _presumed(self) -> list[Multiaddr]:
-        """Our listening addresses, and those at which we would appear behind a router that keeps our ports."""
+        """Our listening addresses, and their external addresses behind a router that keeps our ports."""
         ips = [ip for version in _VERSIONS if (ip := self._observers.view(version).ip) is not None]
         return [*self._given, *self._own, *(tcp_addr(ip, port) for ip in ips for port in self._ports())]
 
-    def _why_unknown(self, outside: list[Sight]) -> str:
+    def _why_unknown(self, outside: list[ObservedAddr]) -> str:
         pending = [server for server in self._servers.values() if server.pending is not None]
         if not outside:
             return "no peer outside this network has been met"
@@ -341,25 +342,25 @@ class Reachability:
         return "no peer has tested it yet"
 
     def _obstacle(self, ours: list[Multiaddr]) -> tuple[Kind, str]:
-        failed = f"strangers did not get through ({len(self._answers)} asked)"
+        failed = f"peers from outside cannot connect ({len(self._answers)} asked)"
         views = [view for view in map(self._observers.view, _VERSIONS) if view.observers]
         seen = {view.ip for view in views if view.ip is not None}
         if ours and seen <= {str(ip_of(addr)) for addr in ours}:
             return Kind.FIREWALL, f"{failed}, though the address is this machine's own: a firewall"
         if any(view.split for view in views):
-            return Kind.SYMMETRIC, f"{failed}; a router shows this peer under another port to each"
+            return Kind.SYMMETRIC, f"{failed}; a router maps each connection to another port"
         mapped = next((view.mapped for view in views if view.mapped is not None), None)
         if mapped is not None and all(view.port_observers < 2 for view in views):
             return (
                 Kind.KEEPS_PORTS,
-                f"{failed}; one shows it as {mapped}: whether others see the same needs two to tell",
+                f"{failed}; one peer sees {mapped}: a second observer is needed to know if the port is stable",
             )
         if mapped is not None:
-            return Kind.KEEPS_PORTS, f"{failed}; a router shows this peer as {mapped}"
+            return Kind.KEEPS_PORTS, f"{failed}; a router maps this peer to {mapped}"
         return Kind.KEEPS_PORTS, f"{failed}; how the router chooses ports is not known yet"
 
     def _candidates(self) -> list[Multiaddr]:
-        """Public addresses that are probably ours: what most observers see, and what this machine has itself."""
+        """Public addresses that are probably ours: those that most observers see, and those of this machine itself."""
         found = self._surely_ours()
         for version in _VERSIONS:
             view = self._observers.view(version)
@@ -370,7 +371,7 @@ class Reachability:
         return list(dict.fromkeys(found))[:ADDRS_PER_PEER]
 
     def check(self) -> None:
-        """Invariants, for tests."""
+        """Assert the invariants, for tests."""
         assert len(self._observers) <= OBSERVERS
         assert len(self._answers) <= OBSERVERS
         assert all(peer in self._observers for peer in self._servers)
@@ -378,8 +379,8 @@ class Reachability:
         assert sum(server.pending is not None for server in self._servers.values()) <= self._config.at_once
 
 
-def _came_in(outside: list[Sight], own: Iterable[Multiaddr]) -> list[tuple[Multiaddr, Multiaddr]]:
-    """Peers of the internet that dialed one of these addresses of ours: where they are, and which."""
+def _came_in(outside: list[ObservedAddr], own: Iterable[Multiaddr]) -> list[tuple[Multiaddr, Multiaddr]]:
+    """Public peers that dialed one of these addresses of ours: pairs of the peer's address and ours."""
     allowed = set(own)
     dialed = [(s.at, s.seen) for s in outside if s.accepted and s.seen is not None]
     return [(at, seen) for at, seen in dialed if seen in allowed and reach(seen) == 2]
@@ -389,15 +390,18 @@ def _has_ip4(addrs: Iterable[Multiaddr]) -> bool:
     return any(version_of(addr) == 4 for addr in addrs)
 
 
-def advice(finding: Finding, port: int | None, relays: int) -> str:
-    """The verdict and what to do about it, in a sentence. `port`: where we listen; `relays`: how many take circuits."""
+def advice(finding: ReachabilityVerdict, port: int | None, relays: int) -> str:
+    """The verdict and what the user can do about it, in one sentence.
+
+    `port`: our listening port, if any. `relays`: number of relays that hold a reservation for us.
+    """
     forward = f"forward TCP port {port} for full speed" if port is not None else "listen on a TCP port for full speed"
     inbound = "" if relays else "; others cannot connect until a relay is found"
     match finding.kind:
         case Kind.REACHABLE:
             return "reachable"
         case Kind.KEEPS_PORTS if finding.guessed:
-            return f"behind a router: whether hole punching can work needs two peers elsewhere to tell{inbound}"
+            return f"behind a router: two peers outside are needed to find out if hole punching can work{inbound}"
         case Kind.KEEPS_PORTS:
             return f"behind a port-restricted NAT: direct connections by hole punching{inbound}"
         case Kind.FIREWALL:

@@ -1,11 +1,11 @@
-"""Limits of a relay: which peers hold a reservation, and which circuits there may be.
+"""Limits of a relay: which peers hold a reservation, and which circuits are allowed.
 
-Sans-IO: `service.connectivity.relay` does what is decided here. Every refusal has its status and a reason in words.
-Invariants: the bounds of RelayConfig hold at any time, whoever asks however often; the tables hold nothing of peers
-that left, and an expired reservation counts for nothing from that moment on. A hostile peer may ask under many
-identities, from one address or a whole network; ask again and again; connect to one peer until nobody else can.
-Identities are free, addresses are not: so what one place may have is bounded beside what one peer may have, and one
-place cannot take all circuits to a peer. Source: libp2p specs `relay/circuit-v2.md`; the bounds are ours.
+Sans-IO: `service.connectivity.relay` carries out the decisions. Every refusal has a status and a reason as text.
+Invariants: the bounds of RelayConfig always hold; the tables contain nothing of departed peers; an expired reservation
+is invalid at once. Hostile input: a peer may ask under many identities, from one address or a whole network; ask again
+and again; or open circuits to one peer until nobody else can. Identities are free, addresses are not: so use is bounded
+per place as well as per peer, and one place cannot occupy all circuits to a peer. Source: libp2p specs
+`relay/circuit-v2.md`; the bounds are ours.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ _PLACES = 4096  # places whose requests of the last minute are remembered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayConfig:
-    """Bounds of what a relay gives away. Generous with bytes and hours, so that one can train over it; careful with
-    places.
+    """Bounds of what a relay provides.
+
+    Bytes and durations are generous, so that training over a relay is possible; the bounds per place are strict.
     """
 
-    spare_share: float = 0.5  # of reservations, for peers that can be dialed: they give way to those that cannot
-    reservations: int = 256  # each keeps a connection open: a third of those that may come in stay for others
+    spare_share: float = 0.5  # fraction of reservations for peers that can be dialed; they yield to those that cannot
+    reservations: int = 256  # each keeps a connection open; a third of the inbound connections remains for others
     reservations_per_place: int = 16  # one household or office; a place is an IPv4 address or an IPv6 /64
-    reservations_per_region: int = 64  # IPv4 /24, IPv6 /48: what one renter of addresses can take
-    reservation_s: float = 3600.0  # as Go's; refreshed long before
-    circuits: int = 256  # each costs two streams and two tasks; what they may hold is bounded below
+    reservations_per_region: int = 64  # IPv4 /24 or IPv6 /48: what one customer of a provider can occupy
+    reservation_s: float = 3600.0  # as in go-libp2p; renewed long before
+    circuits: int = 256  # each costs two streams and two tasks; `held_bytes` bounds their buffers
     circuits_per_source: int = 32
     circuits_per_place: int = 64
     circuits_per_destination: int = 64
-    circuits_per_place_and_destination: int = 16  # so that no place takes all circuits to a peer
-    circuits_per_pair: int = 4  # as many as connections to one peer (limits.LINKS_PER_PEER)
-    requests_per_place_min: int = 240  # reservations and circuits asked for: a restarted household, several times over
-    circuit_s: float = 7200.0  # then a fresh one has to be opened: places go round
+    circuits_per_place_and_destination: int = 16  # so that no place occupies all circuits to a peer
+    circuits_per_pair: int = 4  # same as connections to one peer (limits.LINKS_PER_PEER)
+    requests_per_place_min: int = 240  # reservations and circuits requested; enough for several restarts of a household
+    circuit_s: float = 7200.0  # longest life of a circuit, so that others get a turn
     circuit_bytes: int = 64 << 30  # in each direction: two hours at 70 Mb/s
-    circuit_idle_s: float = 90.0  # nothing in either direction: links over it ping every 10 s, Go's every 30 s
-    circuit_stall_s: float = 60.0  # one piece that the receiver does not take
-    held_bytes: int = 256 << 20  # unread, of all circuits: three round trips of 100 ms at 7 Gb/s, or someone who stalls
+    circuit_idle_s: float = 90.0  # without data in either direction; our links ping every 10 s, go-libp2p's every 30 s
+    circuit_stall_s: float = 60.0  # longest time for which the receiver accepts no data
+    held_bytes: int = 256 << 20  # unread bytes of all circuits: three 100 ms round trips at 7 Gb/s, or stalls
     circuit_bytes_per_s: float = math.inf  # one circuit, each direction
-    bytes_per_s: float = math.inf  # all circuits, both directions; places that want more than there is share equally
+    bytes_per_s: float = math.inf  # all circuits, both directions; shared equally among places
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The reservation holds until `expires`, on the clock of `now`."""
+    """The reservation is valid until `expires`, on the clock of `now`."""
 
     expires: float
     renewed: bool
@@ -59,14 +60,14 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The circuit has a place, from now until `ended`."""
+    """The circuit is admitted, until `ended` is called with its number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A refusal, with its reason."""
+    """A refused request, with its reason."""
 
     status: Status
     why: str
@@ -89,18 +90,18 @@ class _Circuit:
 
 @dataclass(slots=True)
 class _Allowance:
-    """A token bucket: what is left at `at`."""
+    """A token bucket with `left` tokens at time `at`."""
 
     left: float
     at: float
 
 
 @dataclass(slots=True)
-class Switchboard:
-    """The tables of one relay."""
+class RelayServer:
+    """The reservations and circuits of one relay."""
 
     config: RelayConfig = field(default_factory=RelayConfig)
-    _reservations: dict[PeerId, _Reservation] = field(default_factory=dict)  # the next to expire first
+    _reservations: dict[PeerId, _Reservation] = field(default_factory=dict)  # earliest expiry first
     _circuits: dict[int, _Circuit] = field(default_factory=dict)
     _requests: BoundedDict[str, _Allowance] = field(default_factory=lambda: BoundedDict(_PLACES))  # by place
     _next: int = 0
@@ -108,9 +109,10 @@ class Switchboard:
     # --- reservations --------------------------------------------------------------------------------------
 
     def reserve(self, now: float, peer: PeerId, ip: Ip | None, *, spare: bool = False) -> Granted | Refusal:
-        """Reserve a place for `peer`, which comes from `ip`; a reservation that it has is renewed.
+        """Reserve a slot for `peer`, which connects from `ip`, or renew its reservation.
 
-        `spare`: others can dial it; it has a place as long as many are free, and loses it to one that needs it.
+        `spare`: others can dial the peer directly; it gets a slot only while many are free, and loses it to one that
+        needs it.
         """
         self.wake(now)
         config, (place, region) = self.config, place_of(ip)
@@ -135,27 +137,27 @@ class Switchboard:
         return Granted(expires, renewed)
 
     def _make_room(self, peer: PeerId) -> None:
-        """Take back the oldest spare place, where all are given away."""
+        """If all slots are taken, drop the oldest spare reservation."""
         if peer not in self._reservations and len(self._reservations) >= self.config.reservations:
             oldest = next((holder for holder, held in self._reservations.items() if held.spare), None)
             if oldest is not None:
                 del self._reservations[oldest]
 
     def holds(self, now: float, peer: PeerId) -> bool:
-        """True while `peer` holds a reservation here."""
+        """Return True while `peer` has a valid reservation."""
         held = self._reservations.get(peer)
         return held is not None and now < held.expires
 
     def holders(self) -> list[PeerId]:
-        """Peers with a reservation, as of the last call that told the time."""
+        """Peers with a reservation, as of the last call that passed the time."""
         return list(self._reservations)
 
     def left(self, peer: PeerId) -> None:
-        """The last connection to `peer` is gone, and with it its reservation."""
+        """Record that the last connection to `peer` is closed, which ends its reservation."""
         self._reservations.pop(peer, None)
 
     def wake(self, now: float) -> None:
-        """Forget what has expired."""
+        """Drop expired reservations."""
         while self._reservations:
             peer, first = next(iter(self._reservations.items()))
             if now < first.expires:
@@ -165,13 +167,13 @@ class Switchboard:
     # --- circuits ------------------------------------------------------------------------------------------
 
     def connect(self, now: float, source: PeerId, ip: Ip | None, destination: PeerId) -> Admitted | Refusal:
-        """`source`, which comes from `ip`, wants a circuit to `destination`."""
+        """Admit or refuse a circuit from `source`, which connects from `ip`, to `destination`."""
         place, _ = place_of(ip)
         refusal = self._too_often(now, place)
         if refusal is not None:
             return refusal
         if source == destination:
-            return Refusal(Status.PERMISSION_DENIED, "a circuit leads to somebody else")
+            return Refusal(Status.PERMISSION_DENIED, "a circuit to the requesting peer itself")
         if not self.holds(now, destination):
             return Refusal(Status.NO_RESERVATION, f"{destination.short} has no reservation here")
         full = self._full(source, place, destination)
@@ -182,12 +184,12 @@ class Switchboard:
         return Admitted(self._next)
 
     def ended(self, number: int) -> None:
-        """The circuit is closed, or never came to be."""
+        """Record that the circuit is closed or could not be opened."""
         self._circuits.pop(number, None)
 
     @property
     def circuits(self) -> int:
-        """Number of circuits, with those that are being made."""
+        """Number of circuits, including those being opened."""
         return len(self._circuits)
 
     def _full(self, source: PeerId, place: str, destination: PeerId) -> str | None:
@@ -209,7 +211,7 @@ class Switchboard:
                 return f"{whose} has its {bound} circuits"
         return None
 
-    # --- how often -----------------------------------------------------------------------------------------
+    # --- rate ----------------------------------------------------------------------------------------------
 
     def _too_often(self, now: float, place: str) -> Refusal | None:
         most = self.config.requests_per_place_min
@@ -217,12 +219,12 @@ class Switchboard:
         allowance.left = min(most, allowance.left + (now - allowance.at) * most / 60)
         allowance.at = now
         if allowance.left < 1:
-            return Refusal(Status.RESOURCE_LIMIT_EXCEEDED, f"{place} asks more than {most} times a minute")
+            return Refusal(Status.RESOURCE_LIMIT_EXCEEDED, f"{place} sends more than {most} requests a minute")
         allowance.left -= 1
         return None
 
     def check(self) -> None:
-        """The bounds, for tests: called after every step there."""
+        """Assert the bounds, for tests, which call it after every step."""
         config, circuits, held = self.config, self._circuits.values(), self._reservations.values()
         assert len(held) <= config.reservations
         assert len(circuits) <= config.circuits
@@ -237,8 +239,10 @@ class Switchboard:
 
 
 def overfull(held: Sequence[tuple[str, int]], most_bytes: int) -> list[int]:
-    """Circuits to end, given the place and the bytes held of each: the fullest of the place that holds most, until the
-    rest is within `most_bytes`. So a peer that stalls many circuits loses them, and others none.
+    """Circuits to close so that the held bytes fall to at most `most_bytes`, given each circuit's place and held bytes.
+
+    Closes the fullest circuit of the place that holds most, repeatedly. So a peer that stalls many circuits loses its
+    own, and others lose none.
     """
     total = sum(size for _, size in held)
     by_place: dict[str, int] = {}

@@ -1,13 +1,14 @@
-"""Reservations at relays: at least two, in different networks where possible, renewed in time.
+"""Reservations at relays: at least two, in different networks if possible, renewed in time.
 
-A peer that others can dial wants one, a spare: for those that lose the direct way to it. It looks for no relay, and
-does without where its relays have no place to spare.
+A peer that others can dial directly keeps one spare reservation, for peers that lose the direct path to it. It does not
+search for relays, and continues without one if its relays have no free slot.
 
-Knows candidates as it is told of them, and decides which to ask, when to renew, and when to look for more. Hostile
-input: relays that refuse, or promise and vanish; one that refuses is left alone for twice as long as the time before.
-One that is reached over another connection may have begun anew, without our place: it is asked again, and believed no
-more if it refuses. Invariants: nothing is asked while no place is wanted; one request per relay at a time; a lost place
-is replaced at the next step; candidates are bounded by the connections that there are.
+The candidates are the connected peers that relay. This module decides which to ask, when to renew, and when to search
+for more. Hostile input: relays that refuse, or grant and then vanish; after each refusal a relay is left alone for
+twice as long. A relay that is reached over a new connection may have restarted without our reservation: it is asked
+again, and the reservation counts as lost if it refuses. Invariants: no request is sent while no reservation is wanted;
+one request per relay at a time; a lost reservation is replaced at the next step; candidates are bounded by the open
+connections.
 """
 
 from __future__ import annotations
@@ -30,60 +31,60 @@ class Candidate:
     peer: PeerId
     at: Multiaddr
     rtt_s: float | None
-    preferred: bool  # one of the peers through which we joined: made to be relays
+    preferred: bool  # one of our bootstrap peers, which are meant to be relays
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Ask this relay for a place, or for more time; the outcome goes to `granted` or `refused`."""
+    """Action: request or renew a reservation at this relay; report the result to `granted` or `refused`."""
 
     peer: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Do without this relay."""
+    """Action: give up the reservation at this relay."""
 
     peer: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class FindRelays:
-    """Request for further peers: there are too few relays among the connected ones."""
+    """Action: search for further peers, because too few of the connected ones are relays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationsConfig:
-    """Times in seconds."""
+    """Settings of `Reservations`; times in seconds."""
 
-    wanted: int = 2  # one may vanish at any time
-    spare: int = 1  # of a peer that can be dialed
-    renew_share: float = 0.6  # of its life, after which a place is renewed
-    renew_again_s: float = 10.0  # after a renewal that failed
-    rest_s: float = 5.0  # a relay that refused; doubles with each further time
+    wanted: int = 2  # one relay may vanish at any time
+    spare: int = 1  # reservations of a peer that can be dialed directly
+    renew_share: float = 0.6  # fraction of its life after which a reservation is renewed
+    renew_again_s: float = 10.0  # pause after a failed renewal
+    rest_s: float = 5.0  # pause after a refusal; doubles with each further one
     longest_rest_s: float = 600.0
-    search_s: float = 5.0  # between two searches; doubles, too
+    search_s: float = 5.0  # interval between two searches; doubles as well
 
 
 @dataclass(slots=True)
 class _Relay:
     candidate: Candidate | None = None  # None: not connected
     asking: bool = False
-    until: float = -math.inf  # our place's end
+    until: float = -math.inf  # expiry of our reservation
     renew_at: float = math.inf
-    moved: bool = False  # it is reached over another connection since it was asked
-    unsure: bool = False  # likewise since it granted the place
+    moved: bool = False  # its connection has changed since the last request
+    unsure: bool = False  # its connection has changed since it granted the reservation
     not_before: float = -math.inf
     failures: int = 0
 
     def lose(self) -> None:
-        """Our place there is lost."""
+        """Mark our reservation as lost."""
         self.until, self.renew_at = -math.inf, math.inf
         self.moved = self.unsure = False
 
 
 class Reservations:
-    """See the module's header. Tell it what happens, then do what `step` says."""
+    """The state machine: call a method for each event, then perform the actions of `step`."""
 
     def __init__(self, rng: random.Random, config: ReservationsConfig | None = None) -> None:
         self._rng = rng
@@ -93,33 +94,33 @@ class Reservations:
         self._search_at = -math.inf
         self._searches = 0
 
-    # --- what happens ------------------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------------
 
     def want(self, needs_them: bool, *, spare: bool = False) -> None:
-        """Set whether others need relays to reach us; `spare`: else one is wanted besides."""
+        """Set whether others need relays to reach us; if not, `spare` requests one spare reservation."""
         self._needs_them = needs_them
         self._wanted = self._config.wanted if needs_them else self._config.spare * spare
 
     def offers(self, candidate: Candidate) -> None:
-        """A connected peer relays for others."""
+        """Record that a connected peer relays for others."""
         self._relays.setdefault(candidate.peer, _Relay()).candidate = candidate
 
     def gone(self, now: float, peer: PeerId) -> None:
-        """The peer is not connected, or does not relay any more: a place there is lost."""
+        """Record that the peer has disconnected or no longer relays; a reservation there is lost."""
         relay = self._relays.get(peer)
         if relay is None:
             return
         if relay.until > now:
-            self._searches, self._search_at = 0, now  # soon, if the others don't do
+            self._searches, self._search_at = 0, now  # search soon if the other relays are not enough
         relay.candidate = None
         relay.lose()
         if not relay.asking and relay.not_before <= now:
             del self._relays[peer]
 
     def moved(self, now: float, peer: PeerId) -> bool:
-        """The peer is reached over another connection than before: should it have begun anew, a place there is lost.
+        """Record that the connection to the peer was replaced; if the peer has restarted, a reservation there is lost.
 
-        True: we have one there, or have asked for one, so that it is to be asked again.
+        Returns True if we have or have requested a reservation there, so that the peer must be asked again.
         """
         relay = self._relays.get(peer)
         if relay is None or not (relay.until > now or relay.asking):
@@ -128,7 +129,7 @@ class Reservations:
         return True
 
     def granted(self, now: float, peer: PeerId, lasts_s: float) -> None:
-        """The relay keeps a place for us, for so long."""
+        """Record a reservation that lasts for `lasts_s` seconds."""
         relay = self._relays.get(peer)
         if relay is None:
             return
@@ -141,7 +142,7 @@ class Reservations:
         relay.renew_at = now + max(lasts_s * self._config.renew_share, self._config.renew_again_s)
 
     def refused(self, now: float, peer: PeerId) -> None:
-        """The relay gave no place, or no answer."""
+        """Record that the relay refused or did not answer."""
         relay = self._relays.get(peer)
         if relay is None:
             return
@@ -154,14 +155,14 @@ class Reservations:
             relay.lose()
             relay.not_before = now + backoff_s(relay.failures, config.rest_s, config.longest_rest_s)
 
-    # --- what to do --------------------------------------------------------------------------------------------
+    # --- actions -----------------------------------------------------------------------------------------------
 
     def held(self, now: float) -> list[PeerId]:
-        """Relays that keep a place for us."""
+        """Relays where we hold a reservation."""
         return [peer for peer, relay in self._relays.items() if relay.until > now]
 
     def step(self, now: float) -> list[Reserve | Release | FindRelays]:
-        """Actions due now."""
+        """The actions due now."""
         for peer, relay in list(self._relays.items()):
             if relay.candidate is None and not relay.asking and relay.not_before <= now:
                 del self._relays[peer]
@@ -180,7 +181,7 @@ class Reservations:
         return outputs
 
     def wake_at(self, now: float) -> float:
-        """Time at which `step` next has something to do by the passing of time alone."""
+        """Time at which `step` next has something to do if no event happens."""
         if not self._wanted:
             return math.inf
         times = [math.inf]
@@ -193,21 +194,19 @@ class Reservations:
         return min(times)
 
     def _too_many(self, now: float) -> list[PeerId]:
-        """Relays that we do without, since fewer are wanted than before; their places are ours no more."""
+        """Give up reservations beyond the wanted number; returns their relays."""
         surplus = self.held(now)[self._wanted :]
         for peer in surplus:
             self._relays[peer].lose()
         return surplus
 
     def _missing(self, now: float) -> int:
-        """Places that are neither held nor asked for."""
+        """Number of wanted reservations that are neither held nor requested."""
         there = sum(relay.until > now or relay.asking for relay in self._relays.values())
         return self._wanted - there
 
     def _best(self, now: float) -> PeerId | None:
-        """The relay to ask next: those through which we joined, then networks where we hold no place, then the
-        nearest.
-        """
+        """The relay to ask next: bootstrap peers first, then networks without a reservation, then the nearest."""
         used = {
             network_of(relay.candidate.at)
             for relay in self._relays.values()
@@ -223,7 +222,7 @@ class Reservations:
         return None if best is None else best.peer
 
     def check(self, now: float) -> None:
-        """Invariants, for tests."""
+        """Assert the invariants, for tests."""
         assert all(relay.candidate is not None for relay in self._relays.values() if relay.until > now)
         assert self._wanted or not any(relay.until > now for relay in self._relays.values())
 

@@ -1,1 +1,1 @@
-"""Kademlia: routing table, look-ups, records and their replication."""
+"""Kademlia: routing table, lookups, records and their replication."""

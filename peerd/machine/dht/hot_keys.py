@@ -1,18 +1,18 @@
-"""Hot keys: copies of what others hold, kept for a while by a node that is asked for it often, on the way to them.
+"""Cache of hot keys: a node that is often asked for a key that it does not hold caches the records for a while.
 
-A node that several peers have asked for a key of which it holds nothing looks the key up itself, and for a while
-answers with what it found those peers that say how old an answer may be. So the readers of a hot key are served by
-more nodes the more they are, in fewer hops, and its holders hear from those nodes instead of from every reader.
+If several peers ask a node for a key of which it holds nothing, the node looks the key up itself. For a while it then
+answers from this copy those peers that state how old an answer may be. So a hot key is served by more nodes the more
+readers it has, in fewer hops, and its holders are asked by those nodes instead of by every reader.
 
-Nobody can put anything here: what readers found is not taken from them, or one that signs records of its own could
-leave them on every way to a key and nothing else. Copies come from this node's own look-up, which asks for no copies,
-verified like any other; they have a memory of their own and take nothing from what the node is responsible for. They
-are kept for `_LIFETIME_S`, half as long for each bit of distance beyond the key's holders, and no record for longer
-than it lives. What a key holds is kept whole or not at all: a part would pass for the whole.
+Nobody can insert records here. Readers' results are not accepted, because a reader could place only its own signed
+records on every path to a key. Copies come from this node's own lookup, which does not accept copies itself and whose
+records are verified as usual. They have their own memory budget and do not reduce that of the node's own keys. A copy
+is kept for `_LIFETIME_S`, halved for each bit of distance beyond the key's holders, and no record is kept beyond its
+expiry. The records of a key are kept completely or not at all, because a part would look like the whole.
 
-A hostile peer may ask for many keys, often: a look-up needs `_ASKERS` peers that ask within the time for which the copy
-would be of use (with fewer it costs more questions than it saves). A place leads to `_LOOKUPS_PER_PLACE` of them a
-minute, all places together to `_AT_ONCE` at once.
+Hostile input: a peer may ask for many keys, often. A lookup is started only if `_ASKERS` peers ask within the time for
+which the copy would be useful (with fewer it would cost more requests than it saves). One place can cause at most
+`_LOOKUPS_PER_PLACE` lookups a minute; all places together at most `_AT_ONCE` at the same time.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from peerd.core.limits import DHT_BYTES_PER_PUBLISHER, DHT_COPIED_BYTES, DHT_COP
 from peerd.core.record import Record
 from peerd.machine.dht.store import answer_bytes
 
-_LIFETIME_S = 480.0  # of a copy right beside the key's holders
-_LEAST_S = 1.0  # a copy that is of use for less is not worth a look-up
-_ASKERS = 4
-_AT_ONCE = 8
-_LOOKUPS_PER_PLACE = 16  # within
+_LIFETIME_S = 480.0  # of a copy next to the key's holders
+_LEAST_S = 1.0  # a copy that is useful for less time is not worth a lookup
+_ASKERS = 4  # peers that must ask for a key
+_AT_ONCE = 8  # concurrent lookups
+_LOOKUPS_PER_PLACE = 16  # per minute
 _MINUTE_S = 60.0
-_PLACES = 1024  # of which look-ups are counted
+_PLACES = 1024  # places whose lookups are counted
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """The records of one key as a look-up that began at `asked_at` found them; none: there was nothing."""
+    """The records of one key, found by a lookup that began at `asked_at`; empty if there were none."""
 
     asked_at: float
     until: float
@@ -48,34 +48,38 @@ class _Copy:
 
 
 class HotKeys:
-    """Copies by key. `now` is monotonic, `wall` corrected Unix time."""
+    """Copies by key. `now` is monotonic time, `wall` corrected Unix time, both in seconds."""
 
     def __init__(self, keys: int = DHT_COPIED_KEYS, bytes_: int = DHT_COPIED_BYTES) -> None:
         self._most_bytes = bytes_
-        self._copies = BoundedDict[Key, _Copy](keys + 1)  # `keep` makes room itself, so that the bytes stay counted
+        self._copies = BoundedDict[Key, _Copy](keys + 1)  # never evicts: `keep` makes room and counts bytes
         self._keys = keys
         self._bytes = 0
         self._bytes_by: Counter[PeerId] = Counter()
-        self._askers = BoundedDict[Key, dict[PeerId, float]](keys)  # the last few, oldest first
-        self._under_way: dict[Key, float] = {}  # look-ups, since when
-        self._begun = BoundedDict[str, list[float]](_PLACES)  # look-ups of the last minute that a place led to
+        self._askers = BoundedDict[Key, dict[PeerId, float]](keys)  # times of the last few requests, oldest first
+        self._under_way: dict[Key, float] = {}  # start times of running lookups
+        self._begun = BoundedDict[str, list[float]](_PLACES)  # start times of lookups in the last minute, by place
 
     def __len__(self) -> int:
         return len(self._copies)
 
     def get(self, now: float, wall: float, key: Key, max_age_s: float, most_bytes: int = 0) -> list[Record]:
-        """The live records under `key`, if they are known to be no older than that, and are no more than that."""
+        """The live records under `key`, or an empty list if there is no copy that young and that small.
+
+        `most_bytes`: 0 for any size.
+        """
         copy = self._copies.get(key)
         if copy is None or now >= copy.until or now - copy.asked_at > max_age_s:
             return []
         if most_bytes and copy.bytes > most_bytes:
-            return []  # whose part it should be, only a store knows
+            return []  # only a store can choose a fair part of the records
         self._copies.move_to_end(key)
         return [record for record in copy.records if record.is_live(wall)]
 
     def asked(self, now: float, key: Key, peer: PeerId, place: str, useful_s: float) -> bool:
-        """Note that `peer`, in that place, asked for a key of which we hold nothing. True: look it up now, which is
-        counted as under way until `keep`. `useful_s`: how long its readers could be answered with what is found.
+        """Record that `peer`, in that place, asked for a key that we do not hold; return True to start a lookup now.
+
+        The lookup counts as running until `keep` is called. `useful_s`: how long its result could serve the readers.
         """
         if useful_s < _LEAST_S:
             return False
@@ -102,7 +106,10 @@ class HotKeys:
         return True
 
     def keep(self, now: float, key: Key, records: Sequence[Record], bits_beyond: int) -> None:
-        """The look-up that `asked` wished for ended with these, all that is under `key`."""
+        """Store the result of a lookup that `asked` started: all records under `key`.
+
+        `bits_beyond`: how many bits of distance we are farther away than the key's holders.
+        """
         asked_at = self._under_way.pop(key, now)
         until = asked_at + lifetime_s(bits_beyond)
         self._drop(key)
@@ -115,18 +122,18 @@ class HotKeys:
         if any(self._bytes_by[publisher] + count > DHT_BYTES_PER_PUBLISHER for publisher, count in by.items()):
             return
         while len(self._copies) >= self._keys or self._bytes + size > self._most_bytes:
-            self._drop(next(iter(self._copies)))  # the one that was asked for longest ago
+            self._drop(next(iter(self._copies)))  # the least recently requested one
         self._copies[key] = _Copy(asked_at, until, tuple(records), size)
         self._bytes += size
         self._bytes_by += by
 
     def purge(self, now: float) -> None:
-        """Drop copies that are over."""
+        """Drop expired copies."""
         for key in [key for key, copy in self._copies.items() if now >= copy.until]:
             self._drop(key)
 
     def check(self) -> None:
-        """Raise LocalError when an invariant is broken."""
+        """Raise LocalError if an invariant is broken."""
         by = Counter[PeerId]()
         for copy in self._copies.values():
             for record in copy.records:
@@ -134,9 +141,9 @@ class HotKeys:
         if by != self._bytes_by or by.total() != self._bytes:
             raise LocalError("the bytes of copies are miscounted")
         if len(self._copies) > self._keys or self._bytes > self._most_bytes or len(self._under_way) > _AT_ONCE:
-            raise LocalError("more copies than there may be")
+            raise LocalError("there are more copies than allowed")
         if any(count > DHT_BYTES_PER_PUBLISHER for count in by.values()):
-            raise LocalError("one publisher has more in copies than it may")
+            raise LocalError("the copies of one publisher exceed its limit")
 
     def _drop(self, key: Key) -> None:
         copy = self._copies.pop(key, None)
@@ -150,5 +157,5 @@ class HotKeys:
 
 
 def lifetime_s(bits_beyond: int) -> float:
-    """Lifetime of a copy, in seconds, where the key is so many bits farther away than its holders are."""
+    """Lifetime of a copy in seconds, on a node that is this many bits farther from the key than its holders."""
     return _LIFETIME_S / (1 << min(bits_beyond, 16))

@@ -1,19 +1,20 @@
-"""One iterative look-up toward a key: which peers to ask next, when to stop, and why. No network, no records, no clock.
+"""One iterative lookup towards a key: which peers to ask next, when to stop, and why. No network, records or clock.
 
-The idea is that of rust-libp2p's closest-peers iterator: the candidates in order of distance, each in one of five
-states. A peer that takes longer than is usual for it no longer holds up the search but may still answer, and so does
-one that `want` nearer candidates have overtaken; after `silent_s` it has failed. A plain search ends when the `want`
-nearest candidates that are not slow or failed have answered. A search for values says `found` when an answer held
-some; then `enough` answers that do, of the `want` nearest, suffice, or `enough` answers from the very nearest. Where
-copies on the way will do (`anywhere`), answers that hold some count from however far away.
+Based on rust-libp2p's closest-peers iterator: the candidates are ordered by distance, each in one of five states. A
+peer that takes longer than usual for it no longer holds up the search but may still answer, and so does a peer that
+`want` nearer candidates have overtaken; after `silent_s` it has failed. A plain search ends when the `want` nearest
+candidates that are neither slow nor failed have answered. A search for values sets `found` when an answer contains
+some. It then ends after `enough` such answers from the `want` nearest, or after `enough` answers from the very nearest.
+With `anywhere`, for which cached copies are enough, answers with values count at any distance.
 
-Of candidates that would do, those are asked first whose answers are expected first: each bit by which one is farther
-away than the holders of the key can be counts for a part of a round trip, and inside that radius distance is nothing.
+Among suitable candidates, those with the earliest expected answer are asked first. Each bit by which a candidate is
+farther from the key than the key's possible holders counts as a fraction of a round trip; within that radius distance
+does not count.
 
-Invariants: never more than `parallel` peers are waited for, until the nearest have answered and nothing nearer
-turned up: then the rest of the `want` are asked at once. Every look-up ends, whatever peers do: at most `max_asked`
-are asked, each is waited for at most `silent_s`, and at most `keep` candidates are remembered (the nearest).
-A hostile peer may name peers that do not exist: it costs their time-outs, and never more than `max_asked` of them.
+Invariants: at most `parallel` peers are waited for, until the nearest have answered and no nearer one turned up; then
+the rest of the `want` are asked at once. Every lookup ends, even with liars: at most `max_asked` are asked, each is
+waited for at most `silent_s`, and at most `keep` candidates are stored (the nearest). Hostile input: a peer may name
+peers that do not exist, which costs their timeouts, of at most `max_asked` peers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from peerd.machine.rate.round_trips import RoundTrips
 
 
 class State(enum.Enum):
-    NEW = "new"  # heard of, not asked
+    NEW = "new"  # known, not asked
     WAITING = "waiting"
     SLOW = "slow"  # asked, and silent for longer than usual, or overtaken; may still answer
     ANSWERED = "answered"
@@ -38,33 +39,33 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupRule:
-    """Parameters of a look-up: when to ask and when to stop."""
+    """Parameters of a lookup: when to ask and when to stop."""
 
     want: int = 8  # nearest peers whose answers end the search
-    enough: int = 3  # nearest answers that do once something was found; also what counts as having come near
-    spare: int = 0  # asked beyond `enough` once something was found, for one of them may be slow
-    parallel: int = 4  # peers waited for at once while coming nearer
-    hurry: int = 2  # as many more, where a look-up is hurried
-    approach: int = 2  # of these, while even the nearest candidate is farther away than holders are
-    slow_s: float = 1.0  # where no round trips are known
+    enough: int = 3  # nearest answers that suffice once a value was found; also the test for being near the key
+    spare: int = 0  # peers asked beyond `enough` once a value was found, because one may be slow
+    parallel: int = 4  # peers waited for at once while approaching the key
+    hurry: int = 2  # additional peers at once in a hurried lookup
+    approach: int = 2  # replaces `parallel` while the nearest candidate is farther away than holders can be
+    slow_s: float = 1.0  # patience with a peer if no round trips are known
     silent_s: float = 5.0
-    doubt: int = 0  # answers beyond `enough` for each holder that is missing
-    roots: int = 0  # peers known from the beginning that are asked at least, unless something was found
-    anywhere: bool = False  # answers that hold what is sought count from however far away: copies on the way will do
-    patient: bool = True  # wait for slow peers before saying that nothing was found
+    doubt: int = 0  # answers required beyond `enough` per missing holder
+    roots: int = 0  # initial peers that must have answered before a search ends without a value
+    anywhere: bool = False  # answers with values count at any distance: cached copies are enough
+    patient: bool = True  # wait for slow peers before reporting that nothing was found
     max_asked: int = 64
     keep: int = 128
 
 
 @dataclass(frozen=True, slots=True)
 class LookupGuide:
-    """A node's knowledge of the way to a key: round trips, and the distance within which its holders probably are."""
+    """What a node knows for ordering candidates: round trips, and the probable distance of a key's holders."""
 
     round_trips: RoundTrips
     radius: int
 
     def way_s(self, distance: int) -> float:
-        """Time that the rest of the way takes from a peer at this distance."""
+        """Estimated time of the remaining hops from a peer at this distance."""
         return (distance // self.radius).bit_length() * self.round_trips.typical_s / _BITS_PER_HOP
 
 
@@ -75,35 +76,35 @@ class _Candidate:
     state: State = State.NEW
     asked_at: float = 0.0
     slow_at: float = 0.0
-    way_s: float = 0.0  # beyond it, to the holders
-    cost_s: float = 0.0  # until it has answered and, where others are beyond it, these have
+    way_s: float = 0.0  # estimated time of the hops from it to the holders
+    cost_s: float = 0.0  # estimated time of its answer and of the hops beyond it
     is_root: bool = False  # known from the beginning
-    is_awaited: bool = False  # waited for, though nearer ones are known
-    holds: bool = False  # its answer held some of what is sought
+    is_awaited: bool = False  # waited for even if nearer ones are known
+    holds: bool = False  # its answer contained a value
 
 
 @dataclass(slots=True)
 class _View:
-    """Summary of the nearest `want` candidates that are not slow or failed, for `next`."""
+    """Summary for `next` of the nearest `want` candidates that are neither slow nor failed."""
 
-    usable: int = 0  # how many there are
-    answers: int = 0  # of them, nearer than every one that was not asked
-    holders: int = 0  # of them (or of all, by the rule), whose answers held what is sought
+    usable: int = 0  # number of these candidates
+    answers: int = 0  # of them, answered and nearer than any that was not asked
+    holders: int = 0  # of them (with `anywhere` of all), answered with a value
     pending: int = 0  # of them, waited for
     new: list[_Candidate] = field(default_factory=list)  # of them, not asked
-    fresh: list[_Candidate] = field(default_factory=list)  # of these, the ones that must answer
-    waiting: bool = False  # somebody among those that must answer has not done so
-    unasked: bool = False
+    fresh: list[_Candidate] = field(default_factory=list)  # of the new ones, those that must be asked
+    waiting: bool = False  # the answer of a candidate that must answer is missing
+    unasked: bool = False  # a candidate that was not asked has been passed
     near: bool = False  # the nearest `enough` have all answered
 
 
 _DISTANCE = attrgetter("distance")
 _COST = attrgetter("cost_s")
-_BITS_PER_HOP = 5.3  # that one answer brings a look-up nearer: a bit, and what the nearest of twenty peers has
+_BITS_PER_HOP = 5.3  # distance that one answer gains: one bit, and log2(20) for the nearest of twenty peers
 
 
 class Lookup:
-    """The search toward `target` that begins with the contacts in `seeds`. `own`, if given, has answered already."""
+    """The search towards `target`, starting with the contacts in `seeds`. `own`, if given, counts as answered."""
 
     def __init__(
         self,
@@ -115,17 +116,17 @@ class Lookup:
     ) -> None:
         self.target = target
         self.why: str | None = None  # the reason why it ended
-        self.found = False  # set by the owner when somebody held what is sought
-        self.hurried = False  # set by the owner when much waits for this look-up: it may ask more peers at once
+        self.found = False  # a value was found; the owner may set it as well
+        self.hurried = False  # set by the owner if much depends on this lookup: it may ask more peers at once
         self.asked = 0
         self._rule = rule
         self._guide = guide
-        self._answered = 0  # peers, ourselves not counted
-        self._holding = 0  # of these, those that held what is sought
+        self._answered = 0  # peers that answered, without ourselves
+        self._holding = 0  # of these, those that answered with a value
         self._sorted: list[_Candidate] = []  # nearest first
         self._of: dict[bytes, _Candidate] = {}  # by raw peer id, which hashes fast
         self._waiting: list[_Candidate] = []  # in state WAITING, in the order of asking
-        self._slow: list[_Candidate] = []  # in state SLOW, likewise
+        self._slow: list[_Candidate] = []  # in state SLOW, in the order of becoming slow
         if own is not None:
             self.learn([own])
             self._of[own.peer.raw].state = State.ANSWERED
@@ -134,7 +135,7 @@ class Lookup:
             candidate.is_root = candidate.state is State.NEW
 
     def next(self, now: float) -> list[Contact]:
-        """Peers to ask now; an empty list means wait, or look at `why`."""
+        """Peers to ask now. An empty list means wait, or that the lookup has ended (see `why`)."""
         if self.why is not None:
             return []
         self._age(now)
@@ -151,7 +152,7 @@ class Lookup:
         left = self._rule.max_asked - self.asked
         chosen = view.fresh[: max(0, min(self._room(view), left))]
         if not left and not self._waiting:
-            self.why = f"{self.asked} peers were asked, more than it should take"
+            self.why = f"{self.asked} peers were asked, the most allowed"
         for candidate in chosen:
             candidate.state, candidate.asked_at = State.WAITING, now
             candidate.slow_at = now + self._patience_s(candidate)
@@ -160,7 +161,7 @@ class Lookup:
         return [candidate.contact for candidate in chosen]
 
     def answered(self, peer: PeerId, nearer: Iterable[Contact], *, holds: bool = False) -> None:
-        """The peer answered, and named others. `holds`: it has some of what is sought."""
+        """Record that the peer answered and named the contacts `nearer`. `holds`: its answer contained a value."""
         if self._settle(peer, State.ANSWERED):
             self._answered += 1
             self._of[peer.raw].holds = holds
@@ -169,16 +170,16 @@ class Lookup:
         self.learn(nearer)
 
     def failed(self, peer: PeerId) -> None:
-        """The peer cannot be reached, has gone, or lied."""
+        """Record that the peer could not be reached, has left, or lied."""
         self._settle(peer, State.FAILED)
 
     def postponed(self, peer: PeerId) -> None:
-        """The peer answered, but had no room for this key in its answer: it may be asked again."""
+        """Record that the peer answered but had no room for this key in its answer: it may be asked again."""
         if self._settle(peer, State.NEW):
-            self.asked -= 1  # its owner sees to it that such an answer always settles another key
+            self.asked -= 1  # this cannot repeat forever: such an answer always contains at least one other key
 
     def learn(self, contacts: Iterable[Contact]) -> None:
-        """Further candidates; those known already change nothing."""
+        """Add candidates; known ones are ignored."""
         before = len(self._sorted)
         for contact in contacts:
             if contact.peer.raw not in self._of:
@@ -193,7 +194,7 @@ class Lookup:
             self._forget_farthest(len(self._sorted) - self._rule.keep)
 
     def wake_at(self) -> float | None:
-        """Time at which to call `next` though nobody answered; None when it has ended or waits for nobody."""
+        """Time at which to call `next` even without an answer, or None if the lookup has ended or waits for nobody."""
         if self.why is not None:
             return None
         times = [waiting.slow_at for waiting in self._waiting]
@@ -210,7 +211,7 @@ class Lookup:
         return {candidate.contact.peer: candidate.state for candidate in self._sorted}
 
     def _forget_farthest(self, surplus: int) -> None:
-        """Drop so many candidates that were not asked, from the far end."""
+        """Drop up to `surplus` candidates that were not asked, the farthest first."""
         for index in reversed(range(len(self._sorted))):
             if surplus <= 0:
                 return
@@ -219,7 +220,7 @@ class Lookup:
                 surplus -= 1
 
     def _settle(self, peer: PeerId, state: State) -> bool:
-        """The peer was asked, and this came of it; False when it was not asked, or that was settled before."""
+        """Set the final state of a peer that was asked. Returns False if it was not asked or was settled before."""
         candidate = self._of.get(peer.raw)
         if candidate is None or candidate.state not in (State.WAITING, State.SLOW):
             return False
@@ -228,15 +229,18 @@ class Lookup:
         return True
 
     def _suffices(self, view: _View) -> bool:
-        """True when what was found will do. The less of the answers held it, the more must have come: somebody may
-        hold worthless records, to end the search before those that hold others'.
+        """Return True if the values found suffice.
+
+        The fewer answers contain values, the more answers are required: a peer may hold worthless records in order to
+        end the search before it reaches the peers with others' records.
         """
         enough = self._rule.enough
         return view.holders >= enough or view.answers >= enough + self._rule.doubt * (enough - view.holders)
 
     def _further_roots(self) -> list[_Candidate]:
-        """Candidates known from the beginning that must be asked, too, before nothing more is to be learned: all the
-        others may have been named by liars that name each other.
+        """Initial candidates that must still be asked before a search ends without a value.
+
+        All other candidates may have been named by liars that name each other.
         """
         if self.found:
             return []
@@ -257,11 +261,11 @@ class Lookup:
         return min(room, self._lacking(view)) if self.found else room
 
     def _is_far(self, view: _View) -> bool:
-        """True while even the nearest candidate can hardly hold what is sought."""
+        """Return True while even the nearest candidate is too far away to be a holder."""
         return self._guide is not None and bool(view.new) and view.new[0].distance > self._guide.radius
 
     def _lacking(self, view: _View) -> int:
-        """Number of peers still to be asked, so that `enough` holders answer though some are slow."""
+        """Number of peers still to be asked so that `enough` holders answer even if some are slow."""
         spare = self._rule.spare + (self._rule.hurry if self.hurried else 0)
         return self._rule.enough + spare - view.holders - view.pending
 
@@ -271,7 +275,7 @@ class Lookup:
         return min(self._guide.round_trips.patience_s(candidate.contact.peer), self._rule.silent_s)
 
     def _look(self) -> _View:
-        """The candidates that matter, in one pass; the rest of the list can be long."""
+        """Summarize the candidates that matter, in one pass; the rest of the list may be long."""
         view, enough, want = _View(), self._rule.enough, self._rule.want
         early = 0  # answers among the nearest `enough`
         for candidate in self._sorted:
@@ -297,13 +301,13 @@ class Lookup:
         return view
 
     def _decide(self, view: _View) -> None:
-        """Choice of the peers that must still answer: the `want` nearest, or after a find as many as are lacking."""
+        """Choose the peers that must still answer: the `want` nearest, or after a find the missing number."""
         if view.pending < len(self._waiting) and view.usable == self._rule.want:
             self._overtake(self._waiting)
         view.waiting = view.pending > 0 or any(candidate.is_awaited for candidate in self._waiting)
         view.fresh = sorted(view.new, key=_COST)
         if self._guide is not None and view.fresh:
-            # Whoever is more than half a hop behind the best is asked when that one has failed.
+            # A candidate more than half a hop behind the best is asked only once the best has failed.
             best = min(candidate.way_s for candidate in (*view.fresh, *self._waiting))
             most = best + self._guide.round_trips.typical_s / 2
             view.fresh = [candidate for candidate in view.fresh if candidate.way_s <= most]
@@ -311,7 +315,7 @@ class Lookup:
             view.fresh = view.fresh[: max(0, self._lacking(view))]
 
     def _end(self, answers: int) -> None:
-        """Nobody is left to ask; but slow peers may still help if nobody has answered, or too few to say no."""
+        """End the lookup because no candidate is left; but wait for slow peers if none or too few have answered."""
         wanting = self._rule.patient and not self.found and answers < self._rule.enough
         if self._slow and (wanting or not self._answered):
             return
@@ -323,7 +327,7 @@ class Lookup:
             self.why = "all known peers have answered or failed"
 
     def _overtake(self, waiting: list[_Candidate]) -> None:
-        """Wait no longer for those beyond the `want` nearest."""
+        """Stop waiting for candidates beyond the `want` nearest."""
         usable = (c for c in self._sorted if c.state not in (State.SLOW, State.FAILED))
         within = {id(c) for c, _ in zip(usable, range(self._rule.want), strict=False)}
         for candidate in [c for c in waiting if not c.is_awaited and id(c) not in within]:

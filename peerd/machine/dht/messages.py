@@ -1,6 +1,6 @@
-"""Messages between DHT nodes, and the inputs and outputs of `Kademlia`: values only, already decoded.
+"""Messages between DHT nodes, and the inputs and outputs of `Kademlia`: plain decoded values.
 
-The wire forms and their bounds are in service/dht/codec.py; the simulator passes these objects as they are.
+The wire formats and their bounds are in service/dht/codec.py; the simulator passes these objects directly.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from peerd.machine.dht.store import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Introduction of the sender; sent when the other side may not know it yet."""
+    """Introduction of the sender; sent if the other side may not know it yet."""
 
-    addrs: tuple[bytes, ...] = ()  # where it can be dialled; none: a client, which belongs in nobody's table
+    addrs: tuple[bytes, ...] = ()  # where it can be dialed; empty for a client, which is in no routing table
 
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """Request for the peers near these keys and, with `values`, for the records held under them."""
+    """Request for the peers near these keys and, with `values`, for the records stored under them."""
 
     keys: tuple[Key, ...]
     values: bool
     hello: Hello | None = None
-    most_bytes: int = 0  # wanted of one key, in an answer; 0: all of it
-    max_age_s: int = 0  # of a copy of what others hold that will do as an answer; 0: none will
-    has: tuple[bytes, ...] = ()  # tags of records that the asker has: they need not be sent again
+    most_bytes: int = 0  # most bytes of one key in an answer; 0: no limit
+    max_age_s: int = 0  # greatest acceptable age of a cached copy; 0: copies are not accepted
+    has: tuple[bytes, ...] = ()  # tags of records that the requester has and that need not be sent again
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Answer to Find: records per key in the order of asking; if that is shorter, the other keys had no room and may be
-    asked again.
+    """Answer to Find: records per key, in the order of the request.
 
-    The contacts are those near any of the keys, together: a few too many do a look-up no harm.
+    If `records` is shorter than the request, the other keys did not fit and may be requested again. `contacts` are near
+    any of the keys, in one list; additional contacts do no harm to a lookup.
     """
 
     records: tuple[tuple[Record, ...], ...]
     contacts: tuple[Contact, ...]
     hello: Hello | None = None
-    named: tuple[tuple[bytes, ...], ...] = ()  # per key, tags of records that the asker has; shorter: none of the rest
+    named: tuple[tuple[bytes, ...], ...] = ()  # per key, tags of held records that were not sent; may be shorter
 
     def named_of(self, index: int) -> tuple[bytes, ...]:
-        """The tags for the key of this number."""
+        """The tags for the key at this index."""
         return self.named[index] if index < len(self.named) else ()
 
 
@@ -64,7 +64,7 @@ class StoreRecords:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Answer to StoreRecords: per record the verdict, and the version that is held now (0: none)."""
+    """Answer to StoreRecords: per record the verdict, and the version that is stored now (0 if none)."""
 
     verdicts: tuple[tuple[Verdict, int], ...]
     hello: Hello | None = None
@@ -88,12 +88,12 @@ Reply = Found | Stored | PongReply
 # --- into Kademlia ---------------------------------------------------------------------------------------------
 
 
-NOWHERE: Final = ("", "")  # not known; all who are there share what one place may have
+NOWHERE: Final = ("", "")  # unknown place and region; all peers there share the bound of one place
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A peer asks us; answered by `Respond` with the same token, at once."""
+    """A peer's request; it is answered at once, by `Respond` with the same token."""
 
     token: int
     peer: PeerId
@@ -103,7 +103,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer to the `Ask` of this id."""
+    """The answer to the `Ask` with this id."""
 
     ask: int
     reply: Reply
@@ -111,7 +111,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class AskFailed:
-    """The `Ask` of this id got no answer. `lied`: what came back broke the protocol."""
+    """The `Ask` with this id got no answer. `lied`: the answer violated the protocol."""
 
     ask: int
     lied: bool = False
@@ -119,7 +119,7 @@ class AskFailed:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """We are connected to this peer, by whatever way; it may become part of the table."""
+    """We are connected to this peer, on any path; it may enter the table."""
 
     contact: Contact
 
@@ -137,8 +137,8 @@ class Get:
 
     op: int
     keys: tuple[Key, ...]
-    most_bytes: int = 0  # of one key, in one answer; 0: all of it
-    max_age_s: int = 0  # of copies on the way that will do; 0: none will
+    most_bytes: int = 0  # most bytes of one key in one answer; 0: no limit
+    max_age_s: int = 0  # greatest acceptable age of cached copies; 0: copies are not accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +150,12 @@ class Put:
     suffix: bytes
     value: bytes
     ttl_s: float
-    stays: bool = False  # True for a record that others need after we have left
+    stays: bool = False  # others need the record after we have left
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Take back what we published: one sub-key, or all that does not stay when `key` is None; ends with `PutDone`."""
+    """Withdraw our records: one sub-key, or with `key` None all records that do not stay; ends with `PutDone`."""
 
     op: int
     key: Key | None = None
@@ -164,7 +164,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """No longer wait for this operation: it ends now, with what it has."""
+    """End this operation now, with the results so far."""
 
     op: int
 
@@ -176,7 +176,7 @@ Input = Asked | Answered | AskFailed | Met | Lost | Get | Put | Withdraw | Stop
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send this request; report `Answered` or `AskFailed` with its id, whatever happens."""
+    """Send this request; report `Answered` or `AskFailed` with its id in any case."""
 
     id: int
     contact: Contact
@@ -193,9 +193,9 @@ class Respond:
 
 @dataclass(frozen=True, slots=True)
 class GetDone:
-    """Per key the live records, one per sub-key and in their order; and why the search ended.
+    """Result of a get: per key the live records, one per sub-key and in their order, and why the search ended.
 
-    `answered`: True if at least one other peer answered for each of the keys: else no records mean nothing.
+    `answered`: at least one other peer answered for each key; otherwise a lack of records means nothing.
     """
 
     op: int
@@ -206,19 +206,17 @@ class GetDone:
 
 @dataclass(frozen=True, slots=True)
 class PutDone:
-    """Result of a put: the number of peers that hold the record, ourselves included if we hold it for others; of
-    several records, the fewest.
-    """
+    """Result of a put: the number of peers, including ourselves, that store the record (of several, the least)."""
 
     op: int
     peers: int
     why: str
-    verdicts: Sequence[Verdict] = field(default=())  # what those that refused said
+    verdicts: Sequence[Verdict] = field(default=())  # of the peers that refused
 
 
 @dataclass(frozen=True, slots=True)
 class BlamePeer:
-    """This peer broke the protocol; it is left alone for a while."""
+    """This peer violated the protocol; it is avoided for a while."""
 
     peer: PeerId
     why: str

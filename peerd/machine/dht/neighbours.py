@@ -1,9 +1,9 @@
-"""Neighbours of a DHT node: the table, suspicion, and what was learned along the way.
+"""Neighbours of a DHT node: the routing table, suspicion of silent peers, and the results of recent lookups.
 
-Peers enter the table when they themselves talked to us and say where they can be dialled; hearsay never enters it. A
-peer that falls silent or closes its connection is out of consideration at once, and probed once its suspicion has
-cooled; a second silence removes it. The removed ones are remembered, because when *our* line was down everybody seemed
-to die, and somebody must be asked when it is back. Sends nothing: it says which peers to probe.
+A peer enters the table when it has sent us a message itself and stated addresses where it can be dialed; peers that
+others report never enter it. A peer that falls silent or closes its connection is not used any more, and is probed once
+its suspicion has cooled; a second silence removes it. Removed peers are remembered: if *our* line was down, everybody
+seemed dead, and we need peers to ask when it is back. Sends nothing: it returns the peers to probe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FORMER = 64
 _GREETED = 8192
 _NEAR_KEYS = 1024
 _LONELY = 4  # with fewer live neighbours than this, former ones are tried again
-_PROBES = 3  # of one kind per round
+_PROBES = 3  # of each kind per round
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class _Near:
 
 
 class Neighbours:
-    """The peers around `own`. Times are monotonic seconds."""
+    """The peers around `own`. Times are monotonic, in seconds."""
 
     def __init__(self, own: PeerId, table: Table, *, greet_again_s: float, near_s: float, stale_s: float) -> None:
         self.table = table
@@ -47,15 +47,15 @@ class Neighbours:
         self._greeted = BoundedDict[PeerId, float](_GREETED)
         self._near = BoundedDict[Key, _Near](_NEAR_KEYS)
         self._former = BoundedDict[PeerId, Contact](_FORMER)
-        self._resigned = BoundedDict[PeerId, None](_GREETED)  # cannot be dialed, as they say themselves
+        self._resigned = BoundedDict[PeerId, None](_GREETED)  # peers that stated that they cannot be dialed
         self._given = BoundedDict[tuple[PeerId, Key], float](_NEAR_KEYS)
 
     def usable(self, now: float, peer: PeerId) -> bool:
-        """True when this peer may be asked, and named to others."""
+        """Return True if this peer may be asked, and reported to others."""
         return not (self._silence.shunned(now, peer) or self._liars.shunned(now, peer))
 
     def believed(self, now: float, contacts: Iterable[Contact]) -> list[Contact]:
-        """Of peers that others name, those that we may ask: not ourselves, and none that we know to be silent."""
+        """The usable ones of the contacts that a peer reported: not ourselves, no silent and no lying peers."""
         others = [contact for contact in contacts if contact.peer.raw != self._own.raw]
         return others if self._calm else [contact for contact in others if self.usable(now, contact.peer)]
 
@@ -64,9 +64,7 @@ class Neighbours:
         return self.table.closest(target, count, None if self._calm else lambda peer: self.usable(now, peer))
 
     def welcome(self, now: float, contact: Contact) -> tuple[bool, Contact | None]:
-        """The peer itself talked to us and can be dialled. Returns whether it is newly seated, and the peer to
-        probe.
-        """
+        """Record a message from a dialable peer. Returns whether it newly entered the table, and a peer to probe."""
         self._silence.answered(contact.peer)
         self._resigned.pop(contact.peer, None)
         if self._liars.shunned(now, contact.peer):
@@ -77,48 +75,48 @@ class Neighbours:
         if oldest is not None:
             seen = self.table.seen_at(oldest.peer)
             if seen is not None and now - seen < self._stale_s:
-                oldest = None  # it was well a moment ago
+                oldest = None  # it was alive a moment ago
         return seated, oldest
 
     def answered(self, now: float, peer: PeerId) -> None:
-        """Note a sign of life."""
+        """Record a sign of life."""
         self._silence.answered(peer)
         self.table.seen(now, peer)
 
     def silent(self, now: float, peer: PeerId) -> Contact | None:
-        """Note that it did not answer. Returns a newcomer to probe when that cost it its seat."""
+        """Record that it did not answer. If that removes it from the table, returns a newcomer to probe."""
         if self._silence.silent(now, peer) < 2:
             return None
         return self._remove(peer)
 
     def lost(self, now: float, peer: PeerId) -> None:
-        """Note that its connection closed: leave it alone until it was probed."""
+        """Record that its connection closed: it is not used until it has been probed."""
         self._greeted.pop(peer, None)
         self._silence.silent(now, peer)
 
     def lied(self, now: float, peer: PeerId) -> Contact | None:
-        """Note that it broke the protocol. Returns a newcomer to probe in its place."""
+        """Record that it violated the protocol. Returns a newcomer to probe in its place."""
         self._liars.lied(now, peer, _SHUN_LIARS_S)
         newcomer = self._remove(peer)
         self._former.pop(peer, None)
         return newcomer
 
     def resigned(self, peer: PeerId) -> Contact | None:
-        """Note its word that it cannot be dialed, or not any more. Returns a newcomer to probe in its place."""
+        """Record its statement that it cannot be dialed (any more). Returns a newcomer to probe in its place."""
         self._resigned[peer] = None
         newcomer = self._remove(peer)
         self._former.pop(peer, None)
         return newcomer
 
     def has_resigned(self, peer: PeerId) -> bool:
-        """True when the peer itself said last that it resigns, whatever others still tell of it."""
+        """Return True if the peer's own last statement was that it cannot be dialed, even if others report it."""
         return peer in self._resigned
 
     def is_liar(self, now: float, peer: PeerId) -> bool:
         return self._liars.shunned(now, peer)
 
     def greets(self, now: float, peer: PeerId) -> bool:
-        """True when the next message to `peer` should say who we are; notes that it does."""
+        """Return True if the next message to `peer` should contain our introduction; records that it does."""
         greeted = self._greeted.get(peer)
         if greeted is not None and now - greeted < self._greet_again_s:
             return False
@@ -126,21 +124,19 @@ class Neighbours:
         return True
 
     def ungreeted(self, peer: PeerId) -> None:
-        """Note that the greeting did not arrive."""
+        """Record that the introduction did not arrive."""
         self._greeted.pop(peer, None)
 
     def greet_all_again(self) -> None:
-        """Greet all peers anew: what we say about ourselves has changed."""
+        """Introduce ourselves to all peers again, because our addresses have changed."""
         self._greeted.clear()
 
     def found_near(self, now: float, key: Key, contacts: Iterable[Contact]) -> None:
-        """Note that a search ended with these, nearest first."""
+        """Store the result of a search, nearest peers first."""
         self._near[key] = _Near(now, tuple(contacts))
 
     def seeds(self, now: float, key: Key, target: int) -> list[Contact]:
-        """Contacts to begin a look-up of `key` with: the peers of the table, and those that the last such look-up
-        found.
-        """
+        """Contacts to start a lookup of `key` with: from the table, and from the last lookup of this key."""
         contacts = self.closest(now, target, self._k)
         near = self._near.get(key)
         if near is None or now - near.found_at > self._stale_s:
@@ -149,14 +145,12 @@ class Neighbours:
         return contacts + [c for c in near.contacts if c.peer not in known and self.usable(now, c.peer)]
 
     def near_is_fresh(self, now: float, key: Key) -> bool:
-        """True when a look-up of `key` ended so recently that its result, with the table's, will do."""
+        """Return True if a lookup of `key` ended so recently that its result, with the table, can be used."""
         near = self._near.get(key)
         return near is not None and now - near.found_at <= self._near_s
 
     def may_give(self, now: float, peer: PeerId, key: Key) -> bool:
-        """True when `peer` may be offered copies of what it lacks under `key`; not again for a while, it may have
-        refused.
-        """
+        """Return True, once per `near_s`, if `peer` may be offered the records that it lacks under `key`."""
         given = self._given.get((peer, key))
         if given is not None and now - given < self._near_s:
             return False
@@ -164,7 +158,7 @@ class Neighbours:
         return True
 
     def probes(self, now: float) -> list[Contact]:
-        """Contacts to ping now: cooled suspects, peers not heard from for long, and former ones when we are lonely."""
+        """Contacts to ping now: cooled suspects, peers not heard from for long, former ones if few others are left."""
         cooled = [contact for peer in self._silence.cooled(now) if (contact := self.table.contact(peer)) is not None]
         unseen = sorted(self.table.longest_unseen(), key=lambda seen: seen[0])[:_PROBES]
         stale = [contact for seen, contact in unseen if now - seen > self._stale_s]
@@ -176,7 +170,7 @@ class Neighbours:
 
     @property
     def _calm(self) -> bool:
-        """True when no peer is under suspicion: the usual case, worth a short cut."""
+        """True if no peer is under suspicion, which is the usual case and allows a shortcut."""
         return not self._silence and not self._liars
 
     def _remove(self, peer: PeerId) -> Contact | None:

@@ -1,4 +1,4 @@
-"""State that the parts of one DHT node share: figures, contact, neighbours, records, clock and counts."""
+"""State shared by the parts of one DHT node: settings, contact, neighbours, records, clock and counters."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from peerd.machine.rate.round_trips import RoundTrips
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KademliaConfig:
-    """The figures of the DHT; times in seconds."""
+    """Settings of the DHT; times in seconds."""
 
-    k: int = 20  # peers of a bucket, and neighbours that a joining peer greets
-    wide: tuple[int, ...] = (128, 64, 32)  # peers of the farthest buckets: most look-ups begin there
-    copies: int = 8  # peers that hold a record; with 20 % of them gone, all are lost once in 400,000 times
-    enough: int = 3  # of these, how many answers make a find
-    spare: int = 1  # asked beyond these, for one of them may be slow
-    parallel: int = 4  # peers waited for at once while coming nearer
-    slow_s: float = 0.6  # a peer that takes longer no longer holds up a search, until round trips have been seen
-    silent_s: float = 5.0  # a peer that takes longer has failed
-    repeat_s: float = 300.0  # own records are offered again, for their holders may have left
-    refresh_s: float = 900.0  # a part of the key space in which nobody searched is searched
-    neighbours_s: float = 120.0  # our own neighbourhood is searched
-    stale_s: float = 600.0  # a peer not heard from is pinged
-    near_s: float = 60.0  # a publisher relies on its last search for a key
-    greet_again_s: float = 600.0  # addresses and clocks are told anew
-    upkeep_s: float = 5.0
+    k: int = 20  # peers of a bucket, and neighbours that a joining peer looks up
+    wide: tuple[int, ...] = (128, 64, 32)  # peers of the farthest buckets, where most lookups start
+    copies: int = 8  # peers that store a record; if 20 % of all peers leave, all 8 are lost once in 400,000 times
+    enough: int = 3  # answers of these that end a search with values
+    spare: int = 1  # peers asked beyond `enough`, because one may be slow
+    parallel: int = 4  # peers waited for at once while approaching a key
+    slow_s: float = 0.6  # until round trips are known: time after which a peer no longer holds up a search
+    silent_s: float = 5.0  # time after which a peer has failed
+    repeat_s: float = 300.0  # interval at which own records are offered again, because holders may have left
+    refresh_s: float = 900.0  # time without a search after which a part of the key space is searched
+    neighbours_s: float = 120.0  # interval of searches for our own neighbourhood
+    stale_s: float = 600.0  # time without a message after which a peer is pinged
+    near_s: float = 60.0  # how long a publisher reuses its last search for a key
+    greet_again_s: float = 600.0  # interval at which our introduction is repeated
+    upkeep_s: float = 5.0  # interval of the maintenance
     store: StoreLimits = field(default_factory=StoreLimits)
 
 
@@ -45,22 +45,22 @@ class Counts:
 
     asks: int = 0  # messages sent
     failed: int = 0  # of these, without an answer
-    served: int = 0
-    searches: int = 0  # ended ones that somebody waited for
-    searched_peers: int = 0  # asked in these, together
+    served: int = 0  # requests of others
+    searches: int = 0  # completed searches of commands
+    searched_peers: int = 0  # peers asked in these
     copied: int = 0  # keys looked up because others often asked us for them
     lies: int = 0
 
 
 class NodeState:
-    """One node's state; the parts that act on it are Workbench and Kademlia."""
+    """One node's state; QueryPool and Kademlia act on it."""
 
     def __init__(self, signer: Signer, verifier: Verifier, config: KademliaConfig, book: Book | None = None) -> None:
         self.config = config
         self.id: PeerId = signer.peer_id
         self.contact = Contact(signer.peer_id)  # without addresses: a client
         self.clock_ahead_s = 0.0  # corrected Unix time minus monotonic time
-        self.joined = False  # a search for our neighbours has ended, and there are some
+        self.joined = False  # a search for our neighbours has found some
         self.counts = Counts()
         self.neighbours = Neighbours(
             self.id,
@@ -86,5 +86,5 @@ class NodeState:
         return now + self.clock_ahead_s
 
     def keep(self, now: float, record: Record) -> bool:
-        """Hold a copy ourselves; returns whether we do."""
+        """Store a copy ourselves; returns True if the store accepts it."""
         return self.store.offer(self.wall(now), record)[0] is Verdict.STORED

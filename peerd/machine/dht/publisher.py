@@ -1,11 +1,11 @@
-"""This peer's own records: what it announced, for how long, and when each must be sent out again.
+"""This peer's own records: what it published, for how long, and when each must be sent again.
 
 A record's lease is at most an hour; a longer one is renewed. Each record is also offered again, unchanged, every
-`repeat_s`, because the peers that held it may have left. A withdrawal leaves a tombstone that outlives every copy of
-what it withdraws. Does not send anything and knows no peers.
+`repeat_s`, because the peers that held it may have left. A withdrawal creates a tombstone that outlives every copy of
+the withdrawn record. Sends nothing and knows no peers.
 
-Versions follow corrected time in milliseconds, so that a peer that starts anew outbids what it published before; if
-its clock was set back meanwhile, the refusals say which version to outbid.
+Versions are corrected Unix time in milliseconds, so that a restarted peer supersedes what it published before. If its
+clock was set back in between, the refusals contain the version that must be exceeded.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from peerd.core.ids import Key
 from peerd.core.limits import RECORD_TTL_S
 from peerd.core.record import Record, Signer
 
-_MAX_LEAD_MS = 1 << 46  # a version that a store claims to hold is believed up to this: the year 4200
+_MAX_LEAD_MS = 1 << 46  # greatest version that a store can credibly claim to hold: the year 4200
 
 
 @dataclass(slots=True)
 class _Own:
     record: Record
-    until: float  # corrected Unix seconds: as long as it is wanted
+    until: float  # end of the publication, in corrected Unix seconds
     due: float  # when to offer it again
     copies_until: float  # when the last copy of any version that we sent out expires
-    stays: bool = False  # True for a record that others need after we have left
+    stays: bool = False  # others need the record after we have left
 
 
 class Publisher:
-    """The records of `signer`. `wall` is corrected Unix time throughout."""
+    """The records of `signer`. `wall` is corrected Unix time in seconds."""
 
     def __init__(self, signer: Signer, repeat_s: float = 300.0) -> None:
         self._signer = signer
@@ -43,9 +43,9 @@ class Publisher:
     def publish(
         self, wall: float, key: Key, suffix: bytes, value: bytes, ttl_s: float, *, stays: bool = False
     ) -> Record:
-        """A signed record that replaces what we published under this sub-key; LocalError when it is too large.
+        """A signed record that replaces the one published under this sub-key. Raises LocalError if it is too large.
 
-        `stays`: `withdraw_all` leaves it, so that it lives on to its end.
+        `stays`: `withdraw_all` keeps the record, so that it lives until it expires.
         """
         until = wall + ttl_s
         record = self._sign(wall, key, suffix, value, min(until, wall + RECORD_TTL_S))
@@ -55,7 +55,7 @@ class Publisher:
         return record
 
     def withdraw(self, wall: float, key: Key, suffix: bytes) -> Record | None:
-        """The tombstone of what is published under this sub-key; None when nothing is."""
+        """The tombstone of the record published under this sub-key, or None if there is none."""
         own = self._own.get((key, suffix))
         if own is None or own.record.tombstone or own.copies_until <= wall:
             return None
@@ -65,25 +65,25 @@ class Publisher:
         return record
 
     def withdraw_all(self, wall: float) -> list[Record]:
-        """Tombstones of everything that is published, but for records that stay."""
+        """Tombstones of all published records except those that stay."""
         leaving = [place for place, own in self._own.items() if not own.stays]
         records = (self.withdraw(wall, key, suffix) for key, suffix in leaving)
         return [record for record in records if record is not None]
 
     def own(self, wall: float, key: Key) -> list[Record]:
-        """Our own latest records under `key`, tombstones included."""
+        """Our own latest records under `key`, including tombstones."""
         return [own.record for (k, _), own in self._own.items() if k == key and own.record.is_live(wall)]
 
     def all(self, wall: float) -> list[Record]:
-        """Every record of ours that counts, tombstones included."""
+        """All our live records, including tombstones."""
         return [own.record for own in self._own.values() if own.record.is_live(wall)]
 
     def due(self, wall: float) -> list[Record]:
-        """Records to offer to the swarm again now, with leases renewed where that is due."""
+        """Records to offer to the swarm again now, with renewed leases if necessary."""
         records = []
         for place, own in list(self._own.items()):
             if own.until <= wall:
-                # An earlier version may have had a longer lease, and a peer that missed the later one: end that too.
+                # A peer may still hold an earlier version with a longer lease: end that one as well.
                 tombstone = self.withdraw(wall, *place)
                 if tombstone is None:
                     del self._own[place]
@@ -100,11 +100,11 @@ class Publisher:
         return records
 
     def due_at(self) -> float | None:
-        """Time at which `due` next has something to do, in corrected Unix seconds; None: nothing is published."""
+        """Time at which `due` next has something to do, in corrected Unix seconds, or None if nothing is published."""
         return min((min(own.due, own.until) for own in self._own.values()), default=None)
 
     def outbid(self, wall: float, record: Record, version: int) -> Record | None:
-        """`record` anew with a version above `version`, which a store holds; None when it is no longer our latest."""
+        """`record` signed again with a version above `version`, which a store holds, or None if it is outdated."""
         own = self._own.get((record.key, record.suffix))
         if own is None or own.record != record or not record.version <= version < _MAX_LEAD_MS:
             return None
@@ -122,15 +122,11 @@ class Publisher:
         return record
 
     def _due(self, wall: float, record: Record, until: float) -> float:
-        """Time of the next publication: half of what is left of the lease if it must be renewed, and no later than the
-        next repetition.
-        """
+        """Time of the next publication: the next repetition, or earlier if a lease must be renewed halfway."""
         renewal = wall + (record.expires - wall) / 2 if _ends_early(record, until) else until
         return min(wall + self._repeat_s, renewal)
 
 
 def _ends_early(record: Record, until: float) -> bool:
-    """True when the lease ends before it is meant to. Leases are in whole milliseconds: what rounding took is no
-    reason.
-    """
+    """Return True if the lease ends before `until`, by more than rounding to whole milliseconds explains."""
     return record.expires < until - 0.002

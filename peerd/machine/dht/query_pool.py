@@ -1,10 +1,9 @@
-"""The tasks of a DHT node: what a command starts, what follows from its searches, and what is reported at its end.
+"""The running tasks of a DHT node: what a command starts, what follows from its searches, and what is reported.
 
-Get: search, gather, report; the nearest peer that lacked something gets a copy. Copy: the same for ourselves, of a
-key that others ask us for. Put: search (unless we know the place
-from a moment ago), place copies on the nearest peers, ourselves included if we are one; when a peer holds a later
-version of ours, from before a restart, publish a yet later one. Every task ends with one report, or with none if
-nobody waits for it.
+Get: search, collect and report records; the nearest peer that lacked some is sent a copy. Copy: the same for ourselves,
+for a key that others often ask for. Put: search (unless a recent search is known) and store copies on the nearest
+peers, including ourselves if we are one; if a peer holds a later version of our record, from before a restart, publish
+an even later one. Every task ends with one report, or none if nobody waits for it.
 """
 
 from __future__ import annotations
@@ -18,34 +17,34 @@ from peerd.core.ids import Key
 from peerd.core.limits import DHT_LARGE_BYTES
 from peerd.core.record import Record
 from peerd.machine.dht import messages as q
+from peerd.machine.dht.key_search import KeySearch, Placement, Task
 from peerd.machine.dht.lookup import Lookup, LookupGuide, LookupRule
 from peerd.machine.dht.node_state import NodeState
-from peerd.machine.dht.query import Placement, Search, Task
-from peerd.machine.dht.requests import Dispatch
+from peerd.machine.dht.requests import PendingRequests
 from peerd.machine.dht.routing_table import KEY_BITS, Contact, place
 from peerd.machine.dht.store import answer_bytes, is_large
 
-_ATTEMPTS = 3  # to outbid versions that others claim to hold
+_ATTEMPTS = 3  # to supersede versions that others claim to hold
 _LARGE_KEYS: Final = 256
 
 
 class LargeRecords:
     """Large records found by earlier reads, by key, so that peers need not send them again.
 
-    Otherwise a stranger that fills a key with large records costs its readers their bytes at every read. This is no
-    cache of answers: a record counts only when a peer says that it holds it. Keeps at most DHT_LARGE_BYTES, of the keys
-    read last.
+    Otherwise a stranger that fills a key with large records costs its readers these bytes at every read. This is not a
+    cache of answers: a record counts only if a peer reports that it holds it. Keeps at most DHT_LARGE_BYTES, for the
+    keys read last.
     """
 
     def __init__(self) -> None:
         self._by_key = BoundedDict[Key, list[Record]](_LARGE_KEYS)
 
     def of(self, key: Key, wall: float) -> list[Record]:
-        """The large records that were under `key` when it was last read, and have not expired."""
+        """The unexpired large records that were under `key` when it was last read."""
         return [record for record in self._by_key.get(key, ()) if record.is_live(wall)]
 
     def keep(self, key: Key, records: Iterable[Record]) -> None:
-        """These were found under `key`."""
+        """Store the large ones of the records found under `key`."""
         self._by_key.pop(key, None)
         if large := list(filter(is_large, records)):
             self._by_key[key] = large
@@ -57,10 +56,10 @@ class LargeRecords:
         return sum(answer_bytes(record) for records in self._by_key.values() for record in records)
 
 
-class Workbench:
-    """Runs tasks over `node`; outputs go to `emit`."""
+class QueryPool:
+    """Runs tasks over `node`; calls `emit` with the outputs."""
 
-    def __init__(self, node: NodeState, dispatch: Dispatch, emit: Callable[[q.Output], None]) -> None:
+    def __init__(self, node: NodeState, dispatch: PendingRequests, emit: Callable[[q.Output], None]) -> None:
         self._node = node
         self._dispatch = dispatch
         self._emit = emit
@@ -77,9 +76,9 @@ class Workbench:
             slow_s=config.slow_s,
             silent_s=config.silent_s,
         )
-        # On the way to a hot key, the first that are asked may suffice.
+        # On the way to a hot key, the first peers that are asked may suffice.
         self._copy_rule = replace(self._value_rule, approach=config.enough, anywhere=True)
-        # Each of the nearest peers knows its whole neighbourhood: a few of them together see all holders-to-be.
+        # Each of the nearest peers knows its neighbourhood: a few together know all peers that should hold the record.
         self._place_rule = replace(self._value_rule, want=config.enough + 1, patient=False)
         self._refresh_rule = replace(self._value_rule, want=2, enough=2, parallel=2, patient=False)
         self._join_rule = replace(self._value_rule, want=config.k, patient=False)
@@ -88,9 +87,9 @@ class Workbench:
         return len(self._tasks)
 
     def get(self, now: float, op: int, keys: Iterable[Key], most_bytes: int, max_age_s: int) -> None:
-        """Gather the records under `keys`, so many bytes of a key in each answer (0: all).
+        """Collect the records under `keys`, up to `most_bytes` of a key per answer (0: no limit).
 
-        Copies of the age `max_age_s`, from peers on the way, will do.
+        Cached copies up to the age `max_age_s` are accepted.
         """
         rule = self._copy_rule if max_age_s else self._value_rule
         searches = [
@@ -100,20 +99,20 @@ class Workbench:
         self._start(now, Task(op, "get", searches))
 
     def copy(self, now: float, keys: Iterable[Key]) -> None:
-        """Look up keys that others ask us for, to keep copies."""
+        """Look up keys that others often ask for, to cache their records."""
         for key in keys:
             self._node.counts.copied += 1
             self._start(now, Task(None, "copy", [self._search(now, key, self._value_rule, values=True)]))
 
     def put(self, now: float, op: int | None, records: Sequence[Record], attempt: int = 1) -> None:
-        """Bring our `records` to the peers nearest to their keys."""
+        """Store our `records` on the peers nearest to their keys."""
         by_key: dict[Key, list[Record]] = {}
         for record in records:
             by_key.setdefault(record.key, []).append(record)
         known = [key for key in by_key if self._node.neighbours.near_is_fresh(now, key)]
         searches = [self._search(now, key, self._place_rule, values=False) for key in by_key if key not in known]
 
-        def then(search: Search) -> list[Placement]:
+        def then(search: KeySearch) -> list[Placement]:
             contacts = search.lookup.nearest(self._node.config.k)
             return [self._placement(now, record, contacts) for record in by_key[search.key]]
 
@@ -126,14 +125,14 @@ class Workbench:
         self._start(now, task)
 
     def give(self, now: float, contact: Contact, records: Sequence[Record]) -> None:
-        """Offer copies to one peer; nobody waits for the outcome."""
+        """Offer copies to one peer; nobody waits for the result."""
         placements = [
             Placement(record, [contact], 1, patience_s=self._node.round_trips.patience_s) for record in records
         ]
         self._start(now, Task(None, "put", placements=placements))
 
     def join(self, now: float) -> None:
-        """Find our own neighbours, so that they know us and we them."""
+        """Find our own neighbours, so that they know us and we know them."""
         self._start(now, Task(None, "join", [self._search(now, self._node.id.key, self._join_rule, values=False)]))
 
     def refresh(self, now: float, keys: Iterable[Key]) -> None:
@@ -142,7 +141,7 @@ class Workbench:
             self._start(now, Task(None, "refresh", [self._search(now, key, self._refresh_rule, values=False)]))
 
     def stop(self, now: float, op: int) -> None:
-        """Report what there is. Searches end; copies under way are still placed."""
+        """Report the results so far. Searches end; placements in progress continue."""
         for task in [task for task in self._tasks if task.op == op]:
             self._report(now, task, "the deadline passed")
             task.op = None
@@ -150,9 +149,9 @@ class Workbench:
                 self._tasks.remove(task)
 
     def pump(self, now: float, tasks: Iterable[Task] | None = None, touched: Collection[int] | None = None) -> None:
-        """Ask what these tasks (or all) want to be asked, and end those that are done. A task may be named twice.
+        """Send the requests of these tasks (or of all), and finish those that are done. A task may be listed twice.
 
-        `touched`: ids of the searches to which something has happened, if others need not be looked at.
+        `touched`: ids of the searches with new answers, if the others need no check.
         """
         named = list(self._tasks if tasks is None else {id(task): task for task in tasks}.values())
         tasks = [task for task in named if task in self._tasks]
@@ -164,7 +163,7 @@ class Workbench:
             self._finish(now, task)
 
     def wake_at(self) -> float | None:
-        """Time at which `pump` must be called for all tasks though no answer came."""
+        """Time at which `pump` must be called for all tasks even without an answer."""
         return min((at for task in self._tasks if (at := task.wake_at()) is not None), default=None)
 
     def _start(self, now: float, task: Task) -> None:
@@ -173,7 +172,7 @@ class Workbench:
 
     def _search(
         self, now: float, key: Key, rule: LookupRule, *, values: bool, most_bytes: int = 0, max_age_s: int = 0
-    ) -> Search:
+    ) -> KeySearch:
         node, target = self._node, place(key)
         node.neighbours.table.searched(now, target)
         own, guide = next(iter(self._ourselves()), None), LookupGuide(node.round_trips, self._radius(now))
@@ -181,27 +180,27 @@ class Workbench:
         held = node.store.get(node.wall(now), key, most_bytes) if values else []
         lookup.found = bool(held)
         had = [*self._large.of(key, node.wall(now)), *filter(is_large, held)] if values else []
-        return Search(key, lookup, values=values, held=held, had=had, most_bytes=most_bytes, max_age_s=max_age_s)
+        return KeySearch(key, lookup, values=values, held=held, had=had, most_bytes=most_bytes, max_age_s=max_age_s)
 
     def _radius(self, now: float) -> int:
-        """The distance from a key within which its holders are, by how near our own nearest neighbours are to us."""
+        """The distance from a key within which its holders probably are, estimated from our own nearest neighbours."""
         node, k = self._node, self._node.config.k
         nearest = node.neighbours.closest(now, node.contact.place, k)
         if len(nearest) < k:
-            return 1 << KEY_BITS  # everybody is
+            return 1 << KEY_BITS  # every peer is a holder
         return max(1, (nearest[-1].place ^ node.contact.place) // k * node.config.copies)
 
     def _is_beyond(self, now: float, contact: Contact, key: Key) -> bool:
-        """True when a peer is too far from `key` to hold anything under it for others."""
+        """Return True if a peer is too far from `key` to store others' records under it."""
         config = self._node.config
         return (place(key) ^ contact.place) * config.copies > 2 * config.k * self._radius(now)
 
     def bits_beyond(self, now: float, key: Key) -> int:
-        """By how many bits we are farther from `key` than those that probably hold it."""
+        """Number of bits by which we are farther from `key` than its probable holders."""
         return int(((place(key) ^ self._node.contact.place) // self._radius(now)).bit_length())
 
     def _ourselves(self) -> list[Contact]:
-        """Ourselves as a contact: we are a candidate like any other, if we can be dialled."""
+        """Ourselves as a contact, if we can be dialed: we are a candidate like any other."""
         return [self._node.contact] if self._node.contact.addrs else []
 
     def _placement(self, now: float, record: Record, contacts: Sequence[Contact]) -> Placement:
@@ -246,7 +245,7 @@ class Workbench:
             self._emit(q.PutDone(task.op, peers, why, refusals))
 
     def _outbid(self, now: float, task: Task) -> bool:
-        """Outbid peers that hold a later version of our record: a later one still, in a new task that then reports."""
+        """If peers hold a later version of our record, publish an even later one in a new task, which then reports."""
         beaten = [placement for placement in task.placements if placement.newest]
         if not beaten or task.attempt >= _ATTEMPTS:
             return False
@@ -260,12 +259,12 @@ class Workbench:
         return True
 
     def _repair(self, now: float, task: Task) -> None:
-        """Give the nearest peers what they lacked, one message for each."""
+        """Send the nearest peers the records that they lacked, in one message each."""
         gifts: dict[Contact, list[Record]] = {}
         for search in task.searches:
             lacking = search.lacking(self._node.wall(now))
             if lacking is None or self._is_beyond(now, lacking[0], search.key):
-                continue  # on the way it may have told of a copy; it would not take the records
+                continue  # it may have answered from a cached copy; it would refuse the records
             if self._node.neighbours.may_give(now, lacking[0].peer, search.key):
                 gifts.setdefault(lacking[0], []).extend(lacking[1])
         for contact, records in gifts.items():

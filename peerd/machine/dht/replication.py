@@ -1,7 +1,7 @@
-"""Replication to newcomers near a record's key: by us, if we are the nearest that has it.
+"""Replication to newcomers near a record's key, by the nearest peer that has the record.
 
-Our own records we always give ourselves. A store may hold tens of thousands of keys, so they are gone through in
-slices: `step` looks at a few and says what it found.
+We always send our own records ourselves. A store may hold tens of thousands of keys, so they are processed in slices:
+`step` checks a few and returns what to send.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from peerd.machine.dht.neighbours import Neighbours
 from peerd.machine.dht.routing_table import Contact, place
 
 _KEYS_PER_STEP = 16  # each costs a search of the table; together well below a millisecond
-_NEWCOMERS = 256  # at once; who comes later gets its records when they are renewed
+_NEWCOMERS = 256  # in the queue; further newcomers get their records when these are renewed
 
 
-class Handover:
-    """Work that newcomers make. Holds keys and contacts only."""
+class Replication:
+    """The queue of newcomers. Holds only keys and contacts."""
 
     def __init__(self, own: PeerId, copies: int) -> None:
         self._place = place(own.key)
@@ -29,13 +29,13 @@ class Handover:
         return bool(self._queue)
 
     def newcomer(self, contact: Contact, keys: Iterable[Key]) -> None:
-        """`contact` has just got a seat; look through `keys`."""
+        """Queue `contact`, which has just entered the table, with the `keys` to check for it."""
         pending = deque(keys)
         if pending and len(self._queue) < _NEWCOMERS:
             self._queue.append((contact, pending))
 
     def step(self, now: float, neighbours: Neighbours) -> list[tuple[Contact, Key, bool]]:
-        """A few keys further: (newcomer, key, whether we are the one that gives it what others published)."""
+        """Check a few more keys; returns (newcomer, key, True if we are the peer that sends it others' records)."""
         found: list[tuple[Contact, Key, bool]] = []
         for _ in range(_KEYS_PER_STEP):
             if not self._queue:

@@ -1,8 +1,8 @@
-"""The messages of a DHT node that are under way: joins what its tasks want of one peer, and hands out the answers.
+"""The pending requests of a DHT node: combines what its tasks need from one peer, and distributes the answers.
 
-An answer is believed only as far as it can be checked: of the kind that was asked for, about the keys that were asked
-for, no more of each than was asked for, every record signed by its publisher. Anything else is a lie, told to the
-caller in words. Does not decide which peers to ask or when to stop.
+An answer is accepted only as far as it can be checked: it must be of the requested kind, about the requested keys, and
+not larger than requested, and every record must be signed by its publisher. Anything else is a lie, reported to the
+caller as text. Does not decide which peers to ask or when to stop.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from peerd.core.limits import (
 )
 from peerd.core.record import MAX_RECORD_BYTES, Record, Verifier
 from peerd.machine.dht import messages as q
+from peerd.machine.dht.key_search import KeySearch, Placement, Task
 from peerd.machine.dht.neighbours import Neighbours
-from peerd.machine.dht.query import Placement, Search, Task
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import answer_bytes
 
-_RECORD_BYTES = MAX_RECORD_BYTES - RECORD_VALUE_BYTES  # of one record beyond its value, at most
+_RECORD_BYTES = MAX_RECORD_BYTES - RECORD_VALUE_BYTES  # upper bound on a record's size without its value
 
 
 @dataclass(slots=True)
 class RequestInFlight:
-    """A message under way, and the parts of tasks that wait for it. A ping has none."""
+    """A pending request, and the parts of tasks that wait for it; a ping has none."""
 
     contact: Contact
     request: q.Request
-    searches: Sequence[tuple[Task, Search]]
+    searches: Sequence[tuple[Task, KeySearch]]
     placements: Sequence[tuple[Task, Placement]]
     asked_at: float = 0.0
 
@@ -48,15 +48,15 @@ class RequestInFlight:
         return {id(search) for _, search in self.searches}
 
     def failed(self) -> None:
-        """Note that no answer will come."""
+        """Inform the waiting parts that no answer will come."""
         for _, search in self.searches:
             search.failed(self.contact.peer)
         for _, placement in self.placements:
             placement.failed(self.contact.peer)
 
 
-class Dispatch:
-    """Asks on behalf of `own`."""
+class PendingRequests:
+    """The pending requests of `own`."""
 
     def __init__(self, own: PeerId, neighbours: Neighbours, verifier: Verifier) -> None:
         self._own = own
@@ -69,7 +69,7 @@ class Dispatch:
         return len(self._flights)
 
     def ping(self, now: float, contact: Contact, hello: q.Hello) -> list[q.Ask]:
-        """Ask whether the peer is there, unless that question is under way already."""
+        """Ping the peer, unless a ping to it is pending."""
         if contact.peer == self._own or any(
             flight.contact.peer == contact.peer and isinstance(flight.request, q.Ping)
             for flight in self._flights.values()
@@ -81,20 +81,20 @@ class Dispatch:
     def messages(
         self, now: float, tasks: Iterable[Task], hello: q.Hello, touched: Collection[int] | None = None
     ) -> Iterator[q.Ask]:
-        """Messages that these tasks need sent now, one per peer and kind as far as it fits; see `Task.next`."""
-        searches: dict[tuple[Contact, bool, int, int], list[tuple[Task, Search]]] = {}
+        """Messages that these tasks need sent now, one per peer and kind as far as they fit; see `Task.next`."""
+        searches: dict[tuple[Contact, bool, int, int], list[tuple[Task, KeySearch]]] = {}
         placements: dict[Contact, list[tuple[Task, Placement]]] = {}
         for task in tasks:
             for contact, part in task.next(now, touched):
-                if isinstance(part, Search):
+                if isinstance(part, KeySearch):
                     searches.setdefault((contact, part.values, part.most_bytes, part.max_age_s), []).append(
                         (task, part)
                     )
                 else:
                     placements.setdefault(contact, []).append((task, part))
         for (contact, values, most_bytes, max_age_s), wanted in searches.items():
-            by_key: dict[Key, list[tuple[Task, Search]]] = {}
-            for task, search in wanted:  # several tasks may want one key: the other side answers it once
+            by_key: dict[Key, list[tuple[Task, KeySearch]]] = {}
+            for task, search in wanted:  # several tasks may need one key: request it only once
                 by_key.setdefault(search.key, []).append((task, search))
             for keys in _chunks(tuple(by_key), DHT_KEYS_PER_CALL):
                 parts = [part for key in keys for part in by_key[key]]
@@ -107,16 +107,16 @@ class Dispatch:
                 yield self._ask(now, contact, store, placements=batch)
 
     def land(self, ask: int) -> RequestInFlight | None:
-        """The message of this id is no longer under way; None when it was settled before."""
+        """Remove and return the pending request with this id, or None if it was settled before."""
         return self._flights.pop(ask, None)
 
     def land_all(self, peer: PeerId) -> list[RequestInFlight]:
-        """Everything that is under way to `peer` is lost."""
+        """Remove and return all pending requests to `peer`, because they are lost."""
         lost = [ask for ask, flight in self._flights.items() if flight.contact.peer == peer]
         return [self._flights.pop(ask) for ask in lost]
 
     def deliver(self, now: float, wall: float, flight: RequestInFlight, reply: q.Reply) -> str | None:
-        """Give the answer to the tasks that wait for it; returns what is wrong with it, if it is a lie."""
+        """Pass the answer to the tasks that wait for it. Returns None, or the reason if the answer is a lie."""
         match flight.request, reply:
             case q.Find() as find, q.Found():
                 return self._found(now, wall, flight, find, reply)
@@ -126,7 +126,7 @@ class Dispatch:
                 return None
             case q.Ping(), q.PongReply():
                 return None
-        return "it answered another question than it was asked"
+        return "its answer does not match the request"
 
     def _found(self, now: float, wall: float, flight: RequestInFlight, find: q.Find, found: q.Found) -> str | None:
         if not 1 <= len(found.records) <= len(find.keys):
@@ -135,7 +135,7 @@ class Dispatch:
         for _, search in flight.searches:
             had.setdefault(search.key, {}).update(search.has)
         if not {tag for tags in found.named for tag in tags} <= set(find.has):
-            return "it named a record that it was not told of"
+            return "it named a record tag that was not in the request"
         told = {
             key: (*records, *(had[key][tag] for tag in dict.fromkeys(found.named_of(index)) if tag in had[key]))
             for index, (key, records) in enumerate(zip(find.keys, found.records, strict=False))
@@ -152,14 +152,14 @@ class Dispatch:
                 search.lookup.postponed(flight.contact.peer)
         return None
 
-    def _fault(self, search: Search, records: Sequence[Record]) -> str | None:
-        """Fault of the records that came for one search, in words; None: they are as they should be."""
+    def _fault(self, search: KeySearch, records: Sequence[Record]) -> str | None:
+        """The reason why the records for one search are invalid, or None."""
         if any(record.key != search.key for record in records):
-            return "it gave a record of another key than it was asked for"
+            return "it returned a record of another key"
         if sum(map(answer_bytes, records)) > search.answer_bytes:
-            return "it gave more of a key than it was asked for"
+            return "it returned more of a key than requested"
         if not all(self._verifier.genuine(record) for record in records):
-            return "it gave a record that its publisher did not sign"
+            return "it returned a record that its publisher did not sign"
         return None
 
     def _greeting(self, now: float, contact: Contact, hello: q.Hello) -> q.Hello | None:
@@ -171,23 +171,23 @@ class Dispatch:
         contact: Contact,
         request: q.Request,
         *,
-        searches: Sequence[tuple[Task, Search]] = (),
+        searches: Sequence[tuple[Task, KeySearch]] = (),
         placements: Sequence[tuple[Task, Placement]] = (),
     ) -> q.Ask:
         self._last_id += 1
-        known = self._neighbours.table.contact(contact.peer) or contact  # the table's addresses are first-hand
+        known = self._neighbours.table.contact(contact.peer) or contact  # the peer itself stated the table's addresses
         self._flights[self._last_id] = RequestInFlight(known, request, searches, placements, now)
         return q.Ask(self._last_id, known, request)
 
 
-def _named(parts: Iterable[tuple[Task, Search]]) -> tuple[bytes, ...]:
-    """Tags of the records that the askers have: where there are too many, of the largest, which cost the most."""
+def _named(parts: Iterable[tuple[Task, KeySearch]]) -> tuple[bytes, ...]:
+    """Tags of the records that the tasks have; if there are too many, those of the largest records, which save most."""
     has = {tag: answer_bytes(record) for _, search in parts for tag, record in search.has.items()}
     return tuple(nlargest(DHT_TAGS_PER_CALL, has, key=has.__getitem__))
 
 
 def _acceptable(wall: float, records: Sequence[Record]) -> list[Record]:
-    """The records without those that have expired here, or claim a longer lease than anyone may have."""
+    """The records that have not expired and whose lease is not longer than allowed."""
     return [record for record in records if record.is_timely(wall)]
 
 

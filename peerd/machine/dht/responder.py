@@ -1,10 +1,10 @@
-"""Answers of a DHT node to others' requests: a pure function of its table, store and copies.
+"""Answers of a DHT node to others' requests, from its table, store and cached copies.
 
-Of a key that holds more than the asker wants, it gives everybody's share (see `StoreRecords.get`).
+If a key has more records than the requester wants, every publisher gets its share (see `Store.get`).
 
-A hostile peer may ask for many large keys (the answer stops at `DHT_BYTES_PER_KEY` and the first key always fits),
-offer floods of records (the store's quotas), or records that belong elsewhere (refused when we know k nearer peers).
-The number of keys and records in a request is bounded where it is decoded.
+Hostile input: requests for many large keys (the answer stops at `DHT_BYTES_PER_KEY`, and the first key always fits),
+floods of records (the store's quotas), or records that belong elsewhere (refused if we know k nearer peers). The number
+of keys and records in a request is bounded by the decoder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from peerd.machine.dht.store import Verdict, answer_bytes, is_large
 
 
 class Responder:
-    """Answers on behalf of `own`, which knows `neighbours` and keeps `store`, and copies of hot keys."""
+    """Answers requests for `own` from its `neighbours`, its `store` and its copies of hot keys (`hot`)."""
 
     def __init__(self, own: PeerId, k: int, neighbours: Neighbours, store: RecordStore, hot: HotKeys) -> None:
         self._place = place(own.key)
@@ -61,7 +61,7 @@ class Responder:
         return tuple(held)
 
     def store(self, now: float, wall: float, asked: Asked, request: StoreRecords, hello: Hello | None) -> Stored:
-        """A verdict for each record; after the first forged one, the rest is not looked at."""
+        """A verdict for each record; after a forged one the rest are refused without a check."""
         verdicts: list[tuple[Verdict, int]] = []
         forged = self._neighbours.is_liar(now, asked.peer)
         sender = User(asked.peer.text, *asked.where)
@@ -78,7 +78,7 @@ class Responder:
         return self._store.offer(wall, record, sender)
 
     def is_far(self, now: float, key: Key) -> bool:
-        """True when k known peers are nearer to `key` than we are."""
+        """Return True if k known peers are nearer to `key` than we are."""
         target = place(key)
         nearest = self._neighbours.closest(now, target, self._k)
         return len(nearest) == self._k and nearest[-1].place ^ target < self._place ^ target

@@ -1,14 +1,14 @@
-"""The routing table: the peers we know, in buckets by xor distance from ourselves (Kademlia, section 2.2).
+"""The routing table: known peers in buckets by xor distance from ourselves (Kademlia, section 2.2).
 
-Bucket i holds up to k peers whose distance has bit length i; the farthest ones, which half, a quarter, ... of all peers
-belong to, may hold more, for each doubling saves every look-up there a bit of its way (as libtorrent does). Old peers
-stay: a newcomer to a full bucket waits in the bucket's reserve until an old one is removed, unless the bucket is
-crowded by one network, whose newest peer then gives way
-(so that an attacker with one network cannot fill our view; while there is room, nobody is turned away).
-Does not decide who is alive: the caller probes the peers that `add` names, and removes those that are silent.
+Bucket i holds up to k peers whose distance has bit length i. The farthest buckets, to which half, a quarter, ... of all
+peers belong, may hold more, because each doubling saves every lookup there one bit of distance (as in libtorrent). Old
+peers stay: a newcomer to a full bucket waits in the bucket's reserve until an old peer is removed. But if one network
+crowds the bucket, its newest peer is replaced, so that an attacker with one network cannot fill our table; while there
+is room, nobody is rejected. Does not decide which peers are alive: the caller probes the peers that `add` returns, and
+removes silent ones.
 
-Invariants (`check`): every peer is in the bucket of its distance; no bucket holds more peers than it may, nor
-more than k in reserve; nobody twice; never ourselves.
+Invariants (`check`): every peer is in the bucket of its distance; no bucket exceeds its size, nor k peers in reserve;
+no peer is there twice; we are not in it ourselves.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from peerd.core.errors import LocalError
 from peerd.core.ids import Key, PeerId
 
 KEY_BITS = 256
-_NETWORK_SHARE = 4  # a network holds at most a bucket's room over this of a full one
+_NETWORK_SHARE = 4  # divisor: one network may hold a quarter of a full bucket
 
 
 def place(key: Key) -> int:
-    """A key as a number; the distance of two places is their xor."""
+    """The key as an integer; the distance of two places is their xor."""
     return int.from_bytes(key.raw, "big")
 
 
 def network_of(addrs: Iterable[bytes]) -> bytes | None:
-    """The network that a peer's first public address is in: an IPv4 /24 or IPv6 /48. None: private, or only a name."""
+    """The network of a peer's first public address: an IPv4 /24 or IPv6 /48, or None if it has no public address."""
     for addr in addrs:
         if addr[:1] == b"\x04" and len(addr) >= 5 and not _is_private(addr[1], addr[2]):
             return addr[:4]
@@ -42,7 +42,7 @@ def network_of(addrs: Iterable[bytes]) -> bytes | None:
 
 
 def _is_private(first: int, second: int) -> bool:
-    """RFC 1918, loopback, link-local and carrier NAT."""
+    """Return True for RFC 1918, loopback, link-local and carrier-grade NAT addresses, by their first two bytes."""
     return (
         first in (10, 127)
         or (first, second) in ((192, 168), (169, 254))
@@ -53,7 +53,7 @@ def _is_private(first: int, second: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """A peer and where it says it can be reached: multiaddrs in binary form, opaque here."""
+    """A peer and its addresses, as it states them: multiaddrs in binary form, opaque here."""
 
     peer: PeerId
     addrs: tuple[bytes, ...] = ()
@@ -69,8 +69,8 @@ class Contact:
 class _Seat:
     contact: Contact
     bucket: int
-    since: float  # when it got its seat
-    seen: float  # when it last answered or called us
+    since: float  # when it entered the table
+    seen: float  # when it last sent us a message
 
 
 @dataclass(slots=True)
@@ -81,16 +81,16 @@ class _Bucket:
 
 
 class Table:
-    """Contacts around `own`. Times are monotonic seconds."""
+    """Contacts around `own`. Times are monotonic, in seconds."""
 
     def __init__(self, own: PeerId, k: int = 20, wide: Sequence[int] = ()) -> None:
-        """`wide`: what the farthest buckets may hold, the farthest first."""
+        """`wide`: sizes of the farthest buckets, the farthest first."""
         self._own = own
         self._place = place(own.key)
         self.k = k
         self._wide = {KEY_BITS - i: max(k, room) for i, room in enumerate(wide)}
         self._buckets: dict[int, _Bucket] = {}
-        self._seats: dict[bytes, _Seat] = {}  # all buckets' seats, by raw peer id
+        self._seats: dict[bytes, _Seat] = {}  # of all buckets, by raw peer id
 
     def __len__(self) -> int:
         return len(self._seats)
@@ -102,23 +102,24 @@ class Table:
         return (seat.contact for seat in self._seats.values())
 
     def room(self, index: int) -> int:
-        """The most peers that bucket `index` holds."""
+        """Size limit of bucket `index`."""
         return self._wide.get(index, self.k)
 
     def contact(self, peer: PeerId) -> Contact | None:
-        """The peer as we know it, unless it has no seat."""
+        """The contact of a peer in the table, or None."""
         seat = self._seats.get(peer.raw)
         return seat.contact if seat is not None else None
 
     def seen_at(self, peer: PeerId) -> float | None:
-        """Time at which a peer of the table was last heard from; None: it is not in the table."""
+        """Time of the last message from a peer in the table, or None if it is not there."""
         seat = self._seats.get(peer.raw)
         return seat.seen if seat is not None else None
 
     def add(self, now: float, contact: Contact) -> tuple[bool, Contact | None]:
-        """We heard from this peer itself: seat it, or note that it was seen and where it lives now.
+        """Add a peer that sent us a message itself, or update its contact and the time of its last message.
 
-        Returns whether it has just been seated, and for a full bucket the peer heard from longest ago, to be probed.
+        Returns whether it newly entered the table, and if the bucket is full, its least recently seen peer, to be
+        probed.
         """
         raw = contact.peer.raw
         if raw == self._own.raw:
@@ -139,7 +140,7 @@ class Table:
         return True, None
 
     def seen(self, now: float, peer: PeerId) -> None:
-        """A seated peer gave a sign of life."""
+        """Record a sign of life of a peer in the table."""
         seat = self._seats.get(peer.raw)
         if seat is not None:
             seat.seen = now
@@ -147,7 +148,7 @@ class Table:
             seats[peer.raw] = seats.pop(peer.raw)  # to the end
 
     def remove(self, peer: PeerId) -> Contact | None:
-        """Forget a peer; returns the latest newcomer to its bucket that found it full, to be probed and added."""
+        """Remove a peer; returns the latest newcomer in the bucket's reserve, to be probed and added, or None."""
         seat = self._seats.pop(peer.raw, None)
         if seat is None:
             bucket = self._buckets.get(self._index(place(peer.key)))
@@ -159,10 +160,10 @@ class Table:
         return bucket.reserve.popitem(last=True)[1] if bucket.reserve else None
 
     def closest(self, target: int, count: int, usable: Callable[[PeerId], bool] | None = None) -> list[Contact]:
-        """Up to `count` seated contacts that are `usable`, nearest to `target` first."""
+        """Up to `count` contacts of the table that are `usable`, nearest to `target` first."""
         index = self._index(target)
-        # Bucket `index` lies on the target's side of the tree, the lower ones nearer to us, the higher ones beyond:
-        # no peer of a later group is nearer to the target than one of an earlier group.
+        # Bucket `index` is on the target's side of the tree, lower ones are nearer to us, higher ones farther away: no
+        # peer of a later group is nearer to the target than a peer of an earlier group.
         groups = [[index], [i for i in self._buckets if i < index]]
         groups += [[i] for i in sorted(i for i in self._buckets if i > index)]
         found: list[Contact] = []
@@ -181,14 +182,15 @@ class Table:
         return found[:count]
 
     def longest_unseen(self) -> list[tuple[float, Contact]]:
-        """The least recently heard peer of each k-bucket, and when that was."""
+        """The least recently seen peer of each k-bucket, with the time of its last message."""
         firsts = (next(iter(bucket.seats.values()), None) for bucket in self._buckets.values())
         return [(seat.seen, seat.contact) for seat in firsts if seat is not None]
 
     def refresh_due(self, now: float, every_s: float) -> list[int]:
-        """Buckets in which nobody searched for `every_s`, from the nearest occupied one outwards; marks them searched.
+        """Indexes of buckets without a search for `every_s`, from the nearest occupied one outwards; marks them
+        searched.
 
-        Also those that are empty but not nearer than our nearest peer's: somebody may have come.
+        Includes empty buckets beyond the nearest occupied one, because peers may have joined there.
         """
         if not self._seats:
             return []
@@ -204,7 +206,7 @@ class Table:
         return due
 
     def searched(self, now: float, target: int) -> None:
-        """A look-up went toward `target`: its bucket needs no refresh for a while."""
+        """Record a lookup towards `target`: its bucket needs no refresh for a while."""
         bucket = self._buckets.get(self._index(target))
         if bucket is not None:
             bucket.refreshed = now
@@ -217,7 +219,7 @@ class Table:
         return Key((self._place ^ distance).to_bytes(32, "big"))
 
     def check(self) -> None:
-        """Raise LocalError when an invariant is broken."""
+        """Raise LocalError if an invariant is broken."""
         seats: dict[bytes, _Seat] = {}
         for index, bucket in self._buckets.items():
             seats |= bucket.seats
@@ -230,7 +232,7 @@ class Table:
                 raise LocalError(f"bucket {index} holds a peer that does not belong there")
             times = [seat.seen for seat in bucket.seats.values()]
             if times != sorted(times):
-                raise LocalError(f"bucket {index} is not in the order of signs of life")
+                raise LocalError(f"bucket {index} is not in the order of last messages")
         if seats != self._seats:
             raise LocalError(f"{len(self._seats)} peers are seated, {len(seats)} in buckets")
 
@@ -238,7 +240,7 @@ class Table:
         return (self._place ^ target).bit_length()
 
     def _make_room(self, bucket: _Bucket, newcomer: Contact, room: int) -> bool:
-        """Unseat the newest peer of a network that crowds the full `bucket`, for a peer of a rarer network."""
+        """Remove the newest peer of a network that crowds the full `bucket`, if the newcomer's network is rarer."""
         networks = Counter(seat.contact.network for seat in bucket.seats.values())
         del networks[None]
         if not networks:

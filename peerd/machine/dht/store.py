@@ -1,16 +1,16 @@
-"""The records this peer keeps for the swarm: what it accepts, until when, and how much from each peer and place.
+"""The records that this peer stores for the swarm: which it accepts, until when, and how much from each peer and place.
 
-Every record is checked here whatever its way here: signature, expiry, version, quotas. Tombstones are kept like other
-records until they expire, so that what they withdrew cannot come back. When the store is full, the key farthest from us
-makes room for a nearer one: those records have their proper homes elsewhere. When a key is full, what came from the
-region that has most there makes room, in it from the place, of that from the publisher (see `_to_give_way`), and a
-member's record only for a member's. A record comes from where its publisher offered it itself; while only others did,
-from where these are, as they may have made up its publisher.
+Every record is checked here, however it arrived: signature, expiry, version, quotas. Tombstones are kept like other
+records until they expire, so that withdrawn records cannot return. If the store is full, the key farthest from us is
+dropped for a nearer one, because its records belong on other peers. If a key is full, the region with most records
+there makes room; within it the fullest place, and within that the fullest publisher (see `_to_give_way`). A member's
+record makes room only for another member's. A record counts for the place from which its publisher offered it; if only
+others have offered it, it counts for their place, because they may have made up its publisher.
 
-Invariants (`check`): per sub-key the record that beats all others offered; no quota exceeded; the counts are exact.
-A hostile peer may offer: forged, replayed, expired or far-future records, records of others, floods. Each record gets
-its own verdict, and none costs more than one signature check. Not stopped here: an attacker with addresses in as many
-regions as honest publishers of a key have.
+Invariants (`check`): per sub-key the latest of all records offered; no quota exceeded; exact counts. Hostile input:
+forged, replayed, expired or far-future records, records of others, floods. Each record gets its own verdict, and none
+costs more than one signature check. Not prevented: an attacker with addresses in as many regions as the honest
+publishers of a key.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from peerd.core.limits import (
     DHT_SUFFIXES_PER_KEY,
 )
 from peerd.core.record import Record, Verifier
-from peerd.machine.budget.book import NEAR, Book, Bounds, Means, User
+from peerd.machine.budget.book import NEAR, Book, Bounds, Resource, User
 from peerd.machine.dht.routing_table import place
 
-_OVERHEAD_BYTES = 256  # of one record in memory, beyond its parts
-_ANSWER_OVERHEAD_BYTES = 192  # of one record in an answer: head, signature, framing
-_LARGE_BYTES = 512  # a record of so many bytes saves more than its tag costs, by far
+_OVERHEAD_BYTES = 256  # memory of one record beyond its fields
+_ANSWER_OVERHEAD_BYTES = 192  # of one record in an answer: header, signature, framing
+_LARGE_BYTES = 512  # from this size on, not sending a record saves far more than its tag costs
 _HERE = User("", "this peer", NEAR + "this peer")
 N = TypeVar("N", str, bool)
 
 
 class Verdict(enum.IntEnum):
-    """A store's verdict on an offered record. Travels as its number."""
+    """A store's verdict on an offered record. The number is sent on the wire."""
 
     STORED = 0
-    STALE = 1  # it holds a record that beats this one
+    STALE = 1  # the store has a record that supersedes this one
     UNTIMELY = 2  # expired, or a lease longer than allowed: clocks may differ
     FORGED = 3  # not signed by its publisher
     OVER_QUOTA = 4  # too much of this publisher or under this key
-    FULL = 5  # nothing farther from us could make room
+    FULL = 5  # no key farther from us could make room
     FAR = 6  # others are much nearer to the key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """Quotas of a store. Bytes count values, suffixes and a fixed part per record."""
+    """Quotas of a store. Byte quotas count values, suffixes and a fixed overhead per record."""
 
     records: int = DHT_STORED_RECORDS
     bytes: int = DHT_STORED_BYTES
@@ -77,7 +77,7 @@ class _Shelf:
     """The records under one key, by sub-key."""
 
     records: dict[bytes, Record] = field(default_factory=dict)
-    users: dict[bytes, User] = field(default_factory=dict)  # each record's publisher, and where it came from
+    users: dict[bytes, User] = field(default_factory=dict)  # each record's publisher, and the place it came from
     bytes: int = 0
     publishers: Counter[PeerId] = field(default_factory=Counter)
     bytes_by: Counter[PeerId] = field(default_factory=Counter)
@@ -90,17 +90,17 @@ class _Account:
 
 
 class Store:
-    """Records near `own`. `wall` is corrected Unix time throughout."""
+    """Records near `own`. `wall` is corrected Unix time in seconds."""
 
     def __init__(
         self, own: PeerId, verifier: Verifier, limits: StoreLimits | None = None, book: Book | None = None
     ) -> None:
-        """`book`: keeps how much each user has; without one, places are not bounded."""
+        """`book`: accounts for each user's share; without it, places are not bounded."""
         self._place = place(own.key)
         self._verifier = verifier
         self._limits = limits or StoreLimits()
         whole = self._limits.bytes
-        self._book = book or Book({Means.DIRECTORY: Bounds(total=whole, peer=whole, place=whole, region=whole)})
+        self._book = book or Book({Resource.DIRECTORY: Bounds(total=whole, peer=whole, place=whole, region=whole)})
         self._shelves: dict[Key, _Shelf] = {}
         self._accounts: dict[PeerId, _Account] = {}
         self._bytes = 0
@@ -120,9 +120,9 @@ class Store:
         return list(self._shelves)
 
     def offer(self, wall: float, record: Record, sender: User = _HERE) -> tuple[Verdict, int]:
-        """Take the record if it may be taken; returns the verdict and the version that is held afterwards, or 0.
+        """Store the record if it is acceptable. Returns the verdict and the version stored afterwards (0 if none).
 
-        `sender`: the peer that brought it, publisher or not.
+        `sender`: the peer that sent it, whether or not it is the publisher.
         """
         held = self._held(record)
         version = held.version if held is not None else 0
@@ -148,20 +148,20 @@ class Store:
         return Verdict.STORED, record.version
 
     def _settle(self, record: Record, user: User) -> None:
-        """A record that somebody else brought before is now known to come from there."""
+        """Book a record, first brought by another peer, for the place from which its publisher now offers it."""
         users, size = self._shelves[record.key].users, _size(record)
         before = users[record.sub_key]
-        if before != user and self._book.take(Means.DIRECTORY, user, size) is None:
-            self._book.give(Means.DIRECTORY, before, size)
+        if before != user and self._book.take(Resource.DIRECTORY, user, size) is None:
+            self._book.give(Resource.DIRECTORY, before, size)
             users[record.sub_key] = user
 
     def get(self, wall: float, key: Key, most_bytes: int = 0) -> list[Record]:
-        """Records under `key` that have not expired, tombstones included, by sub-key.
+        """Unexpired records under `key`, including tombstones, by sub-key.
 
-        `most_bytes`: if an answer would take more than that, as much as fits. Then members and strangers take turns,
-        of these the regions, in a region its places, in a place its publishers: the next is always the one that then
-        has been given fewest bytes, so that neither large records nor many of one place keep others' out. The records
-        come in that order.
+        If the records exceed `most_bytes`, only a part that fits is returned. Members and strangers then take turns,
+        within these the regions, within a region its places, and within a place its publishers: the next is always the
+        one with the fewest bytes so far, so that neither large records nor many from one place exclude others'. The
+        records are then in that order.
         """
         shelf = self._shelves.get(key)
         if shelf is None:
@@ -171,7 +171,7 @@ class Store:
             return held
         chosen, left = list[Record](), most_bytes
         for record in self._in_turns(held, shelf.users):
-            if (size := answer_bytes(record)) <= left:  # what is smaller, and comes later, may still fit
+            if (size := answer_bytes(record)) <= left:  # a later, smaller record may still fit
                 chosen.append(record)
                 left -= size
         return chosen
@@ -196,7 +196,7 @@ class Store:
         )
 
     def purge(self, wall: float) -> int:
-        """Drop what has expired by more than the clocks' tolerance; returns how many records."""
+        """Drop records that have expired by more than the clock tolerance; returns their number."""
         before = self._records
         while self._expiries and self._expiries[0][0] / 1000 + CLOCK_TOLERANCE_S <= wall:
             expires_ms, key, sub_key = heapq.heappop(self._expiries)
@@ -209,13 +209,13 @@ class Store:
         return before - self._records
 
     def check(self) -> None:
-        """Raise LocalError when an invariant is broken."""
+        """Raise LocalError if an invariant is broken."""
         limits = self._limits
         records = [record for shelf in self._shelves.values() for record in shelf.records.values()]
         if len(records) != self._records or sum(map(_size, records)) != self._bytes:
             raise LocalError("the store's counts are wrong")
         if self._records > limits.records or self._bytes > limits.bytes:
-            raise LocalError("the store holds more than it may")
+            raise LocalError("the store exceeds its limits")
         for key, shelf in self._shelves.items():
             if not shelf.records or any(record.key != key for record in shelf.records.values()):
                 raise LocalError("a shelf is empty or holds another key's record")
@@ -229,22 +229,22 @@ class Store:
             ):
                 raise LocalError("a publisher's share of a shelf is miscounted or too much")
             if shelf.users.keys() != shelf.records.keys():
-                raise LocalError("a shelf does not know where its records came from")
-        if self._book.used(Means.DIRECTORY) != self._bytes:
+                raise LocalError("a shelf lacks the origin of some records")
+        if self._book.used(Resource.DIRECTORY) != self._bytes:
             raise LocalError("the book and the store differ")
         for publisher, account in self._accounts.items():
             theirs = [record for record in records if record.publisher == publisher]
             if (len(theirs), sum(map(_size, theirs))) != (account.records, account.bytes):
                 raise LocalError("a publisher's account is wrong")
             if account.records > limits.records_per_publisher or account.bytes > limits.bytes_per_publisher:
-                raise LocalError("a publisher holds more than it may")
+                raise LocalError("a publisher exceeds its limits")
 
     def _held(self, record: Record) -> Record | None:
         shelf = self._shelves.get(record.key)
         return shelf.records.get(record.sub_key) if shelf is not None else None
 
     def _make_room(self, record: Record, held: Record | None, user: User) -> Verdict | None:
-        """Decision on the quotas: None when the record, in place of `held`, keeps them all."""
+        """Make room for the record, which replaces `held`. Returns None, or the verdict if it exceeds a quota."""
         limits, new = self._limits, 0 if held is not None else 1
         size = _size(record) - (_size(held) if held is not None else 0)
         shelf = self._shelves.get(record.key) or _Shelf()
@@ -264,17 +264,17 @@ class Store:
             if not self._evict_beyond(distance):
                 return Verdict.FULL
         moves = held is not None and shelf.users[held.sub_key] != user
-        if self._book.objection(Means.DIRECTORY, user, _size(record) if moves else max(size, 0)) is not None:
+        if self._book.objection(Resource.DIRECTORY, user, _size(record) if moves else max(size, 0)) is not None:
             return Verdict.OVER_QUOTA
         for other in leaving:
             self._drop(other)
         return None
 
     def _to_give_way(self, shelf: _Shelf, record: Record, size: int, new: int, user: User) -> list[Record] | None:
-        """Records under this key whose leaving lets `size` more bytes of `user` in; None: it has as much as others.
+        """Records under this key to drop for `size` more bytes of `user`, or None if it has no claim to more room.
 
-        Nothing leaves for a user whose region would then have more than the one that loses; within a region its places
-        are compared, within a place its publishers. So the same records, offered again and again, settle.
+        Nothing is dropped if the user's region would then have more than the region that loses; within a region its
+        places are compared, within a place its publishers. So repeated offers of the same records reach a stable state.
         """
         limits, leaving = self._limits, list[Record]()
         if len(shelf.records) + new <= limits.records_per_key and shelf.bytes + size <= limits.bytes_per_key:
@@ -293,7 +293,7 @@ class Store:
         rest = {sub_key: one for sub_key, one in shelf.records.items() if sub_key != record.sub_key}
         count, total = len(shelf.records) + new, shelf.bytes + size
         while count > limits.records_per_key or total > limits.bytes_per_key:
-            # Of one publisher, the largest: fewest leave.
+            # The largest record of a publisher first, so that few are dropped.
             most = max(rest, key=lambda sub_key: (*fullness(shelf.users[sub_key]), _size(rest[sub_key])), default=None)
             if most is None or not _outweighs(shelf.users[most], user, fullness, size):
                 return None
@@ -305,7 +305,7 @@ class Store:
         return leaving
 
     def _evict_beyond(self, distance: int) -> bool:
-        """Give up the farthest key, if it is farther than `distance`."""
+        """Drop the farthest key if it is farther than `distance`; returns True if it was dropped."""
         while self._farthest:
             minus_distance, key = self._farthest[0]
             if key in self._shelves and -minus_distance <= distance:
@@ -324,8 +324,8 @@ class Store:
             heapq.heappush(self._farthest, (-(place(record.key) ^ self._place), record.key))
         account = self._accounts.setdefault(record.publisher, _Account())
         size = _size(record)
-        if self._book.take(Means.DIRECTORY, user, size) is not None:
-            raise LocalError("a record was put where there is no room")
+        if self._book.take(Resource.DIRECTORY, user, size) is not None:
+            raise LocalError("no room for an accepted record")
         shelf.records[record.sub_key] = record
         shelf.users[record.sub_key] = user
         shelf.publishers[record.publisher] += 1
@@ -340,7 +340,7 @@ class Store:
     def _drop(self, record: Record) -> None:
         shelf, account, size = self._shelves[record.key], self._accounts[record.publisher], _size(record)
         del shelf.records[record.sub_key]
-        self._book.give(Means.DIRECTORY, shelf.users.pop(record.sub_key), size)
+        self._book.give(Resource.DIRECTORY, shelf.users.pop(record.sub_key), size)
         shelf.publishers[record.publisher] -= 1
         shelf.bytes_by[record.publisher] -= size
         if not shelf.publishers[record.publisher]:
@@ -356,7 +356,7 @@ class Store:
             del self._accounts[record.publisher]
 
     def _rebuild(self) -> None:
-        """Rid the heaps of entries whose records are gone: a publisher that renews often must not make them grow."""
+        """Remove outdated entries from the heaps, so that a publisher that renews often does not make them grow."""
         self._expiries = [
             (record.expires_ms, key, sub_key)
             for key, shelf in self._shelves.items()
@@ -368,17 +368,17 @@ class Store:
 
 
 def answer_bytes(record: Record) -> int:
-    """Upper bound on the bytes that a record takes in an answer."""
+    """Upper bound on the bytes of a record in an answer."""
     return len(record.value) + len(record.suffix) + _ANSWER_OVERHEAD_BYTES
 
 
 def is_large(record: Record) -> bool:
-    """True for a record that is worth a tag."""
+    """Return True if the record is so large that sending its tag instead pays off."""
     return answer_bytes(record) >= _LARGE_BYTES
 
 
 def _taking_turns(queues: Mapping[N, list[Record]]) -> list[Record]:
-    """All records; the next is always of the queue that then has fewest bytes out, of equals the first by name."""
+    """Merge the queues: the next record is from the queue with the fewest bytes so far, of equals the first by name."""
     turns = [(answer_bytes(queue[0]), name, 0) for name, queue in queues.items()]
     heapq.heapify(turns)
     order = []
@@ -396,7 +396,7 @@ def _size(record: Record) -> int:
 
 
 def _outweighs(one: User, other: User, fullness: Callable[[User], tuple[bool, int, int, int]], size: int) -> bool:
-    """True when `one` has more than `other` would have with `size` more, in the widest scope that they do not share."""
+    """Return True if `one` has more than `other` would have with `size` more, in the widest scope not shared."""
     (strange, region, place_, peer), (others_strange, others_region, others_place, others) = (
         fullness(one),
         fullness(other),

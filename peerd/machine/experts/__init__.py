@@ -1,1 +1,1 @@
-"""Experts: what hosts claim and adopt, which requests make one batch, what is kept of updates that were made."""
+"""Experts: claims and custody, merging of requests into batches, and the answers kept of completed updates."""

@@ -1,8 +1,8 @@
-"""Answer rule of one round of calls to experts, sans-IO: when it is over, and whether every sample has enough.
+"""Answer rule of one round of calls to experts, sans-IO: when the round is over, and whether every sample has enough.
 
-All calls share one deadline. Once every sample has `k_min` answers, those still out have `grace_s` more; what comes
-later does not count. The round is over at once when all calls have ended, or when a sample can no longer get its
-`k_min`: then `shortage` names the experts that were asked for it and what became of each.
+All calls share one deadline. Once every sample has `k_min` answers, the remaining calls have `grace_s` more; later
+answers do not count. The round is over at once when all calls have ended, or when a sample can no longer get its
+`k_min` answers: then `shortage` names the experts that were asked for it and what became of each.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from peerd.core.experts.grid import Uid
 
 OPEN: Final = "has not answered"
 _NAMED: Final = 8  # experts in one message
-_REASON_CHARS: Final = 160  # of what a host says
+_REASON_CHARS: Final = 160  # of a host's error text
 
 
 class AnswerRule:
-    """One round. `asks`: the expert of each call, and its samples by number."""
+    """One round. `asks`: for each call, the expert and the numbers of its samples."""
 
     def __init__(self, asks: Sequence[tuple[Uid, Sequence[int]]], samples: int, k_min: int, grace_s: float) -> None:
         self._asks, self._k_min, self._grace_s = asks, k_min, grace_s
@@ -36,12 +36,12 @@ class AnswerRule:
         self._ends: float | None = None
 
     def begin(self, now: float, timeout_s: float) -> None:
-        """All calls are out: the deadline is `timeout_s` from now."""
+        """Set the deadline, `timeout_s` from now, once all calls are sent."""
         self._ends = now + timeout_s
         self._look(now)
 
     def answered(self, now: float, call: int) -> bool:
-        """The call was answered as it should be; False: too late, or twice, and it does not count."""
+        """Record a valid answer to a call; False if it is too late, or a duplicate, and does not count."""
         if self._became[call] != OPEN or self.over(now):
             return False
         self._became[call] = None
@@ -53,7 +53,7 @@ class AnswerRule:
         return True
 
     def failed(self, now: float, call: int, why: str) -> None:
-        """The call has ended without a valid answer."""
+        """Record that the call has ended without a valid answer."""
         if self._became[call] != OPEN:
             return
         self._became[call] = why
@@ -64,13 +64,13 @@ class AnswerRule:
         self._look(now)
 
     def wake_at(self) -> float:
-        """When the round is over at the latest."""
+        """Time at which the round is over at the latest."""
         if self._ends is None:
             raise LocalError("the round has not begun")
         return self._ends
 
     def over(self, now: float) -> bool:
-        """True when nothing more is waited for."""
+        """True if the round is over."""
         return now >= self.wake_at()
 
     def late(self) -> list[int]:
@@ -78,7 +78,7 @@ class AnswerRule:
         return [call for call, became in enumerate(self._became) if became == OPEN]
 
     def shortage(self) -> str | None:
-        """Why a sample has fewer than `k_min` answers, once the round is over; None: all have them."""
+        """Text on why a sample has fewer than `k_min` answers, once the round is over, or None if all have enough."""
         if not self._wanting:
             return None
         lost = [number for number, possible in enumerate(self._possible) if possible < self._k_min]
@@ -91,7 +91,7 @@ class AnswerRule:
         return f"sample {sample} has {self._answered[sample]} of {self._k_min} answers{others}: {fates}"
 
     def check(self) -> None:
-        """Raise AssertionError unless the counts are what the calls' fates say."""
+        """Raise AssertionError unless the counts match what became of the calls."""
         for number, count in enumerate(self._answered):
             fates = [
                 b for (_, numbers), b in zip(self._asks, self._became, strict=True) for n in numbers if n == number

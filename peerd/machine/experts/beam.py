@@ -1,14 +1,14 @@
 """Beam search over the grid of experts, for all samples of a batch at once, sans-IO (Learning@home, section 3.2).
 
-The score of an expert is the sum of its coordinates' scores. For each length of prefix the search walks a sample's
-candidates by rank, asks what lives below those that it does not know yet, skips the dead ones, and goes on with the
-best `width` that live; below the last prefix it takes the best `k` experts. A sample that ends with fewer is searched
-again with a wider beam, until all is known or the beam has widened `_WIDENINGS` times: a host that announces prefixes
-below which nothing lives costs look-ups, and hides no other's experts.
+The score of an expert is the sum of its coordinates' scores. For each prefix length the search goes through a sample's
+candidates by rank, looks up those that it does not know yet, skips the dead ones (below which nothing lives), and
+continues with the best `width` live ones; below the last prefix it selects the best `k` experts. A sample that ends
+with fewer is searched again with a wider beam, until everything is known or the beam has widened `_WIDENINGS` times. A
+host that announces prefixes below which nothing lives costs look-ups, but hides no experts of others.
 
-Several milliseconds of arithmetic for thousands of samples: a job for a worker. Invariants (`check`): what is asked
-was unknown, is inside the grid, and is asked once; every expert in the result had its bit set. Bitmaps are the
-caller's: it has checked their sizes. numpy is imported when a search begins.
+Several milliseconds of arithmetic for thousands of samples: run it in a worker thread. Invariants (`check`): what is
+looked up was unknown, is inside the grid, and is looked up once; every expert in the result had its bit set. The caller
+provides the bitmaps and has checked their sizes. numpy is imported when a search begins.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ if TYPE_CHECKING:
     Codes = NDArray[np.int64]  # [R, C]: prefixes of one length, numbered row by row, of R samples
     Scores = NDArray[np.float32]  # [R, C]; -inf: no candidate
 
-_WIDENINGS: Final = 5  # a beam of 32 k prefixes has looked at more than any gate ranks high
-_CHUNK_ELEMENTS: Final = 1 << 21  # scores that are extended at once: some 16 MB
+_WIDENINGS: Final = 5  # a beam of 32 k prefixes has seen more than any gate ranks high
+_CHUNK_ELEMENTS: Final = 1 << 21  # scores that are extended at once: about 16 MB
 _UNKNOWN, _LIVE, _DEAD = 0, 1, 2
 
 
 class BeamSearch:
-    """One search. Give `step` what was asked until it asks for nothing more; then read `result`."""
+    """One search. Pass what was looked up to `step` until it requests nothing more; then read `result`."""
 
     def __init__(
         self, grid: Grid, layer: int, scores: Sequence[np.ndarray[Any, Any]], k: int, live_share: float = 1.0
     ) -> None:
-        """`scores`: [samples, side] for each dimension. `live_share`: of first prefixes, as an earlier search saw it;
-        the fewer live, the more are asked at once.
+        """`scores`: [samples, side] for each dimension.
+
+        `live_share`: fraction of live first prefixes in an earlier search; the smaller it is, the more are requested at
+        once.
         """
         import numpy as np
 
@@ -64,7 +66,7 @@ class BeamSearch:
         self._begin()
 
     def step(self, found: Mapping[Uid, bytes]) -> list[Uid]:
-        """Take the bitmaps of prefixes, empty for dead ones; returns those to look up next, none: it is over."""
+        """Process bitmaps of prefixes, empty for dead ones. Returns those to look up next, none if it is over."""
         for length in sorted({len(prefix.at) for prefix in found}):
             self._note(length, {self._code(prefix): bits for prefix, bits in found.items() if len(prefix.at) == length})
         while self._rows.size:
@@ -83,7 +85,7 @@ class BeamSearch:
 
     @property
     def live_share(self) -> float:
-        """Share of first prefixes that live, as far as this search and its predecessor saw."""
+        """Fraction of first prefixes that live, as seen by this search and its predecessor."""
         return self._share(self._first)
 
     def check(self) -> None:
@@ -118,7 +120,7 @@ class BeamSearch:
         return self._tables[length]
 
     def _share(self, length: int) -> float:
-        """Share of prefixes of this length that live, with what was told before counting as four of them."""
+        """Estimated fraction of live prefixes of this length; the earlier estimate counts as four of them."""
         table = self._table(length)
         live, dead = int((table == _LIVE).sum()), int((table == _DEAD).sum())
         prior = self._prior if length == self._first else 1.0
@@ -127,7 +129,7 @@ class BeamSearch:
     # --- the walk ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Start with the candidates of the first length, all of them."""
+        """Start with all candidates of the first length."""
         import numpy as np
 
         rows = self._rows.size
@@ -140,7 +142,7 @@ class BeamSearch:
             self._codes, self._ranks = _best(codes, self._scores[0][self._rows], side)
 
     def _settle(self) -> list[Uid]:
-        """Prefixes to ask before every sample has its `width` live candidates; none: it has, or there are no more."""
+        """Prefixes to look up until every sample has its `width` live candidates; none if it has, or none are left."""
         import numpy as np
 
         status = np.where(np.isneginf(self._ranks), _DEAD, self._table(self._length)[self._codes])
@@ -159,7 +161,7 @@ class BeamSearch:
         return []
 
     def _descend(self) -> None:
-        """One dimension deeper; below the last prefix, note the experts and go on with samples that found too few."""
+        """Go one dimension deeper. Below the last prefix, store experts; continue with samples that found too few."""
         last = self._length == len(self._grid.sides) - 1
         keep = self.k if last else max(64, 8 * self._width)
         self._codes, self._ranks = self._extended(keep)
@@ -176,7 +178,7 @@ class BeamSearch:
         self._begin()
 
     def _extended(self, keep: int) -> tuple[Codes, Scores]:
-        """The best `keep` of all that lives right below the samples' prefixes."""
+        """The best `keep` of all live children of the samples' prefixes: their codes and scores."""
         import numpy as np
 
         side, width = self._grid.sides[self._length], self._codes.shape[1]
@@ -206,7 +208,7 @@ class BeamSearch:
 
     def _code(self, prefix: Uid) -> int:
         if prefix.layer != self._layer or len(prefix.at) >= len(self._grid.sides) or not self._grid.holds(prefix):
-            raise LocalError(f"{prefix} is no prefix of layer {self._layer}")
+            raise LocalError(f"{prefix} is not a prefix of layer {self._layer}")
         code = 0
         for side, coordinate in zip(self._grid.sides, prefix.at, strict=False):
             code = code * side + coordinate
@@ -214,7 +216,7 @@ class BeamSearch:
 
 
 def _best(codes: Codes, ranks: Scores, keep: int) -> tuple[Codes, Scores]:
-    """The `keep` candidates of each row with the highest ranks, best first; equal ones by their numbers."""
+    """The `keep` candidates of each row with the highest ranks, best first; equal ones by their codes."""
     import numpy as np
 
     if keep < ranks.shape[1]:

@@ -1,9 +1,9 @@
-"""Claims: what a host announces, and which free experts it takes.
+"""Claims of experts: what a host announces, and which free experts it takes.
 
 Sans-IO. Hosts claim experts by announcing them with a generation: 0 for an expert that begins anew, one more each time
-that it is adopted from a checkpoint. A hostile host may claim experts that are not its own, in any generation: which
-claim counts follows from the expert's lineage (`machine.owners.lineage`), never from the number alone. Claims outside
-the grid are ignored.
+that it is adopted from a checkpoint. A hostile host may claim experts that are not its own, in any generation: the
+expert's lineage (`machine.owners.lineage`) decides which claim counts, never the number alone. Claims outside the grid
+are ignored.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Final
 from peerd.core.experts.grid import Grid, Uid, bitmap
 from peerd.core.messages.experts import Announced, Name
 
-_LOOKED_AT: Final = 100_000  # places that a host looks at for free ones: a fuller grid needs no more hosts
+_LOOKED_AT: Final = 100_000  # places that a host checks for free ones: a fuller grid needs no more hosts
 
 
 def in_own_order(grid: Grid, rng: random.Random) -> Iterator[Uid]:
-    """Every expert of the grid once, in an order that `rng` decides: hosts that come together take different ones."""
+    """Every expert of the grid once, in an order that `rng` decides: hosts that start together take different ones."""
     count = grid.layers * grid.places
     start, stride = rng.randrange(count), rng.randrange(count) | 1
     while math.gcd(stride, count) != 1:
@@ -32,13 +32,13 @@ def in_own_order(grid: Grid, rng: random.Random) -> Iterator[Uid]:
 
 
 def candidates(grid: Grid, rng: random.Random, room: int) -> list[Uid]:
-    """Experts that this host looks at for free ones, in its own order: several times as many as it has room for."""
+    """Experts that this host checks for a free one, in its own order: several times as many as it has room for."""
     order, most = in_own_order(grid, rng), min(_LOOKED_AT, 64 + 8 * room)
     return [uid for _, uid in zip(range(most), order, strict=False)]
 
 
 def to_take(looked_at: Iterable[Uid], taken: Iterable[Uid], room: int) -> list[Uid]:
-    """The first free ones among `looked_at`, as many as there is room for."""
+    """The first free experts among `looked_at`, at most `room`."""
     held, found = set(taken), list[Uid]()
     for uid in looked_at:
         if len(found) >= room:
@@ -49,18 +49,18 @@ def to_take(looked_at: Iterable[Uid], taken: Iterable[Uid], room: int) -> list[U
 
 
 def capacity(limit: int, measured: int, grid: Grid) -> int:
-    """Experts that a host takes: `limit` of the user's (0: none given), else what its memory holds."""
+    """Number of experts that a host takes: the user's `limit` (0: none set), otherwise what its memory holds."""
     return min(limit or max(0, measured), grid.layers * grid.places)
 
 
 def last_prefixes(uids: Iterable[Uid]) -> list[Uid]:
-    """The prefixes right above experts, each once, in order: there all claims to these experts are."""
+    """The prefixes right above these experts, each once, sorted. All claims to the experts are there."""
     return sorted({uid.prefix for uid in uids})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimingHost:
-    """What a host says of itself in each of its announcements."""
+    """What a host states about itself in each of its announcements."""
 
     queue_s: float
     addrs: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class ClaimingHost:
 
 
 def announcements(grid: Grid, hosted: Mapping[Uid, tuple[int, int]], words: ClaimingHost) -> list[Announced]:
-    """One record for each prefix under which this host has something. `hosted`: generations and versions."""
+    """One record for each prefix below which this host has something. `hosted`: (generation, version) by expert."""
     below = defaultdict[Uid, set[int]](set)
     for uid in hosted:
         for prefix in grid.prefixes(uid):

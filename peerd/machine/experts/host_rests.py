@@ -1,8 +1,9 @@
-"""Rests of expert hosts that failed, sans-IO: which host, or which expert of a host, a caller leaves alone for a while.
+"""Rests of expert hosts that failed, sans-IO: which host, or which of its experts, a caller skips for a while.
 
-The first failure costs 2 s, each further one in a row twice as much, up to a minute; an answer ends it. Failures that
-come while it rests anyway are the same one. A host that cannot be reached rests with all that it claims; one that says
-it has no such expert rests with that expert only. This is one caller's own matter, and told to nobody.
+The first failure costs 2 s, each further one in a row twice as much, up to a minute; an answer ends the rest. Failures
+during a rest count as the same one. A host that cannot be reached rests with all experts that it claims; one that
+reports that it has no such expert rests with that expert only. Each caller keeps its own rests, and sends them to
+nobody.
 """
 
 from __future__ import annotations
@@ -29,36 +30,36 @@ class _Rest:
 
 @dataclass(frozen=True, slots=True)
 class RestsNow:
-    """What rests at one moment, by raw peer id: whole hosts, and bits of a host's experts below a prefix."""
+    """All rests at one moment, by raw peer id: whole hosts, and bits of a host's experts below a prefix."""
 
     whole: frozenset[bytes]
     some: Mapping[tuple[bytes, Uid], int]
 
 
 class HostRests:
-    """What rests. `uid` None: the host with all that it claims."""
+    """Rests of hosts and of single experts. `uid` None: the host with all experts that it claims."""
 
     def __init__(self, remember: int = EXPERT_RESTS) -> None:
         self._rests = BoundedDict[tuple[bytes, Uid | None], _Rest](remember)
         self._latest = 0.0  # end of the last rest
 
     def failed(self, now: float, host: PeerId, uid: Uid | None = None) -> int:
-        """It failed; returns how often in a row by now."""
+        """Record a failure; returns the number of failures in a row."""
         rest = self._rests.setdefault((host.raw, uid), _Rest())
         if now >= rest.until:
             rest.failures += 1
             rest.until = now + backoff_s(rest.failures, FIRST_S, LONGEST_S)
             self._latest = max(self._latest, rest.until)
-            self._rests[host.raw, uid] = rest  # the youngest now; the oldest makes room
+            self._rests[host.raw, uid] = rest  # the newest now; the oldest is evicted if there are too many
         return rest.failures
 
     def answered(self, host: PeerId, uid: Uid) -> None:
-        """The expert answered: neither it nor its host rests."""
+        """Record an answer of the expert, which ends its rest and that of its host."""
         self._rests.pop((host.raw, uid), None)
         self._rests.pop((host.raw, None), None)
 
     def rests(self, now: float, host: PeerId, uid: Uid) -> bool:
-        """True while this expert of this host is to be left alone."""
+        """True while this expert of this host must not be called."""
         return any(
             rest is not None and now < rest.until
             for rest in (self._rests.get((host.raw, None)), self._rests.get((host.raw, uid)))
@@ -71,7 +72,7 @@ class HostRests:
         return frozenset(host for (host, _), rest in self._rests.items() if now < rest.until)
 
     def at(self, now: float) -> RestsNow:
-        """All that rests at one moment, for whoever looks at many experts."""
+        """All rests at `now`, for callers that check many experts."""
         whole, some = set[bytes](), dict[tuple[bytes, Uid], int]()
         for (host, uid), rest in self._rests.items() if now < self._latest else ():
             if now < rest.until and uid is None:
@@ -81,7 +82,7 @@ class HostRests:
         return RestsNow(frozenset(whole), some)
 
     def resting(self, now: float) -> int:
-        """How many hosts, and experts on hosts, rest."""
+        """Number of hosts, and of single experts on hosts, that rest."""
         return sum(now < rest.until for rest in self._rests.values())
 
     def __len__(self) -> int:

@@ -1,15 +1,15 @@
-"""Kept answers: an update that is asked for again counts once, and its caller gets the answer that was made.
+"""Kept answers: a request for an update that is repeated counts once, and its caller gets the answer of the first one.
 
-Sans-IO. A backward has an id that its caller chose. The first call with it is new; a repeat while that one waits or
-runs joins it, and a repeat afterwards finds the answer. Answers are bounded in time and bytes, the oldest go first;
-what is remembered of an update without its answer is so little that it stays, so that a late repeat is refused and
-never makes a second update.
+Sans-IO. A backward call has an id that its caller chose. The first call with an id is new; a repeat while that one
+waits or runs joins it, and a later repeat gets the stored answer. Answers are bounded in time and bytes, and the oldest
+are dropped first. If an answer is dropped for its bytes, the small record of its update stays until it expires, so that
+a repeat is rejected instead of making a second update.
 
-Invariants: an id of a caller is begun once, unless what it began was given up without an update; the bytes of the
-answers kept are never above the bound, nor those of one caller above its share.
+Invariants: an id of a caller is begun once, unless what it began was given up without an update; the bytes of stored
+answers never exceed the bound, nor those of one caller its share.
 
-A hostile caller may repeat as often as it likes, use any ids, and never repeat: it has the host keep its share of
-bytes, and pushes out answers of its own first.
+A hostile caller may repeat as often as it likes, use any ids, and never repeat: it occupies its share of the bytes, and
+displaces its own answers first.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from peerd.core.limits import EXPERT_KEPT_ANSWERS, EXPERT_KEPT_BYTES, EXPERT_KEP
 
 K = TypeVar("K", bound=Hashable)  # a request's name: its expert and id
 A = TypeVar("A")  # an answer
-R = TypeVar("R")  # what stands for an update under way
+R = TypeVar("R")  # a handle of an update under way
 
-_SHARE: Final = 4  # of the bytes, one caller has one of so many parts at most
+_SHARE: Final = 4  # one caller may use at most 1 / _SHARE of the bytes
 
 
 class Known(Enum):
-    """What is known of a request's name."""
+    """What is known of a request, by its name."""
 
     NEW = "new"  # nothing
     UNDER_WAY = "under way"
     KEPT = "kept"  # its answer
-    FORGOTTEN = "forgotten"  # its update was made; the answer is not kept any more
+    FORGOTTEN = "forgotten"  # its update was made; the answer was dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptBounds:
-    """The most that is kept of updates that were made."""
+    """Bounds on what is kept of completed updates."""
 
     seconds: float = EXPERT_KEPT_S
     total_bytes: int = EXPERT_KEPT_BYTES
@@ -50,7 +50,7 @@ class KeptBounds:
 
 @dataclass(slots=True)
 class _Made(Generic[A]):
-    """An update that was made."""
+    """A completed update."""
 
     at: float
     size_bytes: int = 0
@@ -59,7 +59,7 @@ class _Made(Generic[A]):
 
 @dataclass(slots=True)
 class KeptAnswers(Generic[K, R, A]):
-    """Updates under way and made, by caller and name."""
+    """Updates under way and completed, by caller and name."""
 
     bounds: KeptBounds = field(default_factory=KeptBounds)
     _under_way: dict[tuple[str, K], R] = field(default_factory=dict)
@@ -70,11 +70,11 @@ class KeptAnswers(Generic[K, R, A]):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all answers that are kept."""
+        """Bytes of all stored answers."""
         return self._bytes
 
     def look(self, now: float, caller: str, name: K) -> Known:
-        """The state of a request."""
+        """The state of a request, by its caller and name."""
         self._expire(now)
         made = self._made.get((caller, name))
         if made is not None:
@@ -82,27 +82,27 @@ class KeptAnswers(Generic[K, R, A]):
         return Known.UNDER_WAY if (caller, name) in self._under_way else Known.NEW
 
     def under_way(self, caller: str, name: K) -> R:
-        """What stands for the update that a repeat joins."""
+        """The handle of the update that a repeat joins."""
         return self._under_way[caller, name]
 
     def answer(self, caller: str, name: K) -> A:
-        """The answer that is kept."""
+        """The stored answer."""
         made = self._made[caller, name].answer
         assert made is not None
         return made
 
     def begin(self, caller: str, name: K, under_way: R) -> None:
-        """An update waits, or runs; LocalError when it was begun before."""
+        """Record that an update waits or runs. Raises LocalError if it was begun before."""
         if (caller, name) in self._under_way or (caller, name) in self._made:
             raise LocalError(f"an update of {caller} was begun twice")
         self._under_way[caller, name] = under_way
 
     def give_up(self, caller: str, name: K) -> None:
-        """No update was made, nor will be: a repeat is new."""
+        """Record that no update was made or will be made, so that a repeat is new."""
         del self._under_way[caller, name]
 
     def finish(self, now: float, caller: str, name: K, answer: A, size_bytes: int) -> None:
-        """The update was made."""
+        """Record that the update was made, and store its answer."""
         del self._under_way[caller, name]
         share = self.bounds.total_bytes // _SHARE
         self._made[caller, name] = made = _Made[A](now)
@@ -129,7 +129,7 @@ class KeptAnswers(Generic[K, R, A]):
                     break
 
     def _let_go(self, caller: str, name: K) -> None:
-        """Keep no answer of this update."""
+        """Drop the answer of this update."""
         made = self._made[caller, name]
         if made.answer is None:
             return
@@ -142,7 +142,7 @@ class KeptAnswers(Generic[K, R, A]):
             del self._by_caller[caller], self._bytes_of[caller]
 
     def check(self) -> None:
-        """The invariants, for tests."""
+        """Raise AssertionError if an invariant is violated."""
         kept = {key: made for key, made in self._made.items() if made.answer is not None}
         assert self._bytes == sum(made.size_bytes for made in kept.values()) <= self.bounds.total_bytes
         assert len(self._made) <= self.bounds.answers

@@ -1,11 +1,12 @@
-"""Shelf of a holder, sans-IO: which checkpoints it keeps, and which go when another one comes.
+"""Shelf of a holder, sans-IO: which checkpoints it keeps, and which are dropped for a new one.
 
-Invariants (`check`): never more bytes than allowed; of each expert and owner the newest two at most, of each expert
-those of the three highest owners; no other owner than this peer has more than half of the room. A newest checkpoint of
-another owner never goes for want of room: its owner was told that it is held; the second newest do.
+Invariants (`check`): never more bytes than allowed; at most the newest two checkpoints of each expert and owner, and
+only those of the three highest owners of each expert; no owner other than this peer uses more than half of the room.
+The newest checkpoint of another owner is never dropped for lack of room, since its owner was promised that it is held;
+the second newest is.
 
-A hostile peer may ask to keep any number of checkpoints, huge ones, old ones, or ones with a generation of its own
-making: they take its share and one of three places of an expert, and no others.
+A hostile peer may ask the holder to keep any number of checkpoints, huge ones, old ones, or ones with a made-up
+generation. They use its share and one of three places of an expert, and no others.
 """
 
 from __future__ import annotations
@@ -16,50 +17,50 @@ from typing import Final
 
 from peerd.core.experts.grid import Uid
 from peerd.core.limits import KEPT_EXPERTS
-from peerd.core.messages.experts import Pointer
+from peerd.core.messages.experts import CheckpointRef
 
-_SPARES: Final = 2  # of one expert and owner: if the newest holds NaN, the one before it may not
-_OWNERS: Final = 3  # of one expert: the present one, the one before, and a liar
+_SPARES: Final = 2  # per expert and owner: if the newest holds NaN, the one before it may not
+_OWNERS: Final = 3  # per expert: the present one, the one before, and a liar
 
 
 class KeptShelf:
-    """The checkpoints that a peer holds. `own`: its public key, whose checkpoints have no share."""
+    """The checkpoints that a peer holds. `own`: its public key, whose checkpoints have no share limit."""
 
     def __init__(self, own: bytes, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self.bytes_held = 0
         self._own = own
-        self._kept: dict[bytes, Pointer] = {}  # by signature, oldest first: two owners may have had equal states
-        self._of: dict[Uid, list[Pointer]] = {}  # newest first
+        self._kept: dict[bytes, CheckpointRef] = {}  # by signature, oldest first: two owners may have had equal states
+        self._of: dict[Uid, list[CheckpointRef]] = {}  # newest first
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
-    def pointers(self) -> list[Pointer]:
-        """All that is kept, the newest of each expert first."""
+    def pointers(self) -> list[CheckpointRef]:
+        """All checkpoints held, the newest of each expert first."""
         return [pointer for pointers in self._of.values() for pointer in pointers]
 
-    def by_digest(self, digest: bytes) -> Pointer | None:
-        """A checkpoint with this digest; None: there is none."""
+    def by_digest(self, digest: bytes) -> CheckpointRef | None:
+        """A checkpoint with this digest, or None."""
         return next((pointer for pointer in self._kept.values() if pointer.digest == digest), None)
 
-    def of(self, uid: Uid) -> list[Pointer]:
+    def of(self, uid: Uid) -> list[CheckpointRef]:
         """Checkpoints of one expert, newest first."""
         return list(self._of.get(uid, ()))
 
-    def objection(self, pointer: Pointer) -> str | None:
-        """Why this checkpoint is not taken; None when there is, or can be made, room for it."""
+    def objection(self, pointer: CheckpointRef) -> str | None:
+        """Reason that this checkpoint is rejected, or None if there is, or can be made, room for it."""
         uid, others = pointer.expert.uid, self._of.get(pointer.expert.uid, [])
         mine = [p for p in others if p.owner == pointer.owner]
         if mine and mine[0].rank >= pointer.rank:
-            return f"a checkpoint of expert {uid} that is as new is held here"
+            return f"a checkpoint of expert {uid} that is at least as new is held here"
         if len({p.owner for p in others if p.owner != pointer.owner and p.rank > pointer.rank}) >= _OWNERS:
             return f"checkpoints of {_OWNERS} later owners of expert {uid} are held here"
         share = self.most_bytes if pointer.owner == self._own else self.most_bytes // 2
         stays = sum(p.size_bytes for p in self._kept.values() if p.owner == pointer.owner)
         if stays - sum(p.size_bytes for p in mine[_SPARES - 1 :]) + pointer.size_bytes > share:
-            return f"{pointer.size_bytes} bytes more than what one peer may have here, {share}"
+            return f"with {pointer.size_bytes} more bytes one peer would exceed its share of {share} bytes here"
         if len(self) >= KEPT_EXPERTS and not mine:
             return f"{len(self)} checkpoints are held here"
         newest = [p for p in self._newest() if p not in mine]
@@ -67,8 +68,8 @@ class KeptShelf:
             return f"no room for {pointer.size_bytes} bytes"
         return None
 
-    def take(self, pointer: Pointer) -> list[Pointer]:
-        """Add a checkpoint to which there is no objection; the ones that go for it."""
+    def take(self, pointer: CheckpointRef) -> list[CheckpointRef]:
+        """Add a checkpoint to which there is no objection. Returns the checkpoints that were dropped for it."""
         self._kept[pointer.signature] = pointer
         mine = self._of.setdefault(pointer.expert.uid, [])
         mine.append(pointer)
@@ -84,8 +85,8 @@ class KeptShelf:
                     gone.append(each)
         return gone
 
-    def drop(self, pointer: Pointer) -> None:
-        """Forget a checkpoint: it is damaged, or was not written."""
+    def drop(self, pointer: CheckpointRef) -> None:
+        """Remove a checkpoint that is damaged, or was not written."""
         if self._kept.pop(pointer.signature, None) is not None:
             self.bytes_held -= pointer.size_bytes
             left = [p for p in self._of.pop(pointer.expert.uid) if p.signature != pointer.signature]
@@ -93,7 +94,7 @@ class KeptShelf:
                 self._of[pointer.expert.uid] = left
 
     def room_bytes(self) -> int:
-        """Bytes that other peers' checkpoints may have, one peer half of the room at most."""
+        """Bytes available to other peers' checkpoints; one peer may use at most half of the room."""
         if len(self) >= KEPT_EXPERTS:
             return 0
         free = self.most_bytes - sum(p.size_bytes for p in self._newest())
@@ -111,17 +112,17 @@ class KeptShelf:
         assert all(count <= _SPARES for count in by_expert.values())
         assert all(count <= _OWNERS for count in Counter(uid for uid, _ in by_expert).values())
 
-    def _beyond_numbers(self, pointers: list[Pointer]) -> list[Pointer]:
-        """Of one expert's: beyond the number of an owner, or of later owners than are remembered."""
-        gone, owners = list[Pointer](), dict[bytes, int]()
+    def _beyond_numbers(self, pointers: list[CheckpointRef]) -> list[CheckpointRef]:
+        """Those of one expert's checkpoints that exceed the number per owner, or the number of owners."""
+        gone, owners = list[CheckpointRef](), dict[bytes, int]()
         for pointer in pointers:
             owners[pointer.owner] = owners.get(pointer.owner, 0) + 1
             if owners[pointer.owner] > _SPARES or list(owners).index(pointer.owner) >= _OWNERS:
                 gone.append(pointer)
         return gone
 
-    def _newest(self) -> Iterator[Pointer]:
-        """The newest of each expert and owner."""
+    def _newest(self) -> Iterator[CheckpointRef]:
+        """The newest checkpoint of each expert and owner."""
         for pointers in self._of.values():
             owners = set[bytes]()
             for pointer in pointers:
@@ -129,7 +130,7 @@ class KeptShelf:
                     owners.add(pointer.owner)
                     yield pointer
 
-    def _spares(self) -> list[Pointer]:
-        """The others, those first that came first."""
+    def _spares(self) -> list[CheckpointRef]:
+        """All other checkpoints, oldest first."""
         newest = {pointer.signature for pointer in self._newest()}
         return [pointer for signature, pointer in self._kept.items() if signature not in newest]

@@ -1,7 +1,7 @@
-"""Bitmaps of experts that may be asked now, sans-IO: hosts' claims without those of hosts that rest or are away.
+"""Bitmaps of experts that can be asked now, sans-IO: hosts' claims, without hosts that rest or are disconnected.
 
-A look-up for a batch reads hundreds of bitmaps: each host's bits below a prefix are kept as one number, and what rests
-is taken out of these.
+A look-up for a batch reads hundreds of bitmaps. So each host's bits below a prefix are stored as one integer, from
+which the resting ones are removed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from peerd.core.experts.grid import Grid, Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_PREFIXES_KEPT
 from peerd.machine.experts.host_rests import HostRests, RestsNow
-from peerd.machine.experts.prefix_cache import Claims, ToldClaim
+from peerd.machine.experts.prefix_cache import CachedClaim, Claims
 
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """Claims below a prefix as bits: of each host, by raw peer id, and all together."""
+    """Claims below a prefix as bits: of each host, by raw peer id, and of all together."""
 
     claims: Claims
     of_host: Mapping[bytes, int]
@@ -28,21 +28,21 @@ class _Counted:
 
 
 class LiveBits:
-    """The claims that count. `linked`: whether a peer that nobody can dial is connected now."""
+    """The claims that count now. `linked(peer)`: True if a peer that cannot be dialed is connected."""
 
     def __init__(self, grid: Grid, rests: HostRests, linked: Callable[[PeerId], bool]) -> None:
         self._grid, self._rests, self._linked = grid, rests, linked
         self._counted = BoundedDict[Uid, _Counted](EXPERT_PREFIXES_KEPT)
 
-    def owner(self, now: float, uid: Uid, told: Iterable[ToldClaim]) -> ToldClaim | None:
-        """The highest of the claims to an expert whose host may be asked now."""
+    def owner(self, now: float, uid: Uid, told: Iterable[CachedClaim]) -> CachedClaim | None:
+        """The highest claim to an expert whose host can be asked now, or None."""
         for claim in told:
             if not self._rests.rests(now, claim.host, uid) and not (claim.only_dials and not self._linked(claim.host)):
                 return claim
         return None
 
     def of(self, now: float, found: Mapping[Uid, Claims]) -> dict[Uid, bytes]:
-        """Bitmap for each prefix and its claims; empty where none counts."""
+        """The bitmap of each prefix, from its claims; empty if none counts."""
         rests, bits = self._rests.at(now), dict[Uid, bytes]()
         for prefix, claims in found.items():
             counted = self._counted.get(prefix)

@@ -1,16 +1,16 @@
-"""Merge queues of a host's experts: requests of all callers for the same work of one expert become one batch.
+"""Merge queue of a host's experts: requests of all callers for the same work of one expert become one batch.
 
 Sans-IO. Each kind of work of each expert (its forward, its backward) is one line. The line whose first request is due
-first is served next, and gives as many of its requests as fit into a batch. Due is what waits longest, as long as no
-caller wants more than its share: requests are stamped by start-time fair queueing over all lines (Goyal, Vin and Cheng,
-1996), so a caller that floods waits behind its own requests, and one that sends a request now and then does not.
+first is served next: as many of its requests as fit form a batch. As long as no caller uses more than its share, the
+request that waits longest is due first. Requests are stamped by start-time fair queueing over all lines (Goyal, Vin and
+Cheng, 1996), so a caller that floods waits behind its own requests, and one that sends a request now and then does not.
 
-Invariants: the requests of one caller in one line are served in the order of their coming; a batch holds no more than
-`max_batch` samples; no more than the bounds wait, of one caller or in all; nothing is remembered of a caller that has
-nothing waiting and is not ahead of the others.
+Invariants: the requests of one caller in one line are served in order of arrival; a batch has at most `max_batch`
+samples; no more requests than the bounds allow wait, per caller or in all; nothing is stored about a caller that has no
+waiting request and is not ahead of the others.
 
-A hostile caller may: send any number of requests, of any number of samples, and withdraw them. What is beyond its bound
-is refused before it waits, and what it had served counts for it, withdrawn or not.
+A hostile caller may send any number of requests, of any number of samples, and withdraw them. What exceeds its bound is
+rejected before it waits, and each accepted request counts against its share, withdrawn or not.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 _LEAST_RETRY_S: Final = 0.05
 _MOST_RETRY_S: Final = 30.0
-_OUTDATED: Final = 64  # notes of when lines were due, kept beside those that hold
+_OUTDATED: Final = 64  # outdated heap entries that are tolerated
 _SMOOTHING: Final = 0.2  # weight of the newest batch in the measured pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueBounds:
-    """The most that a merge queue holds; requests that wait, and samples of one batch."""
+    """Bounds of a merge queue: samples of one batch, and waiting requests."""
 
     max_batch: int
     per_caller: int = EXPERT_QUEUED_PER_CALLER
@@ -45,7 +45,7 @@ class QueueBounds:
 
 @dataclass(slots=True, eq=False)
 class Queued(Generic[L, T]):
-    """A request that waits. `cost` is in units of one sample's forward."""
+    """A waiting request. `cost` is in units of one sample's forward."""
 
     line: L
     caller: str
@@ -53,31 +53,31 @@ class Queued(Generic[L, T]):
     cost: float
     request: T
     since: float = 0.0
-    due: tuple[float, int] = (0.0, 0)  # stamp, and number in order of coming
+    due: tuple[float, int] = (0.0, 0)  # stamp, and number in order of arrival
     waits: bool = False
 
 
 @dataclass(slots=True)
 class MergeQueue(Generic[L, T]):
-    """All lines of one host."""
+    """The waiting requests of one host, in lines: one for each kind of work of each expert."""
 
     bounds: QueueBounds
     _lines: dict[L, list[Queued[L, T]]] = field(default_factory=dict)  # each in order of `due`
     _heads: list[tuple[tuple[float, int], L]] = field(default_factory=list)  # heap; entries may be outdated
-    _ahead: dict[str, float] = field(default_factory=dict)  # by caller: the stamp that its next request gets
+    _ahead: dict[str, float] = field(default_factory=dict)  # by caller: the stamp of its next request
     _waiting: Counter[str] = field(default_factory=Counter)  # requests by caller
-    _held: set[L] = field(default_factory=set)  # lines that wait, whatever is in them
-    _progress: float = 0.0  # the stamp of the request that was served last
+    _held: set[L] = field(default_factory=set)  # lines that are not served for now
+    _progress: float = 0.0  # the stamp of the last request served
     _numbers: int = 0
-    _cost: float = 0.0  # of all that wait
+    _cost: float = 0.0  # of all waiting requests
     _s_per_cost: float = 0.0  # measured; 0: nothing yet
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return self._waiting.total()
 
     def objection(self, caller: str, samples: int = 1) -> Overloaded | None:
-        """The reason why a request of `caller` would not be taken now; None: it would be."""
+        """Error by which a request of `caller` would be rejected now, or None if it would be accepted."""
         if samples > self.bounds.max_batch:
             raise LocalError(f"a request of {samples} samples; a batch has {self.bounds.max_batch} at most")
         mine, most = self._waiting[caller], self.bounds.per_caller
@@ -88,7 +88,7 @@ class MergeQueue(Generic[L, T]):
         return None
 
     def put(self, now: float, queued: Queued[L, T]) -> Overloaded | None:
-        """Let a request wait; or the reason why it is not taken."""
+        """Add a request to its line. Returns the error if it is rejected, otherwise None."""
         objection = self.objection(queued.caller, queued.samples)
         if objection is not None:
             return objection
@@ -105,9 +105,9 @@ class MergeQueue(Generic[L, T]):
         return None
 
     def take(self) -> Sequence[Queued[L, T]]:
-        """The next batch, its requests in the order in which they were due; empty when nothing waits.
+        """The next batch, its requests in the order in which they were due; empty if nothing waits.
 
-        The first request always fits, and those after it as far as they do; none overtakes another of its caller.
+        The first request always fits; later ones are added if they fit. None overtakes another of its caller.
         """
         while self._heads:
             due, name = heapq.heappop(self._heads)
@@ -132,7 +132,7 @@ class MergeQueue(Generic[L, T]):
         return batch
 
     def withdraw(self, queued: Queued[L, T]) -> bool:
-        """Take back a request; False when it is in a batch already."""
+        """Remove a request; False if it is in a batch already."""
         if not queued.waits:
             return False
         line = self._lines[queued.line]
@@ -142,17 +142,17 @@ class MergeQueue(Generic[L, T]):
         return True
 
     def hold(self, name: L) -> None:
-        """Let one line wait until it is released; requests still come to it."""
+        """Do not serve a line until it is released; it still accepts requests."""
         self._held.add(name)
 
     def release(self, name: L) -> None:
-        """Serve a line again that was held."""
+        """Serve a held line again."""
         self._held.discard(name)
         if name in self._lines:
             self._come_to(name)
 
     def clear(self, name: L) -> list[Queued[L, T]]:
-        """Take back all of one line: its expert is not served here any more."""
+        """Remove and return all requests of one line, because its expert is no longer served here."""
         self._held.discard(name)
         line = self._lines.pop(name, [])
         for queued in line:
@@ -160,17 +160,17 @@ class MergeQueue(Generic[L, T]):
         return line
 
     def served(self, cost: float, seconds: float) -> None:
-        """Note what a batch took: later estimates follow it."""
+        """Record the duration of a batch, for later estimates."""
         if cost > 0:
             pace, old = seconds / cost, self._s_per_cost
             self._s_per_cost = old + _SMOOTHING * (pace - old) if old else pace
 
     def wait_s(self) -> float:
-        """Time that all which waits now will take, as far as the pace is known."""
+        """Estimated seconds that all waiting requests will take, or 0 while the pace is unknown."""
         return self._cost * self._s_per_cost
 
     def retry_after_s(self) -> float:
-        """Time after which half of what waits now will have been served."""
+        """Estimated seconds until half of the waiting requests are served."""
         return min(_MOST_RETRY_S, max(_LEAST_RETRY_S, self.wait_s() / 2))
 
     def _keep(self, name: L, left: list[Queued[L, T]]) -> None:
@@ -181,7 +181,7 @@ class MergeQueue(Generic[L, T]):
             self._lines.pop(name, None)
 
     def _come_to(self, name: L) -> None:
-        """Note when a line is due. What is outdated among such notes is left for `take`, unless it gets much."""
+        """Add the line's due time to the heap. `take` skips outdated entries; too many of them are removed here."""
         heapq.heappush(self._heads, (self._lines[name][0].due, name))
         if len(self._heads) > 4 * len(self._lines) + _OUTDATED:
             self._heads = [(line[0].due, other) for other, line in self._lines.items()]
@@ -201,7 +201,7 @@ class MergeQueue(Generic[L, T]):
             self._ahead = {c: s for c, s in self._ahead.items() if s > self._progress or c in self._waiting}
 
     def check(self) -> None:
-        """The invariants, for tests."""
+        """Raise AssertionError if an invariant is violated."""
         waiting = [queued for line in self._lines.values() for queued in line]
         assert all(self._lines.values()), "an empty line is kept"
         assert all(queued.waits for queued in waiting)
@@ -212,5 +212,5 @@ class MergeQueue(Generic[L, T]):
         for name, line in self._lines.items():
             assert [queued.due for queued in line] == sorted(queued.due for queued in line)
             if name not in self._held:
-                assert (line[0].due, name) in self._heads, "a line that nobody will come to"
+                assert (line[0].due, name) in self._heads, "a line that is never served"
         assert len(self._heads) <= 4 * len(self._lines) + _OUTDATED

@@ -1,11 +1,11 @@
 """Cache of what lives below prefixes of the grid, sans-IO: hosts' claims, and prefixes below which nothing lives.
 
-Entries of both kinds are of bounded age and number, and so are all claims together; what was written longest ago makes
-room. Nothing here is told to others: a negative entry that travels would let any peer hide experts. Of several hosts
-that claim one expert, the owner is the one that counts where it is known, then the highest (generation, peer id).
+Entries of both kinds are bounded in age and number, and so are all claims together; the entry written longest ago is
+evicted first. Nothing here is sent to other peers: negative entries that spread would let any peer hide experts. Of
+several hosts that claim one expert, the owner counts if it is known, then the highest (generation, peer id).
 
-A hostile host may claim whatever it likes, the highest generation too: whoever calls it, and gets nothing, has it rest
-(`host_rests`), and the next claim counts.
+A hostile host may claim anything, even the highest generation. A caller that gets no answer from it does not call it
+for a while (`host_rests`), and the next claim counts.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_CLAIMS, EXPERT_CLAIMS_KEPT, EXPERT_PREFIXES_KEPT
 
-_AHEAD: Final = 0.5  # of its age, after which an entry in use is read anew, so that nobody waits for it
+_AHEAD: Final = 0.5  # fraction of its age limit after which an entry in use is read again, so that nobody waits
 
 
 @dataclass(frozen=True, slots=True)
-class ToldClaim:
-    """A host's announcement that an expert, or something below a prefix, lives there; numbers 0 for a prefix."""
+class CachedClaim:
+    """A host's announcement that an expert, or something below a prefix, lives there. For a prefix, numbers are 0."""
 
     host: PeerId
     generation: int = 0
     version: int = 0
     queue_s: float = 0.0
-    only_dials: bool = False  # nobody can dial the host: it may be asked while it is connected
+    only_dials: bool = False  # nobody can dial the host: it can be asked only while it is connected
 
     @property
     def rank(self) -> tuple[int, bytes]:
@@ -39,22 +39,23 @@ class ToldClaim:
         return self.generation, self.host.raw
 
 
-Claims = Mapping[int, tuple[ToldClaim, ...]]  # by coordinate, the owner first, then the highest
+Claims = Mapping[int, tuple[CachedClaim, ...]]  # by coordinate, the owner first, then by rank
 _NOTHING: Final[Claims] = MappingProxyType({})
 
 
 def ranked(
-    claims: Iterable[tuple[int, ToldClaim]],
+    claims: Iterable[tuple[int, CachedClaim]],
     resting: Set[bytes] = frozenset(),
     owners: Mapping[int, PeerId] = MappingProxyType({}),
 ) -> Claims:
-    """Claims by coordinate, the owner's and the highest of each kept, those of resting hosts last: a few liars that
-    claim the highest generation hide nobody for long.
+    """Claims by coordinate, at most EXPERT_CLAIMS each: the owner's and the highest. Resting hosts' are cut first.
+
+    So a few liars that claim the highest generation do not hide other hosts for long.
     """
-    found = dict[int, list[ToldClaim]]()
+    found = dict[int, list[CachedClaim]]()
     for coordinate, claim in claims:
         found.setdefault(coordinate, []).append(claim)
-    kept = dict[int, tuple[ToldClaim, ...]]()
+    kept = dict[int, tuple[CachedClaim, ...]]()
     for coordinate, told in sorted(found.items()):
         owner = owners.get(coordinate)
         told.sort(key=lambda claim: (claim.host == owner, claim.host.raw not in resting, claim.rank), reverse=True)
@@ -71,9 +72,10 @@ class _Entry:
 
 
 class PrefixCache:
-    """Claims by prefix. `positive_s`, `negative_s`: the age at which an entry with claims, or without, counts no more.
+    """Claims by prefix.
 
-    `prefixes`, `claims`: the most that is remembered.
+    `positive_s`, `negative_s`: age at which an entry with claims, or without, expires; `prefixes`, `claims`: bounds on
+    both.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class PrefixCache:
         return len(self._entries)
 
     def get(self, now: float, prefix: Uid) -> Claims | None:
-        """What lives below a prefix, empty where nothing does; None: that is not known, or too old."""
+        """What lives below a prefix; empty if nothing does, None if unknown or too old."""
         entry = self._entries.get(prefix)
         if entry is None or now - entry.read >= self._age_s(entry):
             return None
@@ -99,12 +101,12 @@ class PrefixCache:
         return entry.claims
 
     def last(self, now: float, prefix: Uid, most_s: float) -> Claims:
-        """The claims below a prefix as last read, up to `most_s` ago: for a reader whose directory does not answer."""
+        """The claims below a prefix as last read, up to `most_s` ago, for use when the directory does not answer."""
         entry = self._entries.get(prefix)
         return entry.claims if entry is not None and now - entry.read < most_s else _NOTHING
 
     def put(self, now: float, prefix: Uid, claims: Claims) -> None:
-        """What a look-up at `now` found below a prefix."""
+        """Store what a look-up at `now` found below a prefix."""
         self.forget(prefix)
         if len(self._entries) == self._entries.maxlen:
             self.forget(next(iter(self._entries)))
@@ -114,13 +116,13 @@ class PrefixCache:
             self.forget(next(iter(self._entries)))
 
     def forget(self, prefix: Uid) -> None:
-        """The next reader looks it up."""
+        """Remove a prefix, so that the next reader looks it up."""
         entry = self._entries.pop(prefix, None)
         if entry is not None:
             self.claims -= _count(entry.claims)
 
     def due(self, now: float) -> list[Uid]:
-        """Entries with claims that were used since they were read, and will soon be too old."""
+        """Prefixes with claims that were used since they were read, and that will expire soon."""
         return [
             prefix
             for prefix, entry in self._entries.items()

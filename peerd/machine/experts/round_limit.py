@@ -15,19 +15,19 @@ from typing import Final
 
 from peerd.core.limits import RPC_DEADLINE_S
 
-_TIMES: Final = 4.0  # the median call
-_AGAIN, _IN_VAIN_MOST = 2.0, 32.0  # times the limit that was too short; at most so many times the normal limit
+_TIMES: Final = 4.0  # times the median call
+_AGAIN, _IN_VAIN_MOST = 2.0, 32.0  # times the limit that was too short; at most this many times the normal limit
 _REMEMBERED: Final = 32  # calls
 MOST_S: Final = RPC_DEADLINE_S  # no host works on a call for longer
 
 
 class RoundLimit:
-    """See the module's header. One caller's forwards and backwards share one limit."""
+    """Time limit of one caller's rounds; forwards and backwards share it."""
 
     def __init__(self, least_s: float) -> None:
         self._least_s = least_s
         self._took: deque[float] = deque(maxlen=_REMEMBERED)
-        self._last_s = 0.0  # the median of the last round
+        self._last_s = 0.0  # median of the last round
         self._in_vain_s = 0.0
 
     @property
@@ -44,7 +44,7 @@ class RoundLimit:
         return self.seconds / self._least_s
 
     def ended(self, limit_s: float, took: Sequence[float], *, in_vain: bool) -> None:
-        """A round with this limit has ended. `took`: seconds of each answer; `in_vain`: too few came in time."""
+        """Record the end of a round with this limit. `took`: seconds of each answer; `in_vain`: too few in time."""
         self._took += took
         if in_vain:
             self._in_vain_s = max(self._in_vain_s, limit_s)

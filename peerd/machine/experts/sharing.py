@@ -1,11 +1,11 @@
-"""Sharing of experts among hosts that are there: how many of its experts a host hands to another, and which.
+"""Sharing of experts among the hosts that are present: how many of its experts a host hands to another, and which.
 
-Sans-IO. Hosts hold experts in proportion to their speed, as the time of a sample measured on each says; the
-load-balancing loss sees to it that experts have equal work. A host whose speed nobody knows yet gets a few, and is
-measured by these. Small differences are let be: an expert that moves answers no backward meanwhile.
+Sans-IO. Hosts hold experts in proportion to their speed, measured as the time per sample on each; the load-balancing
+loss gives all experts equal work. A host of unknown speed gets a few experts, which serve to measure it. Small
+differences are ignored, because an expert does not answer backward calls while it moves.
 
-A hostile host may state any speed and any room: it attracts experts, which it might claim without being asked, too. It
-keeps none that it does not announce, and in a run with tokens only hosts by token are asked.
+A hostile host may claim any speed and any room: it attracts experts, which it could also claim without being asked. It
+keeps none that it does not announce, and in a run with tokens only hosts with a token are asked.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Final
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_TAKING
-from peerd.machine.experts.custody import draw
+from peerd.machine.experts.orphan_watch import draw
 
-_FASTER_AT_MOST: Final = 32.0  # that one host counts for so many of another
-_SMALL: Final = 4  # a difference of less than one in so many of its experts is let be: measured speeds vary
-_UNKNOWN: Final = 8  # one in so many goes at once to a host whose speed nobody knows
+_FASTER_AT_MOST: Final = 32.0  # largest ratio of two hosts' speeds that counts
+_SMALL: Final = 4  # a difference below 1 / _SMALL of its experts is ignored, since measured speeds vary
+_UNKNOWN: Final = 8  # at most 1 / _UNKNOWN of its experts go at once to a host of unknown speed
 
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """A host's part in the run. `sample_s`: its device's time for a sample; 0: not known yet."""
+    """A host's part in the run. `sample_s`: its device's time per sample; 0: unknown."""
 
     hosted: int
-    places: int  # for more
+    places: int  # room for more experts
     sample_s: float = 0.0
 
 
 def experts_to_give(own: HostShare, other: HostShare) -> int:
-    """Number of experts that `own` hands to `other`, so that both have their part by speed; it keeps one at least."""
+    """Number of experts that `own` hands to `other`, so that both have their share by speed. It keeps at least one."""
     if own.hosted < 2 or other.places < 1:
         return 0
     if other.hosted and not own.sample_s:
-        return 0  # else experts could go round in circles, for nobody knows which way is better
+        return 0  # with unknown speed, experts could circulate for ever
     known = own.sample_s > 0 and other.sample_s > 0
     pace = own.sample_s / other.sample_s if known else 1.0
     pace = min(_FASTER_AT_MOST, max(1 / _FASTER_AT_MOST, pace))
@@ -55,14 +55,14 @@ def experts_to_give(own: HostShare, other: HostShare) -> int:
 
 
 def best_taker(own: HostShare, others: Mapping[PeerId, HostShare]) -> tuple[PeerId, int] | None:
-    """The host that should get most of our experts, and how many; None: all is well as it is."""
+    """The host that should get most of our experts, and how many, or None if nothing should move."""
     wanted = [(experts_to_give(own, other), peer) for peer, other in others.items()]
     count, peer = max(wanted, default=(0, None), key=lambda one: (one[0], one[1]))
     return (peer, count) if peer is not None and count else None
 
 
 def parts_of_all(uids: Iterable[Uid], others: Mapping[PeerId, HostShare]) -> dict[PeerId, list[Uid]]:
-    """The experts that each other host gets of one that leaves: one by one, to the host with the least work by then."""
+    """Experts that each other host gets from one that leaves: one by one, to the host with the least work so far."""
     known = [share.sample_s for share in others.values() if share.sample_s]
     usual = sum(known) / len(known) if known else 1.0
     work = [(share.hosted * (share.sample_s or usual), peer) for peer, share in others.items() if share.places]
@@ -80,5 +80,5 @@ def parts_of_all(uids: Iterable[Uid], others: Mapping[PeerId, HostShare]) -> dic
 
 
 def given_first(uids: Iterable[Uid], taker: PeerId) -> list[Uid]:
-    """Experts in the order in which they go to a host: by lot, so that no layer goes whole."""
+    """Experts in the order in which they go to a host: pseudo-random, so that no layer goes as a whole."""
     return sorted(uids, key=lambda uid: draw(uid, taker))

@@ -1,4 +1,4 @@
-"""Yamux on the wire and what a session reports: frame header, types, flags, codes, events.
+"""Yamux on the wire, and the events of a session: frame header, types, flags, codes.
 
 Source: https://github.com/hashicorp/yamux/blob/master/spec.md.
 """
@@ -27,7 +27,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """This stream got bytes, its end, or a reset."""
+    """This stream received bytes, its end, or a reset."""
 
     stream: YamuxStream
 
@@ -41,14 +41,14 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class GoneAway:
-    """The peer takes no more streams and is about to leave; `code` 0 is normal, 1 our violation, 2 its bug."""
+    """The peer accepts no more streams and will leave; `code`: 0 normal, 1 our protocol violation, 2 its error."""
 
     code: int
 
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """Nothing was heard for `silent_s`."""
+    """The peer has been silent for `silent_s` seconds; the link counts as dead."""
 
     silent_s: float
 

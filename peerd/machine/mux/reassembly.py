@@ -1,7 +1,7 @@
-"""Reassembly of a striped stream: pieces that came before their turn, in the order of their places.
+"""Reassembly of a striped stream: pieces that arrived out of order, sorted by their offset.
 
-Invariants: pieces do not overlap; how many there are is bounded by the stream's window. Hostile input: overlapping or
-countless tiny pieces raise ProtocolViolation.
+Invariants: pieces do not overlap; the stream's window bounds their number. Hostile input: overlapping pieces or very
+many tiny ones raise ProtocolViolation.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from peerd.core.limits import HELD_PIECE_BYTES, HELD_PIECES
 from peerd.machine.mux.pieces import MERGE_BYTES, Piece
 from peerd.machine.rate.bdp_window import BdpWindow
 
-NOWHERE: Final = -1  # a place that is not known
+NOWHERE: Final = -1  # an unknown offset
 
 
-class Held:
-    """Pieces of one stream that came before their turn, and where it ends if that is known."""
+class Reassembly:
+    """The out-of-order pieces of one stream, and the offsets of its end and its reset, if known."""
 
     __slots__ = ("_pieces", "_starts", "bytes", "fin_at", "flight", "reset_at")
 
@@ -30,7 +30,7 @@ class Held:
         self.fin_at = self.reset_at = NOWHERE
 
     def put(self, at: int, piece: memoryview, buffer_bytes: int, window_bytes: int) -> bool:
-        """Keep a slice of a buffer of so many bytes; whether that buffer is ours now."""
+        """Store a slice of a buffer of `buffer_bytes` at offset `at`; returns True if we keep the buffer itself."""
         starts, size = self._starts, len(piece)
         index = bisect_left(starts, at)
         before = self._pieces[starts[index - 1]] if index else b""
@@ -50,7 +50,7 @@ class Held:
         return ours
 
     def take(self, at: int) -> Piece | None:
-        """The piece that begins there, if it has come."""
+        """Remove and return the piece that begins at this offset, or None."""
         piece = self._pieces.pop(at, None)
         if piece is not None:
             del self._starts[0]
@@ -58,7 +58,7 @@ class Held:
         return piece
 
     def drop(self) -> int:
-        """Forget all pieces; returns their bytes."""
+        """Drop all pieces; returns their total bytes."""
         size, self.bytes = self.bytes, 0
         self._starts.clear()
         self._pieces.clear()

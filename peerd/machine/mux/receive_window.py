@@ -1,9 +1,9 @@
-"""Receive windows of a session: the credit that its peer gets, and how windows grow within a budget.
+"""Receive windows of a session: the credit granted to the peer, and how windows grow within a budget.
 
-Credit for a stream on one connection is returned in steps of half a window or 2 MiB, and a window that is used up
-within a round trip and a half doubles. A striped stream gets as much as should be under way (see `bdp_window`), and
-memory for what a lost packet keeps from its turn. Invariants: what is granted, held and unread never exceeds a stream's
-target, and targets beyond the initial window are paid from the budget.
+Credit for a stream on one connection is granted in steps of half a window or 2 MiB; a window that is used up within one
+and a half round trips doubles. A striped stream gets credit for the data that should be in flight (see `bdp_window`),
+and memory for the data that must wait for a lost packet. Invariants: credit, held and unread bytes together never
+exceed a stream's target; targets beyond the initial window are paid from the budget.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from __future__ import annotations
 from typing import Final
 
 from peerd.machine.mux.frames import WINDOW
-from peerd.machine.mux.reassembly import Held
+from peerd.machine.mux.reassembly import Reassembly
 from peerd.machine.mux.send_queue import SendQueue
 from peerd.machine.mux.stream import INITIAL_WINDOW, WindowBudget, YamuxConfig, YamuxStream
 
-_GRANT_BYTES: Final = 2 << 20  # of credit, to be told at once: a path should hold nearly a whole window, not half
-_FLIGHTS: Final = 3  # a striped stream's window, in what should be under way
+_GRANT_BYTES: Final = 2 << 20  # credit that is granted at once, so that nearly a whole window can be in flight
+_FLIGHTS: Final = 3  # a striped stream's window, as a multiple of the data that should be in flight
 _TUNE_RTT_FLOOR_S: Final = 0.002  # below it scheduling, not the path, limits the rate
 
 
-class Credit:
+class ReceiveWindow:
     """Credit of the streams of one session."""
 
     __slots__ = ("_budget", "_config", "_queue", "_usual_target")
 
     def __init__(self, config: YamuxConfig, budget: WindowBudget, queue: SendQueue) -> None:
         self._config, self._budget, self._queue = config, budget, queue
-        self._usual_target = INITIAL_WINDOW  # what windows on this link grow to
+        self._usual_target = INITIAL_WINDOW  # size that windows on this link have grown to
 
     def consumed(self, stream: YamuxStream, now: float, rtt_s: float | None) -> bool:
-        """Bytes were taken from the inbox: give the peer credit when half a window is free.
+        """Record that bytes were read from the inbox; grant credit if half a window is free.
 
-        True when half a window has gone by and was not found to be too small for such a round trip.
+        Returns True if half a window has passed without the window growing.
         """
         free = stream.target - stream.credit - stream.inbox_bytes
         if free < min(stream.target // 2, _GRANT_BYTES):
@@ -47,10 +47,19 @@ class Credit:
         return half and not more
 
     def flow(
-        self, stream: YamuxStream, held: Held, arrived: int, now: float, rtt_s: float | None, queue_s: float | None
+        self,
+        stream: YamuxStream,
+        held: Reassembly,
+        arrived: int,
+        now: float,
+        rtt_s: float | None,
+        queue_s: float | None,
     ) -> None:
-        """Credit for a striped stream, as its bytes come or are read: as much as should be under way, if there is
-        memory for it and for what a lost packet keeps from its turn."""
+        """Grant credit for a striped stream when its bytes arrive or are read.
+
+        The target is the data that should be in flight, and memory for what waits behind a lost packet, if the budget
+        allows it.
+        """
         held.flight.arrived(arrived, now, rtt_s or _TUNE_RTT_FLOOR_S, queue_s)
         limit = held.flight.limit_bytes
         more = min(_FLIGHTS * limit, self._config.window_bytes_max, stream.window_bytes_max) - stream.target
@@ -69,7 +78,7 @@ class Credit:
         self._queue.frame(WINDOW, flags, stream.id, grant + owed)
 
     def presume(self, stream: YamuxStream) -> None:
-        """Start a new stream with the window that others on this link have needed, as far as that is cheap."""
+        """Start a new stream with the window that others on this link have needed, if the budget easily allows it."""
         extra = min(self._usual_target - INITIAL_WINDOW, (self._budget.limit_bytes - self._budget.used_bytes) // 4)
         if extra > 0 and self._budget.take(extra):
             stream.target += extra
@@ -77,7 +86,7 @@ class Credit:
             stream.owed = extra
 
     def _grow(self, stream: YamuxStream, now: float, rtt_s: float | None) -> int:
-        """Double the window when half of it went by within a round trip and a half; returns the bytes added."""
+        """Double the window if half of it was used within one and a half round trips; returns the bytes added."""
         if rtt_s is None or now - stream.granted_at > 1.5 * max(rtt_s, _TUNE_RTT_FLOOR_S):
             return 0
         more = min(stream.target, min(self._config.window_bytes_max, stream.window_bytes_max) - stream.target)

@@ -1,14 +1,13 @@
-"""Send queue of one yamux session: what it has to send, and in which order.
+"""Send queue of one yamux session: what to send next.
 
-Control frames go first. Then streams with little queued, so that a small call passes a bulk transfer, each in turn with
-one frame; then those with much, in turn as well. Whoever sends little all the time cannot starve the others: after each
-`_FAIR_BYTES` of small frames one large one goes, if one waits. What opens a large stream is small, its first bytes too:
-the other side resets a stream that does not name its protocol in time, and its turn among the large ones may be far.
-While none is small, one may go on without a copy. Once the link has rails (see `striping`), they take what is large,
-and the first connection is left to all the rest.
-Invariants: a stream stands in one ring at most, and in one exactly while it `wants_out`; credit is never exceeded; of
-streams that were reset few stay in the rings, so that a peer that opens and resets them while we cannot send gains
-nothing.
+Control frames go first. Then come streams with little queued data, so that a small call overtakes a bulk transfer; they
+take turns of one frame. Then come streams with much queued data, in turns as well. Small frames cannot starve the
+others: after `_FAIR_BYTES` of small frames a waiting large stream gets one turn. The frame that opens a large stream
+and its first bytes count as small, because the other side resets a stream that does not name its protocol in time, and
+its turn among the large ones may come late. While no small stream waits, a large one may send without a copy. Once the
+link has rails (see `striping`), they carry the large streams, and the first connection everything else. Invariants: a
+stream is in at most one ring, and is in one exactly while it `wants_out`; credit is never exceeded; few reset streams
+remain in the rings, so that a peer gains nothing by opening and resetting streams while we cannot send.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from peerd.machine.mux.striping import PLACED, PLACED_HEADER
 
 _HEADER_BYTES: Final = HEADER.size
 _ROOM_BYTES: Final = HEADER.size + PLACED_HEADER.size + 4
-_CRUMB_BYTES: Final = 512  # no data frame smaller than this is cut from a large piece to fill up a batch
-_SMALL_BYTES: Final = 16 * 1024  # no more than this queued: the stream goes before those with more
-_FAIR_BYTES: Final = 64 * 1024  # of small frames, then a large one has its turn
-_NAME_BYTES: Final = 512  # the first of a large stream: whoever accepts it waits some seconds for its protocol's name
+_CRUMB_BYTES: Final = 512  # least data frame that is cut from a large piece to fill up a batch
+_SMALL_BYTES: Final = 16 * 1024  # a stream with at most this much queued is small
+_FAIR_BYTES: Final = 64 * 1024  # small frames that may be sent before a waiting large stream gets a turn
+_NAME_BYTES: Final = 512  # first data frame of a large stream: the acceptor waits only seconds for the protocol's name
 
 
 class SendQueue:
-    """Control frames, and the streams that have something to send."""
+    """Control frames, and the streams that have data to send."""
 
     __slots__ = (
         "_bulk",
@@ -48,16 +47,16 @@ class SendQueue:
 
     def __init__(self) -> None:
         self.control = bytearray()  # whole frames
-        self.spill: memoryview | None = None  # what the last frame of `fill` goes on with, where the writer has it
-        self.drained: list[YamuxStream] = []  # reached their low water; the driver empties this list
-        self.finished: list[YamuxStream] = []  # their FIN has gone out; the session empties this list
+        self.spill: memoryview | None = None  # the rest of the last frame of `fill`, in the writer's own memory
+        self.drained: list[YamuxStream] = []  # streams that reached their low water; the driver empties this list
+        self.finished: list[YamuxStream] = []  # streams whose FIN was sent; the session empties this list
         self._small: deque[YamuxStream] = deque()
         self._bulk: deque[YamuxStream] = deque()
-        self.helping = False  # the first connection takes from what is left to the rails, too
-        self._railed: deque[YamuxStream] = deque()  # large, and left to the rails; empty without any
+        self.helping = False  # the first connection also sends streams of the rails
+        self._railed: deque[YamuxStream] = deque()  # large streams for the rails; empty without rails
         self._rails = 0
-        self._gone = 0  # streams in the rings that were reset meanwhile
-        self._passed_bytes = 0  # of small frames since a large one went, or none waited
+        self._gone = 0  # reset streams that are still in the rings
+        self._passed_bytes = 0  # small frames sent while a large stream waits, since its last turn
 
     @property
     def has_output(self) -> bool:
@@ -65,11 +64,11 @@ class SendQueue:
 
     @property
     def has_bulk(self) -> bool:
-        """True when there is something to send on rails."""
+        """True if there is data to send on rails."""
         return bool(self._railed)
 
     def set_rails(self, count: int) -> None:
-        """So many rails take bulk from now on."""
+        """Set the number of rails that carry bulk data from now on."""
         self._rails = count
         waiting = [*self._bulk, *self._railed]
         self._bulk.clear()
@@ -78,13 +77,13 @@ class SendQueue:
             self._ring_of(stream).append(stream)
 
     def add(self, stream: YamuxStream) -> None:
-        """The stream has more to send, or more leave to."""
+        """Queue the stream if it has data and credit to send."""
         if not stream.queued and stream.wants_out:
             stream.queued = True
             self._ring_of(stream).append(stream)
 
     def forget(self, stream: YamuxStream) -> None:
-        """The stream was reset: it leaves its ring now and then, be the writer stuck or not."""
+        """Count a reset stream; its ring is cleaned up from time to time, even if the writer is stuck."""
         if stream.queued:
             self._gone += 1
             if self._gone > RINGED_RESETS:
@@ -103,7 +102,7 @@ class SendQueue:
 
     def mark_reset(self, stream: YamuxStream) -> None:
         """Queue the reset of a stream that the peer knows."""
-        if stream.striped:  # what went before on rails still counts, as it would on one connection
+        if stream.striped:  # data sent before on rails still counts, as it would on one connection
             self.control += PLACED_HEADER.pack(0, PLACED, RST, stream.id, 0, stream.sent_bytes)
         else:
             self.frame(WINDOW, RST, stream.id, 0)
@@ -111,8 +110,9 @@ class SendQueue:
     def fill(self, into: memoryview, spill_bytes: int = 0) -> int:
         """Write whole frames to `into` (65,519 bytes make one full Noise frame); returns the bytes written.
 
-        With `spill_bytes`, a stream may go on with at most so many while none is small: they are not copied to `into`,
-        but left in `spill`, a multiple of its size, and have to be sent right behind it.
+        With `spill_bytes` and no small stream waiting, a large stream may add up to that many bytes to its frame
+        without a copy: they are left in `spill`, a multiple of the bytes written, and must be sent directly after
+        `into`.
         """
         at = 0
         self.spill = None
@@ -124,7 +124,7 @@ class SendQueue:
         while (ring := self._next_ring()) is not None:
             stream = ring[0]
             room = len(into) - at
-            # Two headers: the frame that opens or acknowledges may go before the data.
+            # Two headers: a frame that opens or acknowledges the stream may precede the data.
             if room < _ROOM_BYTES or (room < _CRUMB_BYTES and stream.out_bytes > room):
                 break
             ring.popleft()
@@ -139,7 +139,7 @@ class SendQueue:
         return at
 
     def fill_rail(self, into: memoryview, spill_bytes: int = 0) -> int:
-        """As `fill`, for a rail: one frame of a large stream, which from now on is striped."""
+        """Like `fill`, for a rail: one frame of a large stream, which is striped from now on."""
         self.spill = None
         while self._railed:
             stream = self._railed.popleft()
@@ -158,21 +158,21 @@ class SendQueue:
     def _next_ring(self) -> deque[YamuxStream] | None:
         """The ring whose first stream has the next turn."""
         small = self._small
-        while small and self._ring_of(small[0]) is not small:  # more was queued meanwhile
+        while small and self._ring_of(small[0]) is not small:  # it has become large
             self._ring_of(small[0]).append(small.popleft())
         if small and not (self._bulk and self._passed_bytes >= _FAIR_BYTES):
             return small
         return self._bulk or (self._railed if self.helping else None) or None
 
     def _ring_of(self, stream: YamuxStream) -> deque[YamuxStream]:
-        # What opens, acknowledges or names a stream is small, whatever comes behind it.
+        # The frame that opens, acknowledges or names a stream is small, even if much data follows.
         if stream.flags_due or stream.out_bytes <= _SMALL_BYTES or not stream.sent_bytes:
             return self._small
-        # What overtook the frame that opens its stream would belong to none.
+        # Before the acknowledgement, data on a rail could overtake the frame that opens the stream.
         return self._railed if self._rails and stream.acked else self._bulk
 
     def _emit(self, stream: YamuxStream, into: memoryview, at: int, spill_bytes: int) -> int:
-        """One turn of one stream: its flags and one data frame."""
+        """Write one turn of a stream: its flags and one data frame. Returns the new offset in `into`."""
         flags, owed = stream.flags_due, stream.owed
         others = self._small or self._bulk or self._railed
         opens_bulk = flags and stream.out_bytes > _SMALL_BYTES and others
@@ -182,12 +182,12 @@ class SendQueue:
             flags = 0
         stream.flags_due = stream.owed = 0
         if opens_bulk:
-            return at  # what comes behind it has its turn among the large ones
+            return at  # its data is sent in its turn among the large ones
         head = PLACED_HEADER.size if stream.striped else _HEADER_BYTES
         size = min(stream.out_bytes, stream.send_credit, len(into) - at - head)
         if others and not stream.sent_bytes and stream.out_bytes > _SMALL_BYTES:
             size, spill_bytes = min(size, _NAME_BYTES), 0  # its next turn is among the large ones
-        # Never with data: js-libp2p, having ended its own direction, looks at the FIN first and drops the data.
+        # No FIN together with data: js-libp2p drops the data if it has closed its own direction.
         if stream.fin_due and not stream.fin_sent and not stream.out_bytes:
             flags |= FIN
         if not size and not flags:
@@ -210,7 +210,7 @@ class SendQueue:
         return end
 
     def _spill(self, stream: YamuxStream, unit: int, spill_bytes: int) -> int:
-        """Take whole units of the stream's first piece without copying them; returns the bytes."""
+        """Take whole units of the stream's first piece without a copy; returns the bytes taken."""
         out = stream.out
         if not out:
             return 0

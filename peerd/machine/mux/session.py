@@ -1,14 +1,12 @@
 """Yamux: many streams on one ordered link, with credit windows that grow with the path, resets and fair order.
 
-Sans-IO and pulled: the driver feeds plaintext with `receive`, asks `fill` for whole frames to seal and send, and calls
-`wake` at `wake_at`. What is sent first is `send_queue`'s to say: a bulk transfer never starves a small call, and a
-slow reader slows only its own writer. Received bytes lie in the stream's inbox; `consumed` returns credit as
-`receive_window` has it. Frames that come on other connections than the first are `striping`'s.
-
-Hostile input: more data than granted, windows beyond 2^32, streams of the wrong parity or opened twice, floods of
-streams, pings or tiny frames, rapid resets. Violations raise ProtocolViolation; a reset inbound stream keeps its place
-among the open ones until our handler has let go of it.
-Source: https://github.com/hashicorp/yamux/blob/master/spec.md, libp2p specs `yamux/README.md`.
+Sans-IO: the driver passes plaintext to `receive`, gets whole frames to encrypt and send from `fill`, and calls `wake`
+at `wake_at`. `send_queue` decides what to send first: a bulk transfer never starves a small call, and a slow reader
+slows only its own writer. Received bytes wait in the stream's inbox; `consumed` grants new credit through
+`receive_window`. Frames on further connections are handled in `striping`. Hostile input: more data than granted,
+windows beyond 2^32, streams of the wrong parity or opened twice, floods of streams, pings or tiny frames, rapid resets.
+Violations raise ProtocolViolation; a reset inbound stream counts as open until our handler has released it. Source:
+https://github.com/hashicorp/yamux/blob/master/spec.md, libp2p specs `yamux/README.md`.
 """
 
 from __future__ import annotations
@@ -36,23 +34,23 @@ from peerd.machine.mux.frames import (
     Opened,
     Pong,
 )
-from peerd.machine.mux.reassembly import Held
-from peerd.machine.mux.receive_window import Credit
-from peerd.machine.mux.rtt import Pings
+from peerd.machine.mux.reassembly import Reassembly
+from peerd.machine.mux.receive_window import ReceiveWindow
+from peerd.machine.mux.rtt import RttPings
 from peerd.machine.mux.send_queue import SendQueue
 from peerd.machine.mux.silence import Silence
 from peerd.machine.mux.stream import INITIAL_WINDOW, WindowBudget, YamuxConfig, YamuxStream
-from peerd.machine.mux.striping import PLACE, PLACED, PLACED_HEADER, Lane, check_place, release
+from peerd.machine.mux.striping import PLACE, PLACED, PLACED_HEADER, StripedLane, check_place, release
 
 _HEADER_BYTES: Final = HEADER.size
 _PLAIN_DATA: Final = (0, DATA, 0)
 _WINDOW_WALL: Final = (1 << 32) - 1
-_CALM_RTT_S: Final = 1.0  # pings for a window are as few as on a path of such a round trip
+_CALM_RTT_S: Final = 1.0  # pings for a window are as rare as on a path with this round trip
 _LAST_ID: Final = (1 << 32) - 1
 
 
-class Yamux:
-    """One session, seen from one side. The link's initiator opens odd streams, the other side even ones."""
+class YamuxSession:
+    """One session from one side's view. The link's initiator opens odd streams, the other side even ones."""
 
     def __init__(
         self,
@@ -63,30 +61,30 @@ class Yamux:
         budget: WindowBudget | None = None,
         pool: BufferPool | None = None,
     ) -> None:
-        """`pool`: where the buffers of received views come from; they return to it as the inboxes are read."""
+        """`pool`: source of the buffers of received views; they return to it as the inboxes are read."""
         self.config = config or YamuxConfig()
         self.budget = budget or WindowBudget(WINDOW_BYTES_LINK)
         self.pool = pool or BufferPool(0, 0)
         self.pinned = False  # the last `receive` left its buffer in an inbox
         self.streams: dict[int, YamuxStream] = {}
         self.rtt_s: float | None = None  # smoothed
-        self.rtt_min_s: float | None = None  # that of the idle path, as far as it was seen
-        self.inbound = self.outbound = self.unacked = self.early = 0  # streams; early: ours before the peer was ready
-        self.ready = True  # the driver clears it for a peer of another kind, until that uses a stream itself
+        self.rtt_min_s: float | None = None  # the least sample: that of the idle path
+        self.inbound = self.outbound = self.unacked = self.early = 0  # streams; early: ours, before the peer was ready
+        self.ready = True  # the driver clears it for a peer of another implementation, until that uses a stream itself
         self.peer_gone = self.leaving = False
         self._queue = SendQueue()
-        self._credit = Credit(self.config, self.budget, self._queue)
-        self.drained = self._queue.drained  # streams that reached their low water in `fill`; the driver empties this
+        self._credit = ReceiveWindow(self.config, self.budget, self._queue)
+        self.drained = self._queue.drained  # streams that reached their low water; the driver empties this
         self._next_id = 1 if initiator else 2
-        self._lane = Lane(main=True)
+        self._lane = StripedLane(main=True)
         self.place, self.row = self._lane.place, self._lane.row
         self.takes_placed = False  # the peer may stripe its streams
-        self.pings = Pings()
+        self.pings = RttPings()
         self._ping_due = now
         self.silence = Silence(self.config, now)
         self._linger_at = float("inf")
 
-    # --- what the driver asks for --------------------------------------------------------------------------
+    # --- for the driver ------------------------------------------------------------------------------------
 
     @property
     def has_output(self) -> bool:
@@ -94,12 +92,12 @@ class Yamux:
 
     @property
     def heard_at(self) -> float:
-        """When bytes of the peer came in last, of whatever kind."""
+        """When the last bytes of the peer arrived."""
         return self.silence.heard_at
 
     @property
     def can_open(self) -> bool:
-        """True when `open` is possible now; if not, it may be after the next `receive` or a stream's end."""
+        """True if `open` is possible now; if not, it may be after the next `receive` or the end of a stream."""
         config = self.config
         if not self.ready and self.early >= config.streams_early:
             return False
@@ -107,11 +105,11 @@ class Yamux:
 
     @property
     def exhausted(self) -> bool:
-        """No more streams can be opened on this link, ever."""
+        """True if no more streams can ever be opened on this link."""
         return self.peer_gone or self.leaving or self._next_id > _LAST_ID
 
     def open(self, now: float) -> YamuxStream:
-        """A new stream of ours; the peer hears of it with the next `fill`."""
+        """Open a new stream; the peer is informed by the next `fill`."""
         if self.exhausted or not self.can_open:
             raise LocalError("a stream was opened on a link that cannot take one")
         stream = YamuxStream(self._next_id, inbound=False, now=now, pool=self.pool)
@@ -136,33 +134,33 @@ class Yamux:
         self._queue.add(stream)
 
     def close_write(self, stream: YamuxStream) -> None:
-        """FIN after what is queued."""
+        """Send FIN after the queued data."""
         if not stream.fin_due and not stream.was_reset:
             stream.fin_due = True
             self._queue.add(stream)
 
     def abandon(self, stream: YamuxStream) -> None:
-        """Our side is done with this stream: FIN, nothing will be read; its place is freed once it is closed."""
+        """Finish our side of this stream: send FIN and drop what arrives. Its slot is freed once it is closed."""
         self.close_write(stream)
         stream.abandoned = True
         stream.forget()
-        self._linger_at = min(self._linger_at, 0.0)  # look at it at the next wake
+        self._linger_at = min(self._linger_at, 0.0)  # check it at the next wake
         self._settle(stream)
 
     def reset(self, stream: YamuxStream) -> None:
-        """RST: both directions end now, what is queued is dropped."""
+        """Send RST: both directions end now, and queued data is dropped."""
         stream.abandoned = True
         if not stream.closed:
             if not stream.flags_due & SYN:
                 self._queue.mark_reset(stream)
-            elif self.early:  # the peer never heard of it: it needs no goodbye
+            elif self.early:  # the peer does not know the stream: no RST is needed
                 self.early -= 1
             self._end(stream)
         stream.forget()
         self._settle(stream)
 
     def consumed(self, stream: YamuxStream, now: float) -> None:
-        """Bytes were taken from the inbox: the peer may get credit."""
+        """Record that bytes were read from the inbox, and grant credit if due."""
         if stream.fin_received or stream.was_reset:
             self._settle(stream)
         elif stream.held is not None:
@@ -171,7 +169,7 @@ class Yamux:
             self._measure(now, _CALM_RTT_S)
 
     def go_away(self, code: int = GONE_NORMAL) -> None:
-        """Tell the peer that we leave: it opens no more streams, and neither do we."""
+        """Inform the peer that we leave: neither side opens more streams."""
         if not self.leaving:
             self.leaving = True
             self._frame(GO_AWAY, 0, 0, code)
@@ -181,7 +179,7 @@ class Yamux:
         return min(self._ping_due, self.silence.ends_at, self._linger_at)
 
     def wake(self, now: float) -> list[Event]:
-        """Pings, the verdict on a silent peer, and resets of streams that the peer does not close."""
+        """Send pings, report a silent peer as Dead, and reset streams that the peer does not close."""
         if now >= self.silence.ends_at:
             return [Dead(self.silence.lasts_s(now))]
         if now >= self._ping_due:
@@ -192,10 +190,9 @@ class Yamux:
         return []
 
     def doubt(self, now: float, *, patient: bool = False) -> float:
-        """Ask a silent peer whether it is there; returns the seconds since it was heard.
+        """Ping a peer that has been silent for a while; returns the seconds since its last bytes.
 
-        A router that was switched off, or a line that went dead, answers nobody; so who has waited in vain need not
-        wait `dead_after_s`. `patient`: as `Silence.doubt`.
+        So a caller whose request timed out need not wait for `dead_after_s`. `patient`: see `Silence.doubt`.
         """
         if self.silence.doubt(now, self.rtt_s, patient=patient):
             self._ping(now)
@@ -208,11 +205,11 @@ class Yamux:
     # --- sending -------------------------------------------------------------------------------------------
 
     def fill(self, into: memoryview, spill_bytes: int = 0) -> int:
-        """Write whole frames to `into`, as `SendQueue.fill` does; returns the bytes written."""
+        """Write whole frames to `into`, like `SendQueue.fill`; returns the bytes written."""
         return self._filled(self._queue.fill(into, spill_bytes))
 
     def fill_rail(self, into: memoryview, spill_bytes: int = 0) -> int:
-        """As `fill`, for a rail."""
+        """Like `fill`, for a rail."""
         return self._filled(self._queue.fill_rail(into, spill_bytes))
 
     def _filled(self, size: int) -> int:
@@ -224,7 +221,7 @@ class Yamux:
 
     @property
     def has_bulk(self) -> bool:
-        """True when there is something to send on rails."""
+        """True if there is data to send on rails."""
         return self._queue.has_bulk
 
     @property
@@ -233,13 +230,13 @@ class Yamux:
         return sum(stream.out_bytes for stream in self.streams.values())
 
     def set_rails(self, count: int, *, helping: bool) -> None:
-        """So many rails take from `fill_rail` from now on; `helping`: and `fill` still does."""
+        """Set the number of rails that call `fill_rail`; `helping`: `fill` also sends bulk data."""
         self._queue.helping = helping
         self._queue.set_rails(count)
 
     @property
     def spill(self) -> memoryview | None:
-        """The rest of the last frame of `fill`, in the writer's own memory; None: there is none."""
+        """The rest of the last frame of `fill`, in the writer's own memory, or None."""
         return self._queue.spill
 
     def _frame(self, kind: int, flags: int, stream_id: int, length: int) -> None:
@@ -248,12 +245,12 @@ class Yamux:
     # --- receiving -----------------------------------------------------------------------------------------
 
     def receive(
-        self, data: bytes | memoryview, now: float, lane: Lane | None = None, events: list[Event] | None = None
+        self, data: bytes | memoryview, now: float, lane: StripedLane | None = None, events: list[Event] | None = None
     ) -> list[Event]:
-        """Take plaintext in pieces of any size. `data` may be reused afterwards, unless `pinned` says otherwise.
+        """Process plaintext in pieces of any size, from rail `lane` or (None) from the first connection.
 
-        `lane`: the rail that it came on, if it was not the first connection. What happens is added to `events`, also
-        what came before a violation. A stream in there may have been reset since, even one that has just opened.
+        The caller may reuse `data` afterwards unless `pinned` is set. Events are appended to `events`, including those
+        before a violation. A stream in an event may have been reset since, even one that has just opened.
         """
         events = [] if events is None else events
         self.pinned = False
@@ -286,8 +283,8 @@ class Yamux:
             raise ProtocolViolation(f"flood of control frames: {len(self._queue.control):,} bytes of replies unread")
         return events
 
-    def _take_head(self, lane: Lane, view: memoryview, now: float, events: list[Event]) -> int:
-        """Add to an incomplete header, and use it once it is whole; returns the bytes taken."""
+    def _take_head(self, lane: StripedLane, view: memoryview, now: float, events: list[Event]) -> int:
+        """Extend an incomplete header and process it once it is complete; returns the bytes used."""
         head, at = lane.head, 0
         for whole in (_HEADER_BYTES, PLACED_HEADER.size):
             size = min(whole - len(head), len(view) - at) if len(head) < whole else 0
@@ -307,7 +304,7 @@ class Yamux:
             self._take_frame(lane, header, now, events)
         return at
 
-    def _take_body(self, lane: Lane, piece: memoryview, buffer_bytes: int, events: list[Event]) -> None:
+    def _take_body(self, lane: StripedLane, piece: memoryview, buffer_bytes: int, events: list[Event]) -> None:
         size, at = len(piece), lane.at
         lane.left -= size
         if at >= 0:
@@ -316,11 +313,11 @@ class Yamux:
         if stream is None or stream.was_reset:
             return
         stream.credit -= size
-        if stream.credit < 0:  # several lanes bring what each alone might
+        if stream.credit < 0:  # each lane alone may be within the window
             raise ProtocolViolation(f"stream {stream.id} sends more than its window")
         if stream.abandoned:
             stream.received_bytes += size
-            if stream.fin_sent:  # the peer sends what nobody will read
+            if stream.fin_sent:  # nobody will read this data
                 self.reset(stream)
                 return
         elif at < 0 or at == stream.received_bytes:
@@ -335,19 +332,21 @@ class Yamux:
         if not lane.left and lane.fin:
             self._take_fin(stream, events)
 
-    def _flow(self, stream: YamuxStream, held: Held, size: int, now: float) -> None:
-        """Bytes of a striped stream have come or were read."""
+    def _flow(self, stream: YamuxStream, held: Reassembly, size: int, now: float) -> None:
+        """Process the arrival (`size` bytes) or the reading (0) of a striped stream's bytes."""
         self._credit.flow(stream, held, size, now, self.rtt_min_s, self.pings.queue_s(now, self.rtt_min_s))
         if size:
             self._measure(now, self.rtt_min_s or 0.0)
 
     def _measure(self, now: float, rtt_s: float) -> None:
-        """Send a ping if it is time for one, on a path of such a round trip."""
+        """Send a ping if one is due on a path with this round trip."""
         if self.pings.due(now, rtt_s):
             self._frame(PING, SYN, 0, self.pings.send(now))
 
-    def _take_placed(self, lane: Lane, header: tuple[int, int, int, int, int], at: int, events: list[Event]) -> None:
-        """A frame that names its place in its stream."""
+    def _take_placed(
+        self, lane: StripedLane, header: tuple[int, int, int, int, int], at: int, events: list[Event]
+    ) -> None:
+        """Process a frame that contains its offset in its stream."""
         version, _, flags, stream_id, length = header
         if version or flags & ~(FIN | RST) or (flags and length):
             raise ProtocolViolation(f"a striped frame of version {version} with flags {flags} and {length} bytes")
@@ -355,7 +354,7 @@ class Yamux:
         lane.left, lane.stream, lane.fin, lane.at = length, stream, False, at
         if stream is None:
             return
-        held = stream.held = stream.held or Held(self.silence.heard_at)
+        held = stream.held = stream.held or Reassembly(self.silence.heard_at)
         if stream.fin_received and length:
             raise ProtocolViolation(f"data after the end of stream {stream.id}")
         check_place(stream, held, at, length)
@@ -365,8 +364,8 @@ class Yamux:
             held.reset_at = at
         self._go_on(stream, held, events)
 
-    def _go_on(self, stream: YamuxStream, held: Held, events: list[Event]) -> None:
-        """Bytes or a mark of a striped stream have come: what is in order now?"""
+    def _go_on(self, stream: YamuxStream, held: Reassembly, events: list[Event]) -> None:
+        """Process what has come into order after bytes or a mark of a striped stream arrived."""
         if held.bytes:
             before = stream.received_bytes
             release(stream, held, self.pool)
@@ -377,7 +376,9 @@ class Yamux:
         if 0 <= held.reset_at <= stream.received_bytes and not stream.was_reset:
             self._take_reset(stream, events)
 
-    def _take_frame(self, lane: Lane, header: tuple[int, int, int, int, int], now: float, events: list[Event]) -> None:
+    def _take_frame(
+        self, lane: StripedLane, header: tuple[int, int, int, int, int], now: float, events: list[Event]
+    ) -> None:
         version, kind, flags, stream_id, length = header
         if version or kind > GO_AWAY or not (lane.main or kind == GO_AWAY):
             raise ProtocolViolation(f"a yamux frame of version {version}, type {kind}")
@@ -407,7 +408,7 @@ class Yamux:
             self._take_fin(stream, events)
 
     def _find(self, stream_id: int, flags: int, now: float, events: list[Event]) -> YamuxStream | None:
-        """The stream a frame belongs to; None when it is refused, or gone and the frame was under way."""
+        """The stream of a frame, or None if it is refused or the frame was in flight when the stream ended."""
         if not flags & SYN:
             if stream_id == 0:
                 raise ProtocolViolation("a frame for stream 0")
@@ -428,7 +429,7 @@ class Yamux:
         events.append(Opened(stream))
         return stream
 
-    def _begin_body(self, lane: Lane, stream: YamuxStream | None, flags: int, length: int) -> None:
+    def _begin_body(self, lane: StripedLane, stream: YamuxStream | None, flags: int, length: int) -> None:
         if stream is not None:
             self.ready = True
             if stream.fin_received and length:
@@ -458,12 +459,12 @@ class Yamux:
             self._settle(stream)
 
     def _take_reset(self, stream: YamuxStream, events: list[Event]) -> None:
-        """End a stream that the peer reset. What came before stays in the inbox; the driver says if it counts still."""
+        """End a stream that the peer reset. Earlier data stays in the inbox; the driver decides if it still counts."""
         self._end(stream)
         self._settle(stream)
         events.append(Changed(stream))
 
-    # --- the life of a stream ------------------------------------------------------------------------------
+    # --- ends of streams -----------------------------------------------------------------------------------
 
     def _end(self, stream: YamuxStream) -> None:
         if not stream.was_reset:
@@ -473,7 +474,7 @@ class Yamux:
         stream.out_bytes = stream.flags_due = 0
 
     def _settle(self, stream: YamuxStream) -> None:
-        """Forget a closed stream; an inbound one fills its place until our side has let go of it."""
+        """Forget a closed stream; an inbound one keeps its slot until our side has released it."""
         if not stream.closed:
             return
         if self.streams.pop(stream.id, None) is not None:

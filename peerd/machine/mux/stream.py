@@ -1,8 +1,8 @@
-"""One yamux stream's state, the settings of a session, and the budget that large windows are paid from.
+"""State of one yamux stream, the settings of a session, and the budget that pays for large windows.
 
-Plain state: `machine.mux.session` moves it. Kept here so that the session's file holds the protocol and nothing else.
-Invariants: `credit` is what the peer may still send and never negative; inbox plus credit never exceed `target`;
-pieces of an inbox hold on to less than twice their own size in memory, and a buffer is held by one piece at most.
+Plain state, changed by `machine.mux.session`, which contains the protocol. Invariants: `credit` is what the peer may
+still send and never negative; inbox plus credit never exceed `target`; the pieces of an inbox occupy less than twice
+their own size in memory, and a buffer belongs to at most one piece.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from peerd.core import limits
 from peerd.machine.buffers import BufferPool
 from peerd.machine.mux.pieces import MERGE_BYTES, Piece
-from peerd.machine.mux.reassembly import Held
+from peerd.machine.mux.reassembly import Reassembly
 
 INITIAL_WINDOW: Final = limits.WINDOW_BYTES_INITIAL
 
@@ -26,12 +26,12 @@ class YamuxConfig:
     streams_inbound: int = limits.STREAMS_INBOUND
     streams_outbound: int = limits.STREAMS_OUTBOUND
     ack_backlog: int = limits.STREAM_ACK_BACKLOG  # streams opened by us that the peer has not acknowledged
-    streams_early: int = limits.STREAMS_EARLY  # streams opened by us before a peer of another kind has used any
+    streams_early: int = limits.STREAMS_EARLY  # opened by us before a peer of another implementation has used any
     window_bytes_max: int = limits.WINDOW_BYTES_MAX  # of one stream
     keepalive_s: float = 10.0  # between pings
-    dead_after_s: float = 30.0  # of silence
-    doubt_s: float = 5.0  # that a doubted peer has to say anything, where no round trip was measured yet
-    linger_s: float = 30.0  # a stream that we closed and the peer does not is reset
+    dead_after_s: float = 30.0  # silence after which the peer counts as dead
+    doubt_s: float = 5.0  # time for a suspected peer to answer if no round trip was measured yet
+    linger_s: float = 30.0  # time after which a stream that we closed and the peer did not is reset
 
 
 class WindowBudget:
@@ -43,7 +43,7 @@ class WindowBudget:
         self.limit_bytes, self.parent, self.used_bytes = limit_bytes, parent, 0
 
     def take(self, count: int) -> bool:
-        """Reserve `count` bytes, or reserve nothing and say no."""
+        """Reserve `count` bytes and return True, or reserve nothing and return False."""
         if self.used_bytes + count > self.limit_bytes or (self.parent is not None and not self.parent.take(count)):
             return False
         self.used_bytes += count
@@ -55,7 +55,7 @@ class WindowBudget:
             self.parent.give(count)
 
     def close(self) -> None:
-        """The session is over, whatever becomes of its streams: what it drew goes back, and it draws no more."""
+        """End the session's use: return everything to the parent's budget and draw nothing more from it."""
         if self.parent is not None:
             self.parent.give(self.used_bytes)
             self.parent = None
@@ -103,42 +103,42 @@ class YamuxStream:
 
     def __init__(self, stream_id: int, *, inbound: bool, now: float, pool: BufferPool) -> None:
         self.id, self.inbound, self.pool = stream_id, inbound, pool
-        self.owner: object = None  # the driver's own
+        self.owner: object = None  # for the driver's use
         # Outgoing.
         self.out: deque[bytes | memoryview] = deque()
         self.out_bytes = 0
         self.send_credit = INITIAL_WINDOW
         self.sent_bytes = 0
-        self.striped = False  # from now on frames name their place (see `striping`)
-        self.flags_due = 0  # SYN or ACK, to go with the next frame
+        self.striped = False  # frames contain their offset (see `striping`)
+        self.flags_due = 0  # SYN or ACK, for the next frame
         self.fin_due = self.fin_sent = False
-        self.queued = False  # stands in the ring of those with something to send
-        self.low_water = -1  # report this stream once no more than so many bytes wait; -1: nobody asks
+        self.queued = False  # in a ring of the send queue
+        self.low_water = -1  # report this stream once at most this many bytes wait; -1: no report
         # Incoming.
         self.inbox: deque[Piece] = deque()
         self.inbox_bytes = 0
-        self.landing: memoryview | None = None  # the rest of what a reader wants filled; only while the inbox is empty
-        self.landed_bytes = 0  # put there; the driver sets it back
-        self.placed = False  # the next piece lies in `landing` already
-        self.lent: tuple[memoryview, bool] | None = None  # what `lend` gave, and whether its buffer ended there
+        self.landing: memoryview | None = None  # unfilled rest of a reader's buffer; only while the inbox is empty
+        self.landed_bytes = 0  # bytes written there; the driver resets it
+        self.placed = False  # the next piece is in `landing` already
+        self.lent: tuple[memoryview, bool] | None = None  # from `lend`: the view, and whether it ends its buffer
         self.credit = self.target = INITIAL_WINDOW
-        self.window_bytes_max = limits.WINDOW_BYTES_MAX  # the target never grows beyond; the driver may set it
+        self.window_bytes_max = limits.WINDOW_BYTES_MAX  # limit of the target; the driver may set it
         self.owed = 0  # part of the credit that no frame has announced yet
-        self.granted_at = now  # since then so much of the window has gone by:
-        self.passed_bytes = 0
+        self.granted_at = now  # start of the current measurement of the window's use
+        self.passed_bytes = 0  # bytes of the window used since then
         self.received_bytes = 0  # in order
-        self.held: Held | None = None  # what came ahead of its turn
+        self.held: Reassembly | None = None  # data that arrived out of order
         self.fin_received = False
         # Life.
         self.acked = inbound
-        self.was_reset = False  # by either side; nothing more moves
+        self.was_reset = False  # by either side; no more data moves
         self.abandoned = False  # our side will not read again
-        self.counted = True  # fills a place among the streams open at once
+        self.counted = True  # counts as an open stream
         self.linger_until = 0.0
 
     @property
     def closed(self) -> bool:
-        """True when nothing more can arrive or leave."""
+        """True if nothing more can arrive or leave."""
         return self.was_reset or (self.fin_sent and self.fin_received)
 
     @property
@@ -152,7 +152,7 @@ class YamuxStream:
         return self.fin_due and not self.fin_sent
 
     def retract(self, data: bytes | memoryview) -> bool:
-        """Take `data` back out of what waits to be sent; False when a part of it is already gone."""
+        """Remove `data` from the queue; returns False if a part of it was already sent."""
         for at, piece in enumerate(self.out):
             if piece is data:
                 del self.out[at]
@@ -161,15 +161,13 @@ class YamuxStream:
         return False
 
     def own(self) -> None:
-        """Copy what still waits to be sent: from now on the writers' memory may change."""
+        """Copy the queued data, so that the writers may change their memory from now on."""
         for at, piece in enumerate(self.out):
             if isinstance(piece, memoryview):
                 self.out[at] = bytes(piece)
 
     def place(self, size: int) -> memoryview | None:
-        """Buffer of a reader that waits for the next `size` bytes, which must then be put there before they are
-        `put`.
-        """
+        """Buffer of a reader for the next `size` bytes, or None; write them there before passing them to `put`."""
         into = self.landing
         if into is None or len(into) < size or self.abandoned or self.was_reset:
             return None
@@ -177,7 +175,7 @@ class YamuxStream:
         return into[:size]
 
     def put(self, piece: memoryview, buffer_bytes: int) -> bool:
-        """Add received bytes, a slice of a buffer of `buffer_bytes`; whether that buffer is somebody's now."""
+        """Add received bytes, a slice of a buffer of `buffer_bytes`; returns True if the buffer is now in use."""
         if self.landing is not None:
             placed, piece = self.placed, self._land(self.landing, piece)
             if not piece:
@@ -195,7 +193,7 @@ class YamuxStream:
         return False
 
     def accept(self, piece: Piece, pool: BufferPool) -> None:
-        """Add a received piece whose memory is the stream's already."""
+        """Add a received piece whose memory already belongs to the stream."""
         if self.landing is not None:
             self.placed = False
             rest = self._land(self.landing, memoryview(piece))
@@ -214,7 +212,7 @@ class YamuxStream:
             self.inbox.append(piece)
 
     def _land(self, into: memoryview, piece: memoryview) -> memoryview:
-        """Move bytes to where a reader waits for them; returns what is too much."""
+        """Copy bytes into the waiting reader's buffer; returns the surplus."""
         size = min(len(into), len(piece))
         if not self.placed:
             into[:size] = piece[:size]
@@ -224,7 +222,7 @@ class YamuxStream:
         return piece[size:]
 
     def take(self, max_bytes: int) -> bytes:
-        """Remove up to `max_bytes` from the inbox; the session must be told with `consumed`."""
+        """Remove up to `max_bytes` from the inbox; the caller must then call the session's `consumed`."""
         inbox = self.inbox
         parts: list[Piece] = []
         left = max_bytes
@@ -246,7 +244,7 @@ class YamuxStream:
         return data
 
     def lend(self, max_bytes: int) -> memoryview:
-        """As `take`, but of one piece and without a copy: it may be looked at until the next `lend` or `end_loan`."""
+        """Like `take`, but of one piece and without a copy: the view is valid until the next `lend` or `end_loan`."""
         self.end_loan()
         piece = memoryview(self.inbox.popleft())
         if len(piece) > max_bytes:
@@ -257,14 +255,14 @@ class YamuxStream:
         return view
 
     def forget(self) -> None:
-        """Nobody will read what has come."""
+        """Drop the received data, because nobody will read it."""
         self.inbox.clear()
         self.inbox_bytes = 0
         if self.held is not None:
             self.received_bytes += self.held.drop()
 
     def end_loan(self) -> None:
-        """Take back what was lent; whoever still holds the view gets a ValueError instead of another's bytes."""
+        """Invalidate the lent view; access to it then raises ValueError instead of showing other data."""
         if self.lent is not None:
             (view, ended), self.lent = self.lent, None
             buffer = view.obj
@@ -273,7 +271,7 @@ class YamuxStream:
                 self.pool.give(buffer)
 
     def take_into(self, into: memoryview) -> int:
-        """Move bytes from the inbox to `into`; returns how many."""
+        """Move bytes from the inbox to `into`; returns their number."""
         inbox = self.inbox
         at = 0
         while inbox and at < len(into):
@@ -291,7 +289,7 @@ class YamuxStream:
         return at
 
     def give_back(self, piece: bytes) -> None:
-        """Put bytes back at the inbox's front."""
+        """Put bytes back at the front of the inbox."""
         if piece:
             self.inbox.appendleft(piece)
             self.inbox_bytes += len(piece)

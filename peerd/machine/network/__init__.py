@@ -1,1 +1,1 @@
-"""The network between peers: what each measures of its own links, and the conductor's map of all pairs."""
+"""The network between peers: each peer's measurements of its own links, and the conductor's map of all pairs."""

@@ -1,14 +1,15 @@
-"""The network between given peers without gaps: what was measured, and estimates by landmarks for the rest.
+"""The network between given peers without gaps: measured figures, and estimates by landmarks for the rest.
 
-A landmark of a pair is a third peer whose delays to both are measured, a and b: by the triangle's inequality the pair's
-delay lies between |a - b| and a + b, and the middle of these is the larger of both. Landmarks near one of the two say
-most; of those few whose spans are the narrowest the median counts, so that one that lies moves an estimate no farther
-than to its neighbour's. (After IDMaps and the triangulated heuristic of Ng and Zhang, 2002; a median in place of the
-narrowest span, since peers may lie.) Without a landmark a pair counts as the median of all that is measured.
+A landmark of a pair is a third peer with measured delays to both, a and b. By the triangle inequality the pair's delay
+is between |a - b| and a + b, and the middle of this interval is max(a, b). Landmarks near one of the two are the most
+informative. The estimate is the median over the few landmarks with the narrowest intervals, so that one lying landmark
+moves it no farther than to a neighbouring value. (After IDMaps and the triangulated heuristic of Ng and Zhang, 2002;
+with a median instead of the narrowest interval, because peers may lie.) A pair without a landmark gets the median of
+all measurements.
 
-A rate's estimate is the lower of what the sender sends and the receiver receives where they are known best: the second
-highest of a peer's measured rates, since a single other end could claim any, or what its line is said to carry where
-that is less, or where nothing was measured. Pure: what was measured is an argument.
+The estimate of a rate is the lower of the sender's sending rate and the receiver's receiving rate. Each is the second
+highest of the peer's measured rates, because a single other end could claim any rate, or the stated rate of its line if
+that is lower or nothing was measured. Pure functions of the measurements.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from typing import Final
 
 from peerd.machine.network.network_map import PairView
 
-LANDMARKS: Final = 5  # that count for one pair: more are farther off, fewer bear only one liar
-DELAY_S: Final = 0.05  # a round trip where nothing at all is measured
-RATE_BYTES_PER_S: Final = 12.5e6  # likewise: 100 Mb/s
+LANDMARKS: Final = 5  # most landmarks per pair: more would be farther off, fewer would tolerate only one liar
+DELAY_S: Final = 0.05  # round trip if nothing at all is measured
+RATE_BYTES_PER_S: Final = 12.5e6  # rate if nothing at all is measured: 100 Mb/s
 
 View = Callable[[str, str], PairView]
-Lines = Mapping[str, tuple[float, float]]  # by peer: what its line carries up and down, in bytes/s; 0: unknown
+Lines = Mapping[str, tuple[float, float]]  # by peer: upload and download rate of its line in bytes/s; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class FilledNetwork:
-    """Matrices over `peers`, from each (row) to each other (column): what a placement problem needs.
+    """Matrices over `peers`, from each (row) to each other (column), as input of a placement problem.
 
-    `rtt_s` / 2 is the delay one way; it is 0 on the diagonal, where `rate` is infinite. The masks are true where a
-    figure was measured, and on the diagonal.
+    `rtt_s` / 2 is the one-way delay; it is 0 on the diagonal, where `rate` is infinite. The masks are True for measured
+    entries and on the diagonal.
     """
 
     peers: tuple[str, ...]
@@ -43,12 +44,13 @@ class FilledNetwork:
     rate_measured: list[list[bool]]
     age_s: list[list[float]]  # of the oldest measured figure of the pair
     rtt_guessed: bool = False  # nothing at all was measured: estimates are DELAY_S
-    rate_guessed: bool = False  # nor said of lines: estimates are RATE_BYTES_PER_S
+    rate_guessed: bool = False  # no rate was measured or stated: estimates are RATE_BYTES_PER_S
 
 
 def filled(peers: Sequence[str], view: View, lines: Lines | None = None) -> FilledNetwork:
-    """The network between `peers`. The time grows with their square, and with their cube where much is missing: a
-    second for 256, so more than some dozens are for a worker.
+    """The network between `peers`. Time is quadratic in their number, and cubic if many entries are missing.
+
+    It takes a second for 256 peers, so run it on a worker for more than a few dozen.
     """
     views = [[PairView() if one == other else view(one, other) for other in peers] for one in peers]
     known = [[pair.rtt_s for pair in row] for row in views]
@@ -84,13 +86,13 @@ def filled(peers: Sequence[str], view: View, lines: Lines | None = None) -> Fill
 
 
 def delay_by_landmarks(mine: Sequence[float | None], theirs: Sequence[float | None]) -> float | None:
-    """The estimate of a pair's delay from both ends' delays to the same third peers; None: they have none in common."""
+    """Estimate of a pair's delay from both ends' delays to the same third peers, or None if none is shared."""
     spans = sorted((min(a, b), max(a, b)) for a, b in zip(mine, theirs, strict=True) if a is not None and b is not None)
     return statistics.median([middle for _, middle in spans[:LANDMARKS]]) if spans else None
 
 
 def _best(peer: str, rates: Sequence[float | None], lines: Lines | None, way: int) -> float | None:
-    """The rate of a peer's end, one way: the second best measured, or its line's; None: unknown."""
+    """The rate of a peer's end in one direction: the second highest measured one or its line's, or None if unknown."""
     known = sorted((rate for rate in rates if rate is not None), reverse=True)
     stated = lines.get(peer, (0.0, 0.0))[way] if lines is not None else 0.0
     ends = [known[min(1, len(known) - 1)]] if known else []

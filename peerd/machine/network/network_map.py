@@ -1,16 +1,15 @@
 """The conductor's map of the network: delays and rates of pairs of peers, as both ends of each pair measured them.
 
-Where the two ends of a pair contradict each other the higher delay and the lower rate count: so a peer can make pairs
-that it is part of look worse, never better than the other end says, and no others. Where only one end has a figure that
-one counts; an end that has measured nothing does not object. A limit of a pair (for the division of averaging) counts
-only where both ends say that the pair, and not their own line, set the rate, and then at what the one saw that saw
-more: one end alone cannot tell whether the other one was busy, and a liar that tells alone of limits between itself and
-all others changes nothing.
+If the two ends of a pair report different figures, the higher delay and the lower rate count. So a peer can make its
+own pairs look worse, but never better than the other end reports, and it cannot affect other pairs. If only one end has
+a figure, that one counts. A limit of a pair (for the division of averaging) counts only if both ends report that the
+pair, and not their own line, determined the rate; its value is then the higher of their rates. One end alone cannot
+know whether the other one was busy, and a liar that reports limits between itself and all others changes nothing.
 
-Figures settle (`settling`) and fade: one that was not told again for FADE_S is not known any more, so that its pair
-counts as a gap for `landmarks`. Sans-IO. Bounded in all and for each teller; where all is full, the teller with the
-most figures loses its oldest, so that a stranger cannot push others out. Hostile input: any figures, from anyone who
-may report, about any names; who may report, and which names exist, its driver checks.
+Figures settle (`settling`) and fade: a figure that was not reported again for FADE_S is unknown, and its pair is a gap
+for `landmarks`. Sans-IO. Bounded in total and per reporting peer; when the map is full, the peer with most figures
+loses its oldest one, so that a stranger cannot displace others. Hostile input: any figures about any names from any
+authorized reporter; the driver checks who may report and which names exist.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from typing import Final
 
 from peerd.core.limits import NETWORK_FIGURES, NETWORK_PEERS
 from peerd.core.messages.network import PairFigures
-from peerd.machine.network.settling import Settling
+from peerd.machine.network.settling import SettlingFigure
 
-FADE_S: Final = 1200.0  # four times what tellers let pass between two reports of one pair
-RATE_FADE_S: Final = 3600.0  # of a rate, which needs a transfer, since it was measured
+FADE_S: Final = 1200.0  # four times the interval between two reports of one pair
+RATE_FADE_S: Final = 3600.0  # age at which a rate fades; longer, because measuring one needs a transfer
 _SWEEP_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class PairView:
-    """One pair as it counts; None: not measured. Rates in bytes/s, each way."""
+    """The combined figures of one pair; None if not measured. Rates in bytes/s, one per direction."""
 
     rtt_s: float | None = None
     there: float | None = None
@@ -43,14 +42,14 @@ NOTHING: Final = PairView()
 
 
 class _Told:
-    """The figures of one teller on its pair with one other peer."""
+    """The figures of one reporting peer about its pair with one other peer."""
 
     __slots__ = ("at", "down", "down_limited", "rate_at", "rtt", "rtt_at", "up", "up_limited")
 
     def __init__(self) -> None:
-        self.rtt: Settling | None = None
-        self.up: Settling | None = None
-        self.down: Settling | None = None
+        self.rtt: SettlingFigure | None = None
+        self.up: SettlingFigure | None = None
+        self.down: SettlingFigure | None = None
         self.at = self.rtt_at = self.rate_at = -math.inf
         self.up_limited = self.down_limited = False
 
@@ -70,38 +69,38 @@ class _Told:
         return now - self.rate_at <= RATE_FADE_S
 
 
-def _settled(known: Settling | None, now: float, value: float) -> Settling:
+def _settled(known: SettlingFigure | None, now: float, value: float) -> SettlingFigure:
     if known is None:
-        return Settling(now, value)
+        return SettlingFigure(now, value)
     known.note(now, value)
     return known
 
 
 class NetworkMap:
-    """See the module's header. Peers go by their names."""
+    """The map of all pairs. Peers are identified by name."""
 
     def __init__(self, most_figures: int = NETWORK_FIGURES) -> None:
         self._most = most_figures
-        self._said: dict[str, dict[str, _Told]] = {}  # by teller and other peer; told longest ago comes first
-        self._about: dict[str, dict[str, None]] = {}  # other peer -> its tellers
-        self._sizes: dict[int, dict[str, None]] = {}  # number of figures -> the tellers that have so many
+        self._said: dict[str, dict[str, _Told]] = {}  # by reporter and other peer; oldest report first
+        self._about: dict[str, dict[str, None]] = {}  # other peer -> its reporters
+        self._sizes: dict[int, dict[str, None]] = {}  # number of figures -> reporters with that many
         self._count = 0
         self._swept_at = -math.inf
 
     def __len__(self) -> int:
-        """Number of figures that are kept."""
+        """Number of stored figures."""
         return self._count
 
     # --- reports ----------------------------------------------------------------------------------------------
 
     def take(self, now: float, teller: str, figures: Iterable[PairFigures]) -> None:
-        """A report of `teller` about pairs that it is part of."""
+        """Store a report of `teller` about its own pairs."""
         self._sweep(now)
         for said in figures:
             if said.peer == teller:
                 continue
             told = self._said.get(teller, {}).get(said.peer) or _Told()
-            self._drop(teller, said.peer)  # to stand last again
+            self._drop(teller, said.peer)  # so that it becomes the newest
             told.take(now, said)
             self._add(teller, said.peer, told)
 
@@ -141,7 +140,7 @@ class NetworkMap:
             self._sizes.setdefault(after, {})[teller] = None
 
     def _sweep(self, now: float) -> None:
-        """Drop what has faded, now and then."""
+        """Drop faded figures, at most once per _SWEEP_S."""
         if now - self._swept_at < _SWEEP_S:
             return
         self._swept_at = now
@@ -154,20 +153,20 @@ class NetworkMap:
     # --- views ------------------------------------------------------------------------------------------------
 
     def peers(self) -> list[str]:
-        """All that a figure tells of, sorted."""
+        """All peers in any figure, sorted."""
         return sorted(self._said.keys() | self._about.keys())
 
     def others(self, peer: str) -> list[str]:
-        """Peers with which `peer` has a pair of which anything was told, sorted."""
+        """Peers that form a pair with `peer` in any figure, sorted."""
         return sorted(self._said.get(peer, {}).keys() | self._about.get(peer, {}).keys())
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """Every pair of which anything was told, once each, in the order of names."""
+        """Every pair with any figure, once each, in the order of names."""
         for one in self.peers():
             yield from ((one, other) for other in self.others(one) if one < other)
 
     def view(self, now: float, one: str, other: str) -> PairView:
-        """The pair of `one` and `other`, as it counts."""
+        """The combined figures of the pair of `one` and `other`."""
         mine, theirs = self._told(now, one, other), self._told(now, other, one)
         if mine is None and theirs is None:
             return NOTHING
@@ -182,7 +181,7 @@ class NetworkMap:
         )
 
     def _rates(self, now: float, sender: _Told | None, receiver: _Told | None) -> list[float]:
-        """The rates of one direction, by each of the two ends that has one."""
+        """The rates of one direction, as reported by the sender and the receiver; up to two."""
         known = []
         if sender is not None and sender.up is not None and sender.has_rates(now):
             known.append(sender.up.read(now))
@@ -191,7 +190,7 @@ class NetworkMap:
         return known
 
     def limits(self, now: float, teller: str) -> dict[tuple[str, str], float]:
-        """Limits of pairs that `teller` is part of, in bytes/s by (from, to)."""
+        """Limits of the pairs of `teller`, in bytes/s by (from, to)."""
         found = {}
         for other in self.others(teller):
             for pair in ((teller, other), (other, teller)):
@@ -201,7 +200,7 @@ class NetworkMap:
         return found
 
     def limit(self, now: float, source: str, target: str) -> float | None:
-        """The limit of one direction of a pair, in bytes/s, where both ends tell of one; else None."""
+        """The limit of one direction of a pair, in bytes/s, if both ends report one, else None."""
         sender, receiver = self._told(now, source, target), self._told(now, target, source)
         if sender is None or receiver is None or not (sender.up_limited and receiver.down_limited):
             return None
@@ -213,7 +212,7 @@ class NetworkMap:
         return None if told is None or told.fades(now) else told
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken: the indexes are those of what was said, and bounds hold."""
+        """Raise AssertionError if the indexes disagree with the figures or a bound is exceeded."""
         told = {(teller, other) for teller, mine in self._said.items() for other in mine}
         assert told == {(teller, other) for other, tellers in self._about.items() for teller in tellers}
         assert len(told) == self._count <= self._most

@@ -1,15 +1,15 @@
-"""Figures of one peer's links, by peer: the least round trip of the last minutes, and the most that passed each way.
+"""Figures of one peer's links, by peer: the least round trip of the last minutes, and the highest rate each way.
 
-Fed by a look at all open links about once a second, and by nothing else: no ping and no byte is sent for it. A window
-between two looks counts for a rate only if enough passed in it to say something (`access_line`). Sending counts while
-bytes waited at both of its ends and nobody paced them: else the program had no more to send, and the rate says nothing
-of the path. Receiving counts where large payloads are timed (`arrival_rate`): their median, or what came in a second
-where that is more. Of small messages that come now and then no rate is told, since none could be known.
+The input is a snapshot of all open links about once a second; nothing is sent or pinged for it. An interval between two
+snapshots counts for a rate only if enough bytes passed in it (`access_line`). Sending counts only if bytes waited at
+both of its ends and were not paced; otherwise the program had no more to send, and the rate says nothing about the
+path. Receiving counts only if large payloads are timed (`arrival_rate`): their median, or the bytes of one second if
+that is more. For occasional small messages no rate is reported, because none can be known.
 
-A pair is limited where its rate stays below half of what our own line carries although our line had room for twice as
-much and, sending, bytes waited for it: neither our end nor our program set that rate. Whether the other end did, only
-that end can tell; see `network_map`. Sans-IO; bounded: the peers that were measured last are kept. Hostile input: a
-peer can send slowly, answer pings late, or early by guessing them; each changes the figures of its own pair.
+A pair is limited if its rate stays below half of our own line's rate, although our line had room for twice as much and
+(for sending) bytes waited: then neither our end nor our program determined the rate. Only the other end knows whether
+it did; see `network_map`. Sans-IO; bounded: the most recently measured peers are kept. Hostile input: a peer can send
+slowly, answer pings late, or early by guessing them; each affects only the figures of its own pair.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from typing import Final
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import LINE_BYTES_PER_S, NETWORK_PEERS, NETWORK_RTT_S
 from peerd.core.messages.network import PairFigures
-from peerd.machine.rate.access_line import WINDOW_BYTES, Direction
+from peerd.machine.rate.access_line import WINDOW_BYTES, LineRate
 
-RTT_MINUTES: Final = 5  # with a sample; the least in them is the round trip of the idle path
-RATE_MINUTES: Final = 10  # with a transfer: a path that became slower is believed slower after these
-KEPT_S: Final = 3600.0  # after its last sample, until a figure is not told any more
-ROOM: Final = 2.0  # a line carries so much more than a pair that limits itself
-_WINDOW_S_MOST: Final = 10.0  # between two looks: what passed in a longer time is no rate
+RTT_MINUTES: Final = 5  # minutes with a sample whose least one is the round trip of the idle path
+RATE_MINUTES: Final = 10  # minutes with a transfer after which a slower path gets a lower rate
+KEPT_S: Final = 3600.0  # how long a figure is reported after its last sample
+ROOM: Final = 2.0  # least ratio of a line's rate to the rate of a limited pair
+_WINDOW_S_MOST: Final = 10.0  # longest interval between two snapshots that yields a rate
 _MINUTE_S: Final = 60.0
 _RTT_S_MIN: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class LinkLook:
-    """The links to one peer at one moment; bytes are counted since they stand."""
+class LinkSnapshot:
+    """Snapshot of the links to one peer; bytes are counted since the links opened."""
 
     bytes_out: int
     bytes_in: int
     rtt_s: float | None = None  # the newest sample
     waits: bool = False  # bytes wait to be sent
-    paced: bool = False  # they are held back on purpose
-    arrival_bytes_per_s: float | None = None  # the median of the newest large payloads
+    paced: bool = False  # sending is limited on purpose
+    arrival_bytes_per_s: float | None = None  # median rate of the newest large payloads
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLine:
-    """The rates of this machine's own line, in bytes/s; 0: unknown."""
+    """The rates of this machine's own line, in bytes/s; 0 if unknown."""
 
     up_bytes_per_s: float = 0.0
     down_bytes_per_s: float = 0.0
@@ -58,12 +58,12 @@ class OwnLine:
 class _Way:
     """One direction of a pair."""
 
-    rate: Direction = field(default_factory=lambda: Direction(RATE_MINUTES))
+    rate: LineRate = field(default_factory=lambda: LineRate(RATE_MINUTES))
     at: float = -math.inf
-    limited_at: float = -math.inf  # when the pair, and nothing here, set the rate last
+    limited_at: float = -math.inf  # when the pair, not our own end, last determined the rate
 
     def note(self, now: float, count: float, seconds: float) -> bool:
-        """Take a window; True when it said something."""
+        """Record the bytes of an interval; returns True if there were enough to measure a rate."""
         if count < WINDOW_BYTES:
             return False
         self.rate.note(now, int(count), seconds)
@@ -102,15 +102,15 @@ class _Pair:
 
 
 class PairMeter:
-    """The figures of this peer's pairs. See the module's header."""
+    """The figures of this peer's pairs."""
 
     def __init__(self) -> None:
         self._pairs = BoundedDict[str, _Pair](NETWORK_PEERS)
-        self._before: dict[str, LinkLook] = {}
+        self._before: dict[str, LinkSnapshot] = {}
         self._looked_at = -math.inf
 
-    def look(self, now: float, links: Mapping[str, LinkLook], line: OwnLine) -> None:
-        """Take a look at all open links, by peer."""
+    def look(self, now: float, links: Mapping[str, LinkSnapshot], line: OwnLine) -> None:
+        """Process a snapshot of all open links, by peer."""
         seconds, before = now - self._looked_at, self._before
         self._before, self._looked_at = dict(links), now
         moved = {
@@ -118,7 +118,7 @@ class PairMeter:
             for peer, link in links.items()
             if (last := before.get(peer)) is not None
         }
-        moved = {peer: both for peer, both in moved.items() if min(both) >= 0}  # a link that ended took its count along
+        moved = {peer: both for peer, both in moved.items() if min(both) >= 0}  # negative if a link has ended
         total_out, total_in = (sum(both[way] for both in moved.values()) for way in (0, 1))
         for peer, link in links.items():
             last = before.get(peer)
@@ -137,7 +137,7 @@ class PairMeter:
                     self._note(now, peer, "down", arrival, 1.0, limited=False)
 
     def _note(self, now: float, peer: str, way: str, count: float, seconds: float, *, limited: bool) -> bool:
-        """Take a window of one direction; True when enough passed in it."""
+        """Record the bytes of an interval in one direction; returns True if there were enough to measure a rate."""
         pair = self._pairs.get(peer) or _Pair()
         direction = pair.up if way == "up" else pair.down
         counted = direction.note(now, min(count, seconds * LINE_BYTES_PER_S), seconds)
@@ -151,7 +151,7 @@ class PairMeter:
         return pair
 
     def figures(self, now: float, line: OwnLine) -> list[PairFigures]:
-        """All that is known and not too old, by peer; the peer that was measured longest ago comes first."""
+        """All known and recent figures, by peer; the peer with the oldest measurement comes first."""
         found = []
         for peer, pair in self._pairs.items():
             rtt_s, up, down = pair.rtt_s(now), pair.up.told(now), pair.down.told(now)

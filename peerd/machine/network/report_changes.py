@@ -1,7 +1,7 @@
-"""Choice of the figures that a report tells: those that changed by a fifth, then those not told for minutes.
+"""Choice of the figures for a report: those that changed by a fifth, then those not reported for minutes.
 
-A report is bounded; what finds no room in it comes with the next. Figures count as told once the conductor took them
-(`told`); a new conductor knows nothing (`forget`). Sans-IO, bounded by the peers in what it is given.
+A report is bounded; figures that do not fit are sent with the next one. Figures count as reported once the conductor
+received them (`told`); a new conductor knows nothing (`forget`). Sans-IO; bounded by the number of peers in its input.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Final
 from peerd.core.limits import NETWORK_REPORT_PAIRS
 from peerd.core.messages.network import PairFigures
 
-CHANGED: Final = 1.2  # a figure is told anew when it has moved by so much
-REFRESH_S: Final = 300.0  # and after this time in any case: what is not told again fades at the conductor
+CHANGED: Final = 1.2  # ratio of change at which a figure is reported again
+REFRESH_S: Final = 300.0  # interval at which it is reported in any case, because it fades at the conductor
 
 
 class ReportChanges:
-    """The figures of each pair that the conductor was told last, with the time; finds those to tell again."""
+    """The figures last reported to the conductor, with their times; finds those to report again."""
 
     def __init__(self) -> None:
         self._told: dict[str, tuple[float, PairFigures]] = {}
@@ -36,16 +36,16 @@ class ReportChanges:
         return [figures[place] for *_, place in sorted(ranked)[:NETWORK_REPORT_PAIRS]]
 
     def told(self, now: float, reported: Iterable[PairFigures]) -> None:
-        """The conductor has taken these."""
+        """Record that the conductor has received these figures."""
         self._told |= {one.peer: (now, one) for one in reported}
 
     def forget(self) -> None:
-        """There is another conductor."""
+        """Forget all reports, because there is a new conductor."""
         self._told.clear()
 
 
 def _change(before: PairFigures | None, now: PairFigures) -> float:
-    """The largest ratio between a figure and what was told of it; infinite where one of both is not known."""
+    """The largest ratio between a figure and its last reported value; infinite if one of the two is unknown."""
     if before is None or (before.up_limited, before.down_limited) != (now.up_limited, now.down_limited):
         return math.inf
     pairs = (

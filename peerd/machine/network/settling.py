@@ -1,7 +1,7 @@
-"""A figure that settles: what is told anew is approached within some ten seconds, and shown in steps of a fifth.
+"""A figure that settles: it approaches a new value within about a minute, and is shown in steps of a fifth.
 
-So a measurement that jumps to and fro stays in between, and whoever plans by it is not made to plan anew by every
-tremor. Sans-IO; figures are above zero.
+So a fluctuating measurement stays at an average, and small changes do not cause new plans. Sans-IO; values are
+positive.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from typing import Final
 
-SETTLE_S: Final = 40.0  # after so long, 63 % of the way, by ratio
-STEP: Final = 1.2  # what is shown changes by so much or not at all
+SETTLE_S: Final = 40.0  # time constant: after it the value has covered 63 % of the change, by ratio
+STEP: Final = 1.2  # least ratio by which the shown value changes
 
 
-class Settling:
-    """One figure of one teller. The first value counts at once."""
+class SettlingFigure:
+    """One figure of one reporting peer. The first value counts at once."""
 
     __slots__ = ("_at", "_from", "_shown", "_to")
 
@@ -22,7 +22,7 @@ class Settling:
         self._at, self._from, self._to, self._shown = now, value, value, value
 
     def note(self, now: float, value: float) -> None:
-        """It was told to be `value`."""
+        """Record a new reported value."""
         self._from, self._at, self._to = self._value(now), now, value
 
     def _value(self, now: float) -> float:
@@ -32,7 +32,7 @@ class Settling:
         return math.exp(math.log(self._from) * (1 - part) + math.log(self._to) * part)
 
     def read(self, now: float) -> float:
-        """The figure to show now."""
+        """The value to show now."""
         value = self._value(now)
         if not self._shown / STEP < value < self._shown * STEP:
             self._shown = value

@@ -1,1 +1,1 @@
-"""Owners of experts: which host owns one, by signed links between owners and by the networks that hold checkpoints."""
+"""Ownership of experts: decided by signed links between owners, and by the networks that hold their checkpoints."""

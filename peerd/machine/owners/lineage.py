@@ -1,25 +1,28 @@
 """Lineage of experts, sans-IO: which host owns each expert, and which checkpoints its owners made.
 
-Anybody can make an identity, announce an expert in any generation and sign a checkpoint of it. So an owner counts only
-as a link of a chain. A peer that knows the owner of an expert follows
+Anybody can create an identity, announce an expert in any generation and sign a checkpoint of it. So an owner counts
+only as a link of a chain. A peer that knows the owner of an expert follows
 
-* the host to which that owner handed it, by its signature (`Pointer.heir`), unless the owner has made updates since;
+* the host to which that owner handed it, by its signature (`CheckpointRef.heir`), unless the owner has made updates
+since;
 * once the owner's claim is gone, or was not renewed for longer than a period: a host that claims the next generation,
-  and whose checkpoint goes on from one that a known owner signed (`Former`). Its claim comes before its checkpoint, so
-  others wait for it, for a while (`turns`). If no checkpoint of a known owner was left for a period, it needs no link.
-  A host that made its claim while the owner still renewed its own is passed over, unless holders vouch for it;
-* after a partition: of two owners the one for which more networks vouch by holding its checkpoints. One that goes on
-  from the other needs no more of them than the other has besides (`OwnerTree.beats`). Where the two hosts do not see
-  the same networks, an order settles which of them yields (`rivals`), and the others follow the one that is left.
+  and whose checkpoint continues from one that a known owner signed (`PreviousOwner`). Its claim comes before its
+  checkpoint, so others wait for the checkpoint, for a while (`turns`). If no checkpoint of a known owner was left for a
+  period, no link is needed. A host that made its claim while the owner still renewed its own is skipped, unless holders
+  vouch for it;
+* after a partition: of two owners, the one for which more networks vouch by holding its checkpoints. If one
+  continues from the other, it wins a tie, and holders of its checkpoints do not count for the other
+  (`OwnerTree.beats`). If the two hosts do not see the same networks, an order decides which of them yields (`rivals`),
+  and the others follow the one that is left.
 
-A peer that knows no owner, because it came just now or has seen none for long, believes the networks: honest holders
-keep no checkpoint from outside the lineage that they know. A holder has a voice only if this peer has a connection to
-it; all holders in one network (in a private network: at one address) have one voice, and none for a host beside them.
+A peer that knows no owner, because it has just joined or has seen none for long, believes the networks: honest holders
+keep no checkpoint from outside the lineage that they know. A holder vouches only if this peer has a connection to it.
+All holders in one network (in a private network: at one address) count once, and not at all for a host in that network.
 All holders that this peer reaches over relays count as one network, whichever relays these are.
 
 A hostile peer with connections from as many networks as hold copies of an expert deceives a newcomer, or outvotes an
 owner. A stranger may also adopt an orphan, as every host may, and is its owner then. Turns bind honest peers only: a
-stranger that claims an orphan right after its owner is gone, and signs a checkpoint that goes on from the owner's, is
+stranger that claims an orphan right after its owner is gone, and signs a checkpoint that continues from the owner's, is
 followed before the peers whose turn it was.
 """
 
@@ -33,17 +36,17 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERTS_SEEN
-from peerd.core.messages.experts import Former, Pointer
-from peerd.machine.experts.custody import SeenClaim
+from peerd.core.messages.experts import CheckpointRef, PreviousOwner
+from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy, OwnerTree, Seat
 from peerd.machine.owners.rivals import RivalWatch
 from peerd.machine.owners.sightings import Sightings
 from peerd.machine.owners.turns import AdopterTurns
 
-_RENEWED: Final = 1.1  # periods that a claim lives without its host having renewed it, as in `custody`
-_UNCLAIMED: Final = 0.5  # periods that an owner without a claim is still the owner
+_RENEWED: Final = 1.1  # periods that a claim lives without renewal, as in `custody`
+_UNCLAIMED: Final = 0.5  # periods that an owner without a claim remains the owner
 _REMEMBERED: Final = 8.0  # periods without an owner, after which the networks are believed instead
-_UNSAVED: Final = 2  # owners in a row that may have gone before they made a checkpoint
+_UNSAVED: Final = 2  # successive owners that may have gone before they made a checkpoint
 _STANDING: Final = 64  # claims of one expert that are remembered
 _TRAIL: Final = 8  # earlier owners that are remembered
 
@@ -52,9 +55,9 @@ _TRAIL: Final = 8  # earlier owners that are remembered
 class SettledOwner:
     """Who owns an expert, as far as this peer can tell."""
 
-    claim: SeenClaim | None = None  # of the owner, if it makes one
-    kept: Sequence[KeptCopy] = ()  # checkpoints of the owner and of those before it, the newest first
-    waits: bool = False  # another host may be about to be the owner
+    claim: SeenClaim | None = None  # of the owner, if it has one
+    kept: Sequence[KeptCopy] = ()  # checkpoints of the owner and of those before it, newest first
+    waits: bool = False  # another host may be about to become the owner
 
 
 @dataclass(slots=True)
@@ -64,13 +67,13 @@ class _Known:
     reign: ExpertReign
     until: float | None  # expiry of its claim, as last seen; None: it had none
     since: float  # when `until` was first seen
-    trail: tuple[ExpertReign, ...] = ()  # owners before it, the latest first
-    given: bool = False  # the owner before handed it over
-    linked: bool = True  # its checkpoints name the owner before: all peers see that it went on from there
+    trail: tuple[ExpertReign, ...] = ()  # owners before it, latest first
+    given: bool = False  # the owner before it handed the expert over
+    linked: bool = True  # its checkpoints name the owner before it: all peers see that it continued from there
     rivals: RivalWatch | None = None  # of this peer, while it hosts the expert
-    instead_of: ExpertReign | None = None  # in which this peer hosts the expert until it has given it up
-    renewed_at: float = float("-inf")  # when the claim was last seen to be renewed
-    # Claims of others when it began -> when they expire; None before the first look.
+    instead_of: ExpertReign | None = None  # this peer's own reign, until it has given up the expert to this owner
+    renewed_at: float = float("-inf")  # time of the last renewal of the claim, as seen
+    # Claims of others when it began -> their expiry; None before the first look-up.
     stale: dict[ExpertReign, float] | None = None
 
 
@@ -82,34 +85,34 @@ class ExpertLineages:
         self.turns = AdopterTurns(announce_s)
         self._announce_s, self._own, self._seat = announce_s, own, seat
         self._known = BoundedDict[Uid, _Known](EXPERTS_SEEN)
-        self._kept_at = BoundedDict[Uid, float](EXPERTS_SEEN)  # when a checkpoint of a known owner was seen last
+        self._kept_at = BoundedDict[Uid, float](EXPERTS_SEEN)  # when a checkpoint of a known owner was last seen
         self._seen = BoundedDict[Uid, Sightings](EXPERTS_SEEN)  # of claims
 
     def owner(self, uid: Uid) -> ExpertReign | None:
-        """The last owner of an expert that is known, living or not."""
+        """The last known owner of an expert, alive or not, or None."""
         known = self._known.get(uid)
         return known.reign if known is not None else None
 
     def line(self, uid: Uid) -> tuple[ExpertReign, ...]:
-        """The last owner of an expert that is known, and those before it."""
+        """The last known owner of an expert, and those before it."""
         known = self._known.get(uid)
         return (known.reign, *known.trail) if known is not None else ()
 
-    def found(self, pointer: Pointer) -> None:
-        """Note a checkpoint that this peer held before it was started: of an owner that may be gone by now."""
+    def found(self, pointer: CheckpointRef) -> None:
+        """Record a checkpoint that this peer held before it started; its owner may be gone by now."""
         uid, reign = pointer.expert.uid, ExpertReign(pointer.generation, pointer.peer)
         if uid not in self._known or self._known[uid].reign < reign:
             trail = (ExpertReign(pointer.former.generation, pointer.former.peer),) if pointer.former is not None else ()
             self._known[uid] = _Known(reign, None, float("-inf"), trail)
 
     def followed(self, now: float, uid: Uid, reign: ExpertReign) -> None:
-        """Note a host that was the only one for long: it is the owner if this peer knows none, or lost sight of it."""
+        """Record the only host for long: it is the owner if this peer knows none, or has lost sight of it."""
         known = self._known.get(uid)
         if known is None or now > known.since + _REMEMBERED * self._announce_s:
             self._known[uid] = _Known(reign, None, now)
 
-    def took(self, now: float, uid: Uid, generation: int, former: Former | None) -> None:
-        """Note that this peer hosts an expert from now on, with the checkpoint from which it went on."""
+    def took(self, now: float, uid: Uid, generation: int, former: PreviousOwner | None) -> None:
+        """Record that this peer hosts an expert from now on. `former`: the checkpoint from which it continued."""
         known, trail = self._known.get(uid), list[ExpertReign]()
         if former is not None:
             trail = [ExpertReign(former.generation, former.peer)]
@@ -122,18 +125,18 @@ class ExpertLineages:
         self.turns.settled(uid)
 
     def gave(self, now: float, uid: Uid, generation: int, heir: PeerId) -> None:
-        """Note to whom this peer handed an expert over: it knows so before the heir's checkpoints show it."""
+        """Record to whom this peer handed an expert over, before the heir's checkpoints show it."""
         known = self._known.get(uid)
         trail = (known.reign, *known.trail)[:_TRAIL] if known is not None else ()
         self._known[uid] = _Known(ExpertReign(generation, heir), None, now, trail, given=True, linked=bool(trail))
 
     def lost(self, now: float, uid: Uid) -> None:
-        """Note that the owner of an expert does not answer: another host may have followed it."""
+        """Record that the owner of an expert does not answer: another host may have succeeded it."""
         if uid in self._known:
             self._known[uid].since = min(self._known[uid].since, now - 2 * self._announce_s)
 
     def is_open(self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy]) -> bool:
-        """True if the owner of an expert cannot be told without the networks of holders."""
+        """True if the owner of an expert cannot be determined without the networks of holders."""
         known, tree, generation = self._known.get(uid), OwnerTree.of(claims, (), self._seat), self.hosted(uid)
         if generation is not None:
             rivals = [*tree.claims]
@@ -145,7 +148,7 @@ class ExpertLineages:
         return any(reign in known.trail for reign in self._renewed(known, tree))
 
     def gone(self, now: float, uid: Uid, claims: Sequence[SeenClaim]) -> PeerId | None:
-        """The last known owner of an expert, if another host may have followed it."""
+        """The last known owner of an expert if another host may have succeeded it, otherwise None."""
         known = self._known.get(uid)
         if known is None or self._lives(now, known, OwnerTree.of(claims, (), self._seat)):
             return None
@@ -154,9 +157,9 @@ class ExpertLineages:
     def settle(
         self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy], *, whole: bool = True
     ) -> SettledOwner:
-        """Returns the owner of an expert, by what the directory shows of it now.
+        """Determine the owner of an expert from what the directory shows of it now.
 
-        `copies`: checkpoints, the newest first; `whole`: the look missed none of them.
+        `copies`: checkpoints, newest first; `whole`: the look-up missed none of them.
         """
         tree, generation, known = OwnerTree.of(claims, copies, self._seat), self.hosted(uid), self._known.get(uid)
         if tree.claims:
@@ -180,18 +183,21 @@ class ExpertLineages:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _note_kept(self, now: float, uid: Uid, tree: OwnerTree, whole: bool) -> None:
-        """Note whether a checkpoint of a known owner is left; a look that may not show all of them says nothing."""
+        """Record whether a checkpoint of a known owner is left.
+
+        A look-up that may have missed some does not show that none is left.
+        """
         known = self._known.get(uid)
         seen = known is not None and any(tree.holders.get(r) for r in (known.reign, *known.trail))
         if seen or (not whole and self._is_kept(now, uid)):
             self._kept_at[uid] = now
 
     def _is_kept(self, now: float, uid: Uid) -> bool:
-        """True unless no checkpoint of a known owner was left for a period."""
+        """True if a checkpoint of a known owner was seen within the last period."""
         return now < self._kept_at.get(uid, float("-inf")) + self._announce_s
 
     def _become(self, now: float, uid: Uid, reign: ExpertReign, tree: OwnerTree) -> None:
-        """Know an owner from now on."""
+        """Record `reign` as the owner of the expert from now on."""
         known, trail = self._known.get(uid), list(tree.before(reign))
         linked = bool(trail)
         if known is not None:
@@ -205,7 +211,7 @@ class ExpertLineages:
             self.turns.settled(uid)
 
     def _be_host(self, now: float, uid: Uid, mine: ExpertReign, tree: OwnerTree) -> None:
-        """Own an expert that this peer hosts, unless somebody else does by now."""
+        """Make this peer, which hosts the expert, its owner, unless another host has become the owner by now."""
         known = self._known.get(uid)
         if known is not None and known.instead_of == mine and known.reign in tree.claims:
             return  # it is about to be given up here
@@ -227,20 +233,20 @@ class ExpertLineages:
                 return
 
     def _renewed(self, known: _Known, tree: OwnerTree) -> list[ExpertReign]:
-        """Claims that were made or renewed since the owner came: one that only has not expired yet says nothing."""
+        """Claims made or renewed since the owner began. A claim that has merely not expired does not count."""
         if known.stale is None:
             known.stale = self._standing((known.reign, *known.trail), tree)
         return [r for r, claim in tree.claims.items() if claim.until > known.stale.get(r, float("-inf"))]
 
     def _standing(self, line: Sequence[ExpertReign], tree: OwnerTree) -> dict[ExpertReign, float]:
-        """Expiry of the claims that stand now. If there are many, those of `line` first; others count as renewed."""
+        """Expiry of the present claims. If there are many, those of `line` come first; the others count as renewed."""
         claimed = [*tree.claims]
         if len(claimed) > _STANDING:
             claimed = [r for r in tree.nodes(line) if r in tree.claims]
         return {r: tree.claims[r].until for r in claimed[:_STANDING]}
 
     def _lives(self, now: float, known: _Known, tree: OwnerTree) -> bool:
-        """Note whether an owner has renewed its claim; False if another host may have followed it."""
+        """Record whether an owner has renewed its claim; False if another host may have succeeded it."""
         claim = tree.claims.get(known.reign)
         until = claim.until if claim is not None else None
         if until is not None and (known.until is None or until > known.until):
@@ -250,11 +256,11 @@ class ExpertLineages:
         return now < known.since + self._announce_s * (_UNCLAIMED if until is None else _RENEWED)
 
     def _follow(self, now: float, uid: Uid, tree: OwnerTree, size_bytes: int, whole: bool) -> bool:
-        """Follow the owner's successor, if there is one; True if some host may be about to be one."""
+        """Follow the owner's successor, if there is one; True if some host may be about to become it."""
         known = self._known.get(uid)
         lives = known is not None and self._lives(now, known, tree)
         if known is None or now > known.since + _REMEMBERED * self._announce_s:
-            # If the look may have missed the checkpoints, any host that claims the expert would become its owner.
+            # If the look-up may have missed the checkpoints, any host that claims the expert would become its owner.
             best = tree.best() if whole or tree.holders else None
             if best is not None and (known is None or best != known.reign):
                 self._become(now, uid, best, tree)
@@ -277,7 +283,7 @@ class ExpertLineages:
         return reign in known.trail and (not lives or tree.beats(reign, known.reign, living=True))
 
     def _go_on(self, now: float, uid: Uid, known: _Known, tree: OwnerTree, size_bytes: int) -> bool:
-        """Find the owner after one that is gone; True if it is worth to wait for one."""
+        """Find the successor of an owner that is gone; True if it is worth waiting for one."""
         line = (known.reign, *known.trail)
         kept = self._is_kept(now, uid)
         others = [r for r in tree.nodes(line) if r not in line and r.generation >= known.reign.generation]
@@ -288,7 +294,7 @@ class ExpertLineages:
         if vouched and not linked:
             linked = [max(vouched, key=lambda r: (tree.voices(r), r))]
         found = linked or ([] if kept else following)
-        if found:  # the lowest number: a higher one costs nothing
+        if found:  # the lowest generation, since claiming a higher one costs nothing
             self._become(now, uid, min(found), tree)
             return False
         waits = False
@@ -297,14 +303,14 @@ class ExpertLineages:
         return waits
 
     def _is_next(self, reign: ExpertReign, line: Sequence[ExpertReign], tree: OwnerTree) -> bool:
-        """True if an owner went on from a known one, and its generation is about as high as that makes it."""
+        """True if an owner continued from a known one, and its generation is about as high as that makes it."""
         for steps, before in enumerate(tree.before(reign), 1):
             if before in line:
                 return _is_near(reign, max(line), steps)
         return False
 
     def _is_vouched(self, reign: ExpertReign, known: _Known, tree: OwnerTree, kept: bool) -> bool:
-        """True if holders vouch for an owner after a known one, or one beside it in the same generation."""
+        """True if holders vouch for an owner after a known one, or for a rival in the same generation."""
         beside = reign.generation == known.reign.generation
         if not beside and not tree.below(reign, (known.reign, *known.trail)):
             return False
@@ -319,5 +325,5 @@ class ExpertLineages:
 
 
 def _is_near(reign: ExpertReign, before: ExpertReign, steps: int = 1) -> bool:
-    """True if a generation is about as high as so many changes of the owner make it: nobody uses up the numbers."""
+    """True if a generation is plausible after `steps` changes of the owner, so that nobody exhausts the numbers."""
     return reign.generation <= before.generation + steps + _UNSAVED

@@ -1,1 +1,1 @@
-"""A trainer's choice of stage peers."""
+"""A trainer's choice of stage peers, and the stage peers' checks of what arrives."""

@@ -1,8 +1,9 @@
-"""Network coordinates (Vivaldi, Dabek et al., 2004): the time between any two peers, guessed from a few that are known.
+"""Network coordinates (Vivaldi, Dabek et al., 2004): estimate the time between any two peers from a few measured pairs.
 
-Each peer is a point in space, with a height for what its own line adds to every path; the time between two is their
-distance and both heights. A measured pair pulls its two points towards what was measured, the less certain one more. A
-wrong measurement moves two points once, by a share of what it is off, and the next good ones move them back.
+Each peer is a point in space, with a height for the delay that its own line adds to every path; the time between two
+peers is their distance plus both heights. A measured pair moves its two points towards the measurement, the less
+certain one farther. A wrong measurement moves two points once, by a fraction of the error, and the next good ones move
+them back.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-_STEP: Final = 0.25  # of the difference, for a peer of which nothing is known: the paper's
+_STEP: Final = 0.25  # fraction of the difference for a peer without measurements, as in the paper
 _ERROR_STEP: Final = 0.25
 _LEAST_HEIGHT_S: Final = 1e-6
-_LEAST_S: Final = 1e-3  # of a measured time: what is shorter is as good as nothing
+_LEAST_S: Final = 1e-3  # shorter measured times count as this much
 
 
 @dataclass(slots=True)
@@ -25,11 +26,11 @@ class _Point:
     y: float
     z: float
     height: float = _LEAST_HEIGHT_S
-    error: float = 1.0  # of what it predicts, as a share
+    error: float = 1.0  # relative error of its predictions
 
 
 class Coordinates:
-    """See the module's header. Times in seconds."""
+    """The coordinates of all measured peers. Times in seconds."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -39,15 +40,15 @@ class Coordinates:
         return len(self._points)
 
     def __contains__(self, name: object) -> bool:
-        """True when a time to or from this peer was measured."""
+        """True if a time to or from this peer was measured."""
         return name in self._points
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forget all other peers."""
+        """Forget all peers not in `names`."""
         self._points = {name: point for name, point in self._points.items() if name in names}
 
     def measured(self, one: str, other: str, seconds: float) -> None:
-        """The time between two peers was this."""
+        """Record the measured time between two peers."""
         seconds = max(seconds, _LEAST_S)
         a, b = self._point(one, seconds), self._point(other, seconds)
         weight = a.error / (a.error + b.error)
@@ -57,7 +58,7 @@ class Coordinates:
             point.error += min(1.0, _ERROR_STEP * share) * (min(off, 1.0) - point.error)
 
     def between_s(self, one: str, other: str) -> float | None:
-        """The time between two peers by their coordinates; None where nothing is known of one."""
+        """The time between two peers by their coordinates, or None if one of them is unknown."""
         a, b = self._points.get(one), self._points.get(other)
         return None if a is None or b is None else self._between(a, b)
 
@@ -73,7 +74,7 @@ class Coordinates:
 
 
 def _pull(point: _Point, beyond: _Point, by_s: float) -> None:
-    """Move a point away from another, or towards it where `by_s` is negative."""
+    """Move a point away from another by `by_s`, or towards it if `by_s` is negative."""
     dx, dy, dz = point.x - beyond.x, point.y - beyond.y, point.z - beyond.z
     far = math.hypot(dx, dy, dz)
     if far > 0.0:

@@ -1,8 +1,8 @@
-"""Peers that could not be reached, sans-IO: each is left out of the choice until a probe beside the work gets through.
+"""Unreachable peers, sans-IO: each is excluded from the choice until a probe in the background reaches it.
 
-A peer that is cut off costs one call; then probes find out when it is back, and no microbatch does. Each is probed
-again after a pause that doubles, a few peers at once. A call that began before a peer was found again went over a path
-that has ended since, and says nothing of the peer.
+An unreachable peer costs one call; after that, probes find out when it is back, so that no microbatch has to. Each peer
+is probed again after a pause that doubles, a few peers at once. A call that began before a peer was found again used a
+path that has ended since, so its failure is ignored.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Final
 
 from peerd.machine.rate.backoff import backoff_s
 
-_FIRST_PAUSE_S: Final = 0.5  # before the first probe, and between it and the next
+_FIRST_PAUSE_S: Final = 0.5  # before the first probe, and before the second
 _LONGEST_PAUSE_S: Final = 8.0
-_AT_ONCE: Final = 8
+_AT_ONCE: Final = 8  # concurrent probes
 
 
 @dataclass(slots=True)
 class _Lost:
-    """One peer without a way to it."""
+    """One unreachable peer."""
 
     next_probe: float
     failures: int = 1
@@ -28,29 +28,29 @@ class _Lost:
 
 
 class CutOff:
-    """See the module's header. Peers are peer ids as text."""
+    """The unreachable peers, given by peer id as text."""
 
     def __init__(self) -> None:
         self._lost: dict[str, _Lost] = {}
-        self._back_at: dict[str, float] = {}  # when it was last found to be back
+        self._back_at: dict[str, float] = {}  # when a peer was last found to be back
 
     def __contains__(self, name: object) -> bool:
-        """True while the peer is not to be reached."""
+        """True while the peer is unreachable."""
         return name in self._lost
 
     def is_stale(self, name: str, started: float) -> bool:
-        """True when a call that was `started` then says nothing: the peer has been found since."""
+        """Return True if a failed call, `started` then, must be ignored because the peer was found again since."""
         return started < self._back_at.get(name, float("-inf"))
 
     def lost(self, name: str, now: float) -> bool:
-        """A call did not reach `name`. True: that is news."""
+        """Record that a call did not reach `name`; returns True if the peer was reachable before."""
         if name in self._lost:
             return False
         self._lost[name] = _Lost(now + _FIRST_PAUSE_S)
         return True
 
     def due(self, now: float) -> list[str]:
-        """Peers to probe now; each is answered by `ended`."""
+        """Peers to probe now; report the end of each probe to `ended`."""
         places = _AT_ONCE - sum(one.probing for one in self._lost.values())
         ripe = [name for name, one in self._lost.items() if not one.probing and one.next_probe <= now]
         chosen = sorted(ripe, key=lambda name: self._lost[name].next_probe)[: max(0, places)]
@@ -59,7 +59,7 @@ class CutOff:
         return chosen
 
     def ended(self, name: str, reached: bool, now: float) -> bool:
-        """A probe has ended. True: the peer is back."""
+        """Record the end of a probe; returns True if the peer is back."""
         one = self._lost.get(name)
         if one is None:
             return False
@@ -72,10 +72,10 @@ class CutOff:
         return False
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forget all others: they serve no more."""
+        """Forget all peers not in `names`, because they no longer serve the stage."""
         self._lost = {name: one for name, one in self._lost.items() if name in names}
         self._back_at = {name: at for name, at in self._back_at.items() if name in names}
 
     def wakes_at(self) -> float:
-        """When the next probe is due; infinite without any."""
+        """Time of the next probe, or infinity if there is none."""
         return min((one.next_probe for one in self._lost.values() if not one.probing), default=float("inf"))

@@ -1,16 +1,16 @@
 """Costs of hops as a trainer learns them from answers, sans-IO: seconds of computing, of waiting, and between peers.
 
-An answer tells of each hop how long it computed, waited, and was without an answer of the next one. A hop's time beyond
-what the next one accounts for was spent between the two: both directions, sizes over rates and delays. Pairs that were
-never measured, or long ago, are guessed by network coordinates, a little too short, so that each is tried once if it
-looks good.
+An answer states for each hop how long it computed, waited, and awaited the next hop's answer. The part of a hop's time
+that the next one does not account for was spent between the two: both directions, sizes over rates plus delays. Pairs
+never measured, or long ago, are estimated by network coordinates, slightly too short, so that each promising pair is
+tried once.
 
-Claims are hostile input. All that a hop and those after it claim has to fit into what the one before it measured, in
-the end the trainer itself; what is missing counts as the way between the two, so a liar can only move its time to
-places that its own ways pay for. How long a peer computes is the median of what different peers before it brought, the
-time between two the median of the last ones, and a hop may account for at most so much of its time by those after it as
-these are known to take: a liar that speaks for others has little of it. Where one peer alone has told of another, it is
-not believed that this one is slow. A peer counts as at most `_FASTEST` times as fast as the median of its stage.
+Claims are hostile input. The claims of a hop and all later ones must fit into the time measured by the previous hop,
+and in the end by the trainer itself; the rest counts as time between the two, so a liar can only move its time to its
+own paths. A peer's computing time is the median of what different preceding peers reported, the time between two peers
+the median of the last measurements. A hop can attribute to later hops only as much time as these are known to take, so
+a liar gains little by lying about others. If only one peer has reported about another one, the latter is not considered
+slow. A peer counts as at most `_FASTEST` times as fast as the median of its stage.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from peerd.machine.pipeline.coordinates import Coordinates
 from peerd.machine.pipeline.priors import expected_s
 
 _SMOOTHING: Final = 0.3
-_TELLERS: Final = 8  # peers before one whose claims of its computing are remembered
-_FASTEST: Final = 8.0  # times as fast as the median, at most
-_TRUSTED: Final = 1.5  # times what those after a hop are known to take, at most, is theirs
+_TELLERS: Final = 8  # preceding peers whose reports about one peer's computing are kept
+_FASTEST: Final = 8.0  # greatest speed that counts, as a multiple of the median
+_TRUSTED: Final = 1.5  # most time attributed to later hops, as a multiple of what they are known to take
 _PAIRS: Final = 8192
-_LAST: Final = 3  # measurements of a pair, of which the middle one counts
-_GUESSED: Final = 0.8  # of what coordinates say: each pair is tried once if it looks good
-_STALE_S: Final = 600.0  # after which what was measured is tried again, if it may have become better
-_CACHED: Final = 16384  # guesses that are kept until something was measured some times
-_REFRESHED_EVERY: Final = 8  # answers
+_LAST: Final = 3  # measurements of a pair whose median counts
+_GUESSED: Final = 0.8  # fraction of the estimate by coordinates, so that each promising pair is tried once
+_STALE_S: Final = 600.0  # age at which a measurement is tried again if it may have improved
+_CACHED: Final = 16384  # most cached estimates
+_REFRESHED_EVERY: Final = 8  # answers after which cached estimates are dropped
 
-TRAINER: Final = ""  # the name of the trainer's own place
+TRAINER: Final = ""  # name of the trainer itself
 
 
 class _Known:
-    """One peer, as answers have told of it: by who brought it, seconds of computing and of waiting for others' work."""
+    """Reports about one peer: by preceding peer, seconds of computing and of waiting for other trainers' work."""
 
     def __init__(self) -> None:
         self._told = BoundedDict[str, tuple[float, float]](_TELLERS)
@@ -57,13 +57,13 @@ class _Known:
         self.service_s, self.waiting_s = map(statistics.median_low, zip(*self._told.values(), strict=True))
 
     def is_doubtful(self, now: float) -> bool:
-        """True where one peer alone has told of it, not often, or it was long ago: then it is tried once more."""
+        """Return True if only one peer has reported about it, and rarely, or if it was long ago: then it is retried."""
         one_alone = len(self._told) == 1 and TRAINER not in self._told and self._count < _TELLERS
         return one_alone or now - self._at >= _STALE_S
 
 
 class _Pair:
-    """Seconds between two peers, there and back, for one microbatch alone."""
+    """Seconds between two peers, both directions together, for one microbatch alone."""
 
     def __init__(self) -> None:
         self._last = deque[float](maxlen=_LAST)
@@ -80,7 +80,7 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """A hop's time as it counts, within what the one before it measured."""
+    """The time charged to a hop, capped by the previous hop's own measurement."""
 
     peer: str
     service_s: float
@@ -93,7 +93,7 @@ class Spent:
 
 
 class HopCosts:
-    """See the module's header. Names are peer ids as text."""
+    """The learned costs of all peers and pairs. Names are peer ids as text."""
 
     def __init__(self, rng: random.Random) -> None:
         self._known: dict[str, _Known] = {}
@@ -105,8 +105,10 @@ class HopCosts:
     # --- what is known ----------------------------------------------------------------------------------------
 
     def services(self, names: Sequence[str], now: float, rates: Mapping[str, float]) -> list[float]:
-        """Seconds that each of a stage's peers computes for a microbatch. Where not known, what `rates`, as published,
-        let expect; else the median; 0 where nothing is known of any.
+        """Seconds that each of a stage's peers needs to compute a microbatch.
+
+        Unmeasured peers get the expectation from their published `rates`, else the median; all are 0 if nothing is
+        known.
         """
         found = [self._known.get(name) for name in names]
         told = {name: known.service_s for name, known in zip(names, found, strict=True) if known is not None}
@@ -121,22 +123,19 @@ class HopCosts:
         ]
 
     def doubted_s(self, name: str, now: float) -> float | None:
-        """Seconds that a peer may compute for a microbatch of which too little is known yet, or nothing: infinite.
-
-        None: enough is known.
-        """
+        """Seconds to assume for a peer with too few measurements, infinity if it has none, or None if it has enough."""
         known = self._known.get(name)
         if known is None:
             return math.inf
         return known.service_s if known.is_doubtful(now) else None
 
     def waiting_s(self, name: str, now: float) -> float:
-        """Seconds that microbatches wait at a peer for others than ours."""
+        """Seconds that microbatches wait at a peer for the work of other trainers."""
         known = self._known.get(name)
         return 0.0 if known is None or known.is_doubtful(now) else known.waiting_s
 
     def between(self, one: str, others: Sequence[str], now: float) -> list[float]:
-        """Seconds between a peer and each of these, there and back: where nothing is known, as to the nearest."""
+        """Seconds between a peer and each of `others`, both directions together; unknown pairs count as the nearest."""
         row = self._guesses.get(one)
         if row is None:
             if self._guessed > _CACHED:
@@ -162,7 +161,7 @@ class HopCosts:
         self._guesses, self._guessed = {}, 0
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forget all other peers."""
+        """Forget all peers not in `names`."""
         self._known = {name: known for name, known in self._known.items() if name in names}
         self._coordinates.keep_only(names)
         for pair in [pair for pair in self._pairs if not all(name in names or name == TRAINER for name in pair)]:
@@ -171,10 +170,10 @@ class HopCosts:
 
     @property
     def remembered(self) -> int:
-        """Peers, and pairs of them, of which anything is known."""
+        """Number of peers and pairs with any measurement."""
         return len(self._known) + len(self._pairs)
 
-    # --- what answers tell ------------------------------------------------------------------------------------
+    # --- learning from answers --------------------------------------------------------------------------------
 
     def answered(
         self,
@@ -185,9 +184,11 @@ class HopCosts:
         named: Sequence[str] | None = None,
         slowed: Sequence[float] | None = None,
     ) -> None:
-        """A way from the trainer through these hops took so long. `loads`: by hop, others of ours that were there;
-        `named`: who was to do it. Where another did, the time went to finding out that the named one does not.
-        `slowed`: times as long as alone that it took to each hop, as others of ours were on the same line.
+        """Record an answer that took `took_s` seconds from the trainer through `hops` and back.
+
+        `loads`: by hop, our other microbatches that were there. `named`: the peers that were to compute; if another
+        peer did, the time before it was spent on finding out that the named one does not answer. `slowed`: by hop, the
+        factor by which our other microbatches on the same line slowed the transfer to it.
         """
         spent = within(hops, took_s)
         slowed = slowed or [1.0] * len(spent)
@@ -215,7 +216,7 @@ class HopCosts:
     def _rest_s(
         self, spent: Sequence[Spent], explained_s: Sequence[float], slowed: Sequence[float]
     ) -> list[float | None]:
-        """For each hop, how long it and those after it are known to take; None: not known of all."""
+        """For each hop, how long it and the later hops are known to take, or None if one of them is unknown."""
         found: list[float | None] = []
         rest_s: float | None = 0.0
         after, times = "", 1.0
@@ -231,7 +232,7 @@ class HopCosts:
         return found[::-1]
 
     def _note_pair(self, one: str, other: str, seconds: float, now: float, *, is_near: bool) -> None:
-        """`is_near`: it tells of the way between the two, and so of their places."""
+        """Record the time of a pair. `is_near`: it measures the path itself, so it also updates the coordinates."""
         seconds = max(0.0, seconds)
         pair = self._pairs.get((one, other)) or _Pair()
         pair.note(seconds, now)
@@ -241,7 +242,7 @@ class HopCosts:
 
 
 def within(hops: Sequence[Hop], took_s: float) -> list[Spent]:
-    """The hops' claims, each cut to what the one before it has measured."""
+    """The hops' claims, each capped by the previous hop's measurement."""
     found = []
     for hop in hops:
         service_s = min(hop.service_s, took_s)

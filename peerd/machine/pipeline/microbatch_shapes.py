@@ -1,9 +1,9 @@
-"""The tensors that a call with a microbatch may bring, sans-IO: judged by frame headers, before they are received.
+"""The tensors allowed in a call with a microbatch, sans-IO: checked by frame headers, before the data is received.
 
-Whatever the stage, a frame has tokens or targets [samples, tokens] of whole numbers, or an activation or gradient
-[samples, tokens, d_model] in the run's dtype. So what a call makes a stage peer receive, decode and compute is bounded
-by the run file: no more samples than a microbatch has, no more tokens than the context. Which of both forms is due, and
-exactly how many samples, the stage checks. Hostile input: headers of any content.
+For any stage a frame contains either tokens or targets, integers [samples, tokens], or an activation or gradient
+[samples, tokens, d_model] in the run's dtype. So the run file bounds what a call makes a stage peer receive, decode and
+compute: at most the samples of a microbatch, and at most the tokens of the context. The stage itself checks which of
+the two forms is due, and the exact number of samples. Hostile input: headers with any content.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from peerd.core.limits import HELD_PADDING_BYTES, RPC_MESSAGE_FRAME_BYTES
 from peerd.core.run.runfile import RunFile
 from peerd.machine.rpc.declaration import Declaration
 
-_FRAMES: Final = 2  # of a call: the input; and the output's gradient or the targets
+_FRAMES: Final = 2  # per call: the input, and the output's gradient or the targets
 _TOKEN_BYTES: Final = 8
 
 
 class MicrobatchShapes:
-    """The shapes of one run's microbatches."""
+    """The allowed shapes of one run's microbatches."""
 
     def __init__(self, run: RunFile) -> None:
         self._samples = run.pipeline.microbatch
         self._tokens, self._width, self._dtype = run.model.context, run.model.d_model, run.model.dtype
 
     def bound(self, declared: Declaration) -> Declaration:
-        """The declaration of calls that bring a microbatch: two frames, the largest are activations, or tokens."""
+        """The declaration with bounds for a microbatch: two frames, as large as activations or tokens can be."""
         each = max(self._width * DTYPES[self._dtype].itemsize, _TOKEN_BYTES)
         size = _FRAMES * self._samples * self._tokens * each + HELD_PADDING_BYTES
         size = min(size, RPC_MESSAGE_FRAME_BYTES)
         return replace(declared, frames=_FRAMES, frame_bytes=size, rows=self._samples)
 
     def objection(self, peer: PeerId, headers: Sequence[FrameHeader | TensorFrame]) -> Refused | None:
-        """The reason to refuse a call with such frames; None: each may be part of a microbatch."""
+        """Reason to refuse a call with these frames, or None if each may be part of a microbatch."""
         return next((Refused(fault) for header in headers if (fault := self._fault(header))), None)
 
     def _fault(self, header: FrameHeader | TensorFrame) -> str:

@@ -1,9 +1,9 @@
-"""Expectations of peers that were never measured, from the rates that the run's conductor publishes of them.
+"""Expected speeds of peers that were never measured, from the rates that the run's conductor publishes.
 
-Published rates say how peers compare, not what one trainer gets of each: others use them, too. So an expectation is on
-the scale of what was measured of other peers. A claim is no evidence: nobody is expected to be faster than the fastest
-peer that was measured, or where none was, than twice the usual rate, and nobody to take a thousand times as long as the
-slowest; and what is measured counts from then on.
+Published rates show how peers compare, not how much of each one trainer gets, because others use them as well. So
+expectations are scaled by the measurements of other peers. A claim is not evidence: no peer is expected to be faster
+than the fastest measured one (or than twice the usual rate if none was measured), nor more than a thousand times as
+slow as the slowest. As soon as a peer is measured, its measurement counts.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-_MOST: Final = 2.0  # times the usual rate, where no peer was measured
-_SLOWEST: Final = 1000.0
-_LEAST_RATE: Final = 1e-6  # below it a rate counts as unknown: no device takes days for a microbatch
+_MOST: Final = 2.0  # greatest expected rate as a multiple of the usual one, if no peer was measured
+_SLOWEST: Final = 1000.0  # greatest expected time as a multiple of the longest measured one
+_LEAST_RATE: Final = 1e-6  # lower rates count as unknown: no device takes days for a microbatch
 
 
 def expected_s(measured_s: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, float]:
-    """Seconds that a piece of work is expected to take at each peer that has a rate and was not measured.
+    """Seconds that a piece of work is expected to take, for each peer that has a rate and was not measured.
 
-    `measured_s`: seconds that the same work took at others; `rates`: work per second by peer, in any unit, 0: unknown.
-    Empty where nothing published can be compared with what was measured.
+    `measured_s`: seconds that the same work took at other peers; `rates`: work per second by peer, in any unit, 0 if
+    unknown. Empty if no published rate can be compared with a measurement.
     """
     known = {name: rate for name, rate in rates.items() if rate >= _LEAST_RATE}
     strange = known.keys() - measured_s.keys()
@@ -38,6 +38,6 @@ def expected_s(measured_s: Mapping[str, float], rates: Mapping[str, float]) -> d
 
 
 def usual_s(rates: Iterable[float]) -> float:
-    """Seconds that a piece of work takes at a usual one of the peers with these rates; 0 where none is known."""
+    """Seconds that a piece of work takes at the median of these rates, or 0 if none is known."""
     known = [rate for rate in rates if rate >= _LEAST_RATE]
     return 1.0 / statistics.median_low(known) if known else 0.0

@@ -1,14 +1,14 @@
-"""Routes by flow, sans-IO: each microbatch takes the way through all stages that costs least now, loads included.
+"""Routes by flow, sans-IO: each microbatch takes the path through all stages that costs least now, including load.
 
-The flow of all microbatches is to be spread so that no peer is a bottleneck, and to cost as little as can be: seconds
-of computing, and between peers. That is a min-cost flow, as in GWTF (arXiv 2509.21221), here found one microbatch after
-the other: a peer's price is the computing that our microbatches under way there have still to get, so shares follow
-speeds, and among peers with equal prices those are taken that are near each other. Tensors of several microbatches on
-the line between the same two peers wait for each other as well. Routes are compared as a whole: a peer that is slow to
-reach from one side may be the best one from the other. What is under way the trainer counts itself, so a peer that does
-not give back what it was given gets no more, whatever it claims (`hop_costs`).
+The flow of all microbatches should be spread so that no peer is a bottleneck, and should have the least cost: seconds
+of computing, and between peers. This is a min-cost flow, as in GWTF (arXiv 2509.21221), here solved one microbatch at a
+time. A peer's price is the computing that our microbatches in flight there still need, so shares follow speeds, and
+among peers with equal prices nearby ones are chosen. Tensors of several microbatches on the line between the same two
+peers also wait for each other. Routes are compared as a whole: a peer that is slow to reach from one side may be the
+best one from the other. The trainer itself counts what is in flight, so a peer that does not return microbatches gets
+no more of them, regardless of its claims (`hop_costs`).
 
-Of a stage with many peers a sample is compared: those whose turn it is, and some at random.
+For a stage with many peers only a sample is compared: those next in turn, and some at random.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from peerd.machine.pipeline.route_policy import Cut, Options, Sent
 
 T = TypeVar("T")
 
-_COMPARED: Final = 16  # peers of a stage
-_IN_TURN: Final = 4  # of these, by whose turn it is
-# Of each microbatch under way, the part that one more has to wait for: most are ahead, and partly done. A full count
-# would send the last ones of a step a long way round to avoid peers that are free when they come; less than half of one
-# would give nothing to a peer that was once measured at a few times its mate's seconds.
+_COMPARED: Final = 16  # peers of a stage that are compared
+_IN_TURN: Final = 4  # of these, the ones next in turn
+# Fraction of each microbatch in flight that one more has to wait for; most are partly done. With a full count the
+# last microbatches of a step would make long detours around peers that will be free in time; with less than half, a
+# peer that was once measured at a few times its mate's seconds would get nothing.
 _STILL_TO_COMPUTE: Final = 0.5
-_STILL_ON_THE_LINE: Final = 0.25  # one direction of two, and half of that is over
-_CUT_S: Final = 1e9  # in place of the time between two peers that found no way to each other
+_STILL_ON_THE_LINE: Final = 0.25  # one of two directions, half of it done
+_CUT_S: Final = 1e9  # added for two peers that cannot reach each other
 
 
 class RouteFlow:
-    """See the module's header. `rng`: draws the samples, and the first places of peers in space."""
+    """Route policy by least cost. `rng`: draws the samples, and the initial coordinates of peers."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._costs = HopCosts(rng)
         self._rates: Mapping[str, float] = {}  # as published
         self._under_way = Counter[str]()
-        self._between = Counter[tuple[str, str]]()  # the same, on the ways from one peer to the next
-        self._serving: frozenset[str] | None = None  # None: not told yet
+        self._between = Counter[tuple[str, str]]()  # the same, by pair of successive peers
+        self._serving: frozenset[str] | None = None  # None: not known yet
 
     def choose(self, now: float, options: Options, cut: Cut) -> list[str]:
-        """See RoutePolicy: the route of least cost; of equal ones by whose turn it is."""
+        """The route of least cost, see `RoutePolicy`; of equal ones the one whose peers are next in turn."""
         before, totals, ways = [TRAINER], [0.0], [[-1]]
         stages: list[Sequence[str]] = []
         for names in options:
@@ -79,13 +79,13 @@ class RouteFlow:
         slowest_s = max(services)
         prices = []
         for name, service_s in zip(names, services, strict=True):
-            doubted_s = self._costs.doubted_s(name, now)  # a newcomer is tried, and not flooded
+            doubted_s = self._costs.doubted_s(name, now)  # try a newcomer, but do not flood it
             each_s = _STILL_TO_COMPUTE * service_s if doubted_s is None else min(doubted_s, slowest_s)
             prices.append(service_s + each_s * self._under_way[name] + self._costs.waiting_s(name, now))
         return prices
 
     def _ways_s(self, one: str, others: Sequence[str], now: float) -> list[float]:
-        """Seconds from a peer to each of these, and back, with what is on the line between the two."""
+        """Seconds from a peer to each of `others` and back, including what is on the line between the two."""
         ways_s = self._costs.between(one, others, now)
         return [
             seconds * _times_as_long(self._between[one, other]) for other, seconds in zip(others, ways_s, strict=True)
@@ -103,11 +103,11 @@ class RouteFlow:
 
     def answered(self, now: float, sent: Sent, hops: Sequence[Hop], took_s: float) -> None:
         if self._serving is not None and not all(hop.peer in self._serving for hop in hops):
-            return  # one has gone meanwhile, or never was
+            return  # a peer has left meanwhile, or never existed
         loads = dict(zip(sent.route, sent.loads, strict=True))
         most = [loads.get(hop.peer, 0) + self._under_way[hop.peer] for hop in hops]
         if len(sent.route) == len(hops):
-            # What was on a way when this one left, and what is now: the mean of both, it itself not counted.
+            # Mean number of others on each line, between when this microbatch was sent and now.
             others = zip(pairwise(sent.route), sent.on_ways, strict=True)
             slowed = [1.0, *(_times_as_long((before + self._between[way] - 1) / 2) for way, before in others)]
             self._costs.answered(now, hops, took_s, most, sent.route, slowed)
@@ -116,18 +116,18 @@ class RouteFlow:
 
     def update(self, rates: Mapping[str, float]) -> None:
         self._rates, serving = rates, frozenset(rates)
-        if self._serving is None or not self._serving <= serving:  # some have gone: rare, and a look at all pairs
+        if self._serving is None or not self._serving <= serving:  # peers have left: rare, but checks all pairs
             self._costs.keep_only(serving)
         self._serving = serving
 
 
 def _times_as_long(others: float) -> float:
-    """The time between two peers, over that without the others that are on the way as well."""
+    """Factor by which other microbatches on the same line lengthen the time between two peers."""
     return 1.0 + _STILL_ON_THE_LINE * max(0.0, others)
 
 
 def _take(counter: Counter[T], keys: Iterable[T]) -> None:
-    """Count each of `keys` once less, and forget those that are at nothing."""
+    """Decrement the count of each of `keys`, and drop those that reach zero."""
     for key in keys:
         counter[key] -= 1
         if counter[key] <= 0:
@@ -135,7 +135,7 @@ def _take(counter: Counter[T], keys: Iterable[T]) -> None:
 
 
 def _back(stages: Sequence[Sequence[str]], totals: Sequence[float], ways: Sequence[Sequence[int]]) -> list[str]:
-    """The route that ends at the least total."""
+    """The route with the least total."""
     at = min(range(len(totals)), key=totals.__getitem__)
     route = []
     for names, came in zip(reversed(stages), reversed(ways), strict=True):

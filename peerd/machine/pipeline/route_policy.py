@@ -1,7 +1,7 @@
-"""Route policies: the choice of one peer a stage for a microbatch, among those that may be asked now.
+"""Route policies: the choice of one peer per stage for a microbatch, among those that may be asked now.
 
-A policy is asked for a whole route, is told when a microbatch leaves and when it has come back, and learns from what
-the answers say. Which peers may be asked is not its business: failures, rests and cuts are the caller's.
+A policy chooses a whole route, is informed when a microbatch is sent and when it has returned, and learns from the
+answers. The caller decides which peers may be asked: it handles failures, rests and cuts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from typing import Protocol
 from peerd.core.messages.handover import Hop
 
 Options = Sequence[Sequence[str]]  # by stage: peers that may be asked, in the order of their turns; none is empty
-Cut = Callable[[str, str], bool]  # True for two peers that found no way to each other lately
+Cut = Callable[[str, str], bool]  # True for two peers that recently could not reach each other
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A microbatch under way. `route`: the peers that are to compute it; `loads`: what each had before, of ours;
-    `on_ways`: the same on the way from each to the next."""
+    """A microbatch in flight. `route`: the peers that are to compute it.
+
+    `loads`: number of our microbatches that each had before; `on_ways`: the same for the line from each peer to the
+    next.
+    """
 
     route: Sequence[str]
     loads: Sequence[int] = ()
@@ -27,31 +30,31 @@ class Sent:
 
 
 class RoutePolicy(Protocol):
-    """The choice of a trainer's ways through the stages."""
+    """The choice of a trainer's paths through the stages."""
 
     def choose(self, now: float, options: Options, cut: Cut) -> list[str]:
-        """A peer of each stage; two that are cut off from each other only where nobody else is left."""
+        """A peer of each stage. Two that are cut off from each other are chosen only if there is no alternative."""
         ...
 
     def sent(self, route: Sequence[str]) -> Sent:
-        """A microbatch leaves that these peers are to compute."""
+        """Record that a microbatch is sent along this route."""
         ...
 
     def ended(self, sent: Sent) -> None:
-        """It has come back, or is lost: exactly once for each that was sent."""
+        """Record that it has returned or is lost; called exactly once per sent microbatch."""
         ...
 
     def answered(self, now: float, sent: Sent, hops: Sequence[Hop], took_s: float) -> None:
-        """A way from the first stage on was answered after so long; `hops`: claims of the peers that took part."""
+        """Record that a pass from the first stage on took `took_s`; `hops`: claims of the peers that took part."""
         ...
 
     def update(self, rates: Mapping[str, float]) -> None:
-        """These serve, each at its published rate, 0: unknown; forget all others."""
+        """Set the serving peers with their published rates (0 if unknown), and forget all others."""
         ...
 
 
 class InTurn:
-    """SWARM's stochastic wiring alone: each stage's peer is the next by `Wiring`, wherever it is."""
+    """SWARM's stochastic wiring alone: each stage's peer is the next by `StochasticWiring`, wherever it is."""
 
     def choose(self, now: float, options: Options, cut: Cut) -> list[str]:
         route: list[str] = []

@@ -1,8 +1,8 @@
-"""Routes: which peers of a stage a trainer may send its microbatches to, where a plan says who follows whom.
+"""Routes: which peers of a stage a trainer may send its microbatches to, if a plan determines the followers of peers.
 
-Without a route, `wiring` chooses among all that serve. A fixed route names one peer a stage and no other takes its
-place: while that peer is away, the microbatch waits. A plan of the run is a first choice: where a peer's planned
-followers cannot be asked, any other peer of the stage is.
+Without a route, `wiring` chooses among all serving peers. A fixed route has one peer per stage without alternatives:
+while that peer is away, the microbatch waits. A run's plan is a preference: if a peer's planned followers cannot be
+asked, any other peer of the stage may be used.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from peerd.machine.pipeline.route_policy import Cut, Options, RoutePolicy
 
 
 class Route(Protocol):
-    """Policy of a trainer's way through the stages."""
+    """Policy of a trainer's path through the stages."""
 
     def allowed(self, stage: int, serving: Collection[str]) -> Collection[str]:
-        """Those of the peers that serve `stage` which may take this trainer's microbatches."""
+        """The peers among those serving `stage` that may compute this trainer's microbatches."""
         ...
 
 
 class FixedRoute:
-    """One peer a stage: `first`, then whoever follows it by the table of peer -> next peer."""
+    """One peer per stage: `first`, then the follower of each by a table peer -> next peer."""
 
     def __init__(self, first: str, follows: Mapping[str, str], stages: int) -> None:
-        """ValueError when the table does not lead through all stages, or comes to a peer twice."""
+        """Raises ValueError if the table does not lead through all stages, or visits a peer twice."""
         self.peers = [first]
         for stage in range(1, stages):
             before = self.peers[-1]
@@ -33,17 +33,17 @@ class FixedRoute:
                 raise ValueError(f"the route ends at {before}, of stage {stage - 1}; the run has {stages} stages")
             self.peers.append(follows[before])
         if len(set(self.peers)) < stages:
-            raise ValueError(f"the route from {first} comes to a peer twice: {', '.join(self.peers)}")
+            raise ValueError(f"the route from {first} visits a peer twice: {', '.join(self.peers)}")
 
     def allowed(self, stage: int, serving: Collection[str]) -> Collection[str]:
-        """The route's peer of `stage`, if it serves; else none."""
+        """The route's peer of `stage` if it serves, else none."""
         return [name for name in serving if name == self.peers[stage]]
 
 
 class PlannedRoutes:
-    """A `RoutePolicy` that has each peer followed by those that a plan names, as far as they may be asked.
+    """A `RoutePolicy` in which each peer is followed by those of a plan, as far as they may be asked.
 
-    Everything else is another policy's choice.
+    All other decisions are those of another policy.
     """
 
     def __init__(self, policy: RoutePolicy, follows: Mapping[str, Collection[str]]) -> None:

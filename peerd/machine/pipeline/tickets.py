@@ -1,9 +1,9 @@
-"""The tickets that one stage peer honours, sans-IO: who may bring a microbatch, by whose order, and for which attempt.
+"""The check of tickets at one stage peer, sans-IO: who may send a microbatch, on whose order, and for which attempt.
 
-A ticket counts with its trainer's signature, from the trainer itself or from a peer of the stage before; the
-conductor's grant beside it is checked by whoever knows the conductor. A later attempt of a microbatch makes an earlier
-one give way, an earlier one is refused. Hostile input: tickets of any content, from anybody: forged, of other runs and
-trainers, for other stages and peers, and old ones that are shown again.
+A ticket is valid with its trainer's signature, if it comes from the trainer itself or from a peer of the previous
+stage. The accompanying grant of the conductor is checked elsewhere. A later attempt of a microbatch replaces an earlier
+one; an earlier one is refused. Hostile input: tickets with any content from anybody: forged, of other runs and
+trainers, for other stages and peers, and replayed ones.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.limits import MICROBATCHES
-from peerd.core.messages.handover import Pass
+from peerd.core.messages.handover import PassRequest
 from peerd.core.messages.microbatches import Mb
 from peerd.core.messages.proof import is_ticket_of
 
-_AGAIN_S: Final = 0.3  # by then, the list of members usually names a peer that has just come
+_AGAIN_S: Final = 0.3  # by then the member list usually contains a peer that has just joined
 
 
 class Tickets:
-    """The judge of tickets at a peer of `stage`, of `stages`. `own`: the peer's id as text."""
+    """Checks the tickets at a peer of `stage`, of `stages`. `own`: the peer's id as text."""
 
     def __init__(self, run: bytes, own: str, stage: int, stages: int) -> None:
         self._run, self._own, self._stage, self._stages = run, own, stage, stages
-        self._newest = BoundedDict[tuple[int, Mb], int](2 * MICROBATCHES)  # attempts, by step and microbatch
+        self._newest = BoundedDict[tuple[int, Mb], int](2 * MICROBATCHES)  # latest attempt, by step and microbatch
 
-    def objection(self, caller: str, body: Pass, before: Collection[str]) -> PeerdError | None:
-        """The reason to refuse `body` from `caller`; None: it is in order. `before`: the peers of the stage before."""
+    def objection(self, caller: str, body: PassRequest, before: Collection[str]) -> PeerdError | None:
+        """Reason to refuse `body` from `caller`, or None if it is valid. `before`: the peers of the previous stage."""
         ticket, stage = body.ticket, self._stage
         if ticket.last >= self._stages:
             return Refused(f"the ticket goes to stage {ticket.last}; this run has {self._stages} stages")
@@ -50,12 +50,12 @@ class Tickets:
         if self._is_overtaken(body):
             return _overtaken()
         if not is_peer_text(body.trainer) or not ticket.is_well_named:
-            return Refused("the ticket names what is no peer id")
+            return Refused("the ticket contains a name that is no peer id")
         is_signed = is_ticket_of(PeerId.parse(body.trainer), self._run, ticket)
         return None if is_signed else Refused("the ticket is not signed by its trainer").as_unproven()
 
-    def begin(self, body: Pass) -> None:
-        """Note an attempt that begins: it was found in order. Refused where a later one began while its frames came."""
+    def begin(self, body: PassRequest) -> None:
+        """Record an attempt after it was checked. Raises Refused if a later attempt began while its frames arrived."""
         if self._is_overtaken(body):
             raise _overtaken()
         self._newest[body.ticket.step, _mb_of(body)] = body.ticket.attempt
@@ -65,7 +65,7 @@ class Tickets:
         for key in [key for key in self._newest if key[0] < step]:
             del self._newest[key]
 
-    def _is_overtaken(self, body: Pass) -> bool:
+    def _is_overtaken(self, body: PassRequest) -> bool:
         return body.ticket.attempt < self._newest.get((body.ticket.step, _mb_of(body)), 0)
 
 
@@ -73,5 +73,5 @@ def _overtaken() -> Refused:
     return Refused("a later attempt of this microbatch is under way")
 
 
-def _mb_of(body: Pass) -> Mb:
+def _mb_of(body: PassRequest) -> Mb:
     return Mb(body.trainer, body.ticket.seq)

@@ -1,10 +1,10 @@
 """Stochastic wiring (SWARM, appendix C): which peer of a stage gets the next microbatch.
 
 Interleaved weighted round robin: each peer has a virtual finish time that grows by cost / measured speed when it is
-picked; the smallest is next. Speed is an average of throughput, also right when calls overlap. A peer that failed rests
-for a while that doubles with each failure, and for longer where it took long to find out and nothing was answered
-meanwhile, as long as others are there: a peer that cannot be reached, and does not say so, must not cost every step a
-time-out. One object serves one stage; `now` is monotonic seconds.
+picked; the smallest is next. Speed is an average of throughput, which is also correct if calls overlap. A failed peer
+rests, twice as long after each failure. It rests longer if the failure took long to notice and nothing was answered
+meanwhile, as long as other peers are available: an unreachable peer that sends no error must not cost every step a
+timeout. One object serves one stage; `now` is monotonic time in seconds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from peerd.machine.pipeline.priors import expected_s
 from peerd.machine.rate.backoff import backoff_s
 
-BACKWARD_COST = 2.5  # of a forward; the paper's code uses the same
-# Virtual seconds a unit costs before the first answer of a peer with no published rate: probed at once, never flooded.
+BACKWARD_COST = 2.5  # in forwards; same as in the paper's code
+# Virtual seconds per unit before the first answer of a peer without a published rate: probed at once, never flooded.
 _UNMEASURED_S = 1.0
 _SMOOTHING = 0.1
 _FIRST_REST_S = 0.5
 _LONGEST_REST_S = 30.0
-_REST_PER_LOST_S = 4.0  # times the time that a failure took
+_REST_PER_LOST_S = 4.0  # rest as a multiple of the time that a failure took
 _LONGEST_LOST_REST_S = 300.0
 
 
@@ -30,25 +30,25 @@ _LONGEST_LOST_REST_S = 300.0
 class _Peer:
     finish: float
     tie: float
-    weight: float = 0.0  # sum of the average's coefficients: corrects its start from zero
+    weight: float = 0.0  # sum of the average's coefficients; corrects its start from zero
     seconds_per_unit: float = 0.0
     last_answer: float = float("-inf")
     rests_until: float = float("-inf")
-    lost_until: float = float("-inf")  # it is picked only if nobody else is left
-    full_until: float = float("-inf")  # it asked to be left alone so long, and has not failed
+    lost_until: float = float("-inf")  # until then it is picked only if no other peer is available
+    full_until: float = float("-inf")  # it asked for a rest until then and has not failed
     held_at: float = float("-inf")
-    held_until: float = float("-inf")  # others are picked meanwhile: one call shows whether it is back
+    held_until: float = float("-inf")  # until then others are picked, while one call tests whether it is back
     failures: int = 0
     failed_at: float = float("-inf")
 
     @property
     def left_until(self) -> float:
-        """The time until which it is not to be picked."""
+        """Time before which it must not be picked."""
         return max(self.rests_until, self.held_until)
 
 
-class Wiring:
-    """Picks peers of one stage; `rng` breaks ties between equals, so that trainers don't all start alike."""
+class StochasticWiring:
+    """Picks peers of one stage; `rng` breaks ties, so that trainers do not all start with the same peer."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -56,9 +56,9 @@ class Wiring:
         self._rates: dict[str, float] = {}  # as published
 
     def update(self, living: Iterable[str], rates: Mapping[str, float] | None = None) -> None:
-        """These peers serve the stage now; new ones start level with the one that is next.
+        """Set the peers that serve the stage; new ones start level with the next one in turn.
 
-        `rates`: work per second of each, as published; see `priors`.
+        `rates`: published work per second of each; see `priors`.
         """
         names = sorted(set(living))
         self._rates = dict(rates or {})
@@ -70,8 +70,10 @@ class Wiring:
             del self._peers[name]
 
     def pick(self, now: float, cost: float, avoid: Collection[str] = (), never: Collection[str] = ()) -> str | None:
-        """The next peer for a task of `cost` units; None when all rest. `avoid` is used only if nobody else is left,
-        `never` not even then."""
+        """The next peer for a task of `cost` units, or None if all rest.
+
+        Peers in `avoid` are picked only if no other is available, those in `never` not at all.
+        """
         names = self._awake(now, avoid, never)
         if not names:
             return None
@@ -80,21 +82,21 @@ class Wiring:
         return name
 
     def turns(self, now: float, avoid: Collection[str] = (), never: Collection[str] = ()) -> list[str]:
-        """All peers that `pick` may name, in the order of their turns."""
+        """All peers that `pick` may return, in the order of their turns."""
         return sorted(self._awake(now, avoid, never), key=self._turn)
 
     def charge(self, name: str, cost: float) -> None:
-        """`name` gets a task of `cost` units, whoever chose it."""
+        """Charge `name` for a task of `cost` units, whether or not `pick` chose it."""
         peer = self._peers[name]
         peer.finish += cost * (self.seconds_per_unit(name) or self._expected_s(name))
         peer.tie = self._rng.random()
 
     def rates(self) -> dict[str, float]:
-        """The peers, each with its published rate; 0: not known."""
+        """The peers with their published rates; 0 if unknown."""
         return {name: self._rates.get(name, 0.0) for name in self._peers}
 
     def _expected_s(self, name: str) -> float:
-        """Virtual seconds that a unit costs at a peer that has not answered yet."""
+        """Virtual seconds per unit at a peer that has not answered yet."""
         if not self._rates.get(name):
             return _UNMEASURED_S
         measured_s = {other: seconds for other in self._peers if (seconds := self.seconds_per_unit(other))}
@@ -111,7 +113,7 @@ class Wiring:
         return self._peers[name].finish, self._peers[name].tie
 
     def answered(self, name: str, cost: float, started: float, now: float) -> None:
-        """`name` finished a task that was sent at `started`."""
+        """Record that `name` finished a task that was sent at `started`."""
         peer = self._peers.get(name)
         if peer is None:
             return
@@ -120,32 +122,32 @@ class Wiring:
         peer.weight += _SMOOTHING * (1.0 - peer.weight)
         peer.seconds_per_unit += _SMOOTHING * (interval / cost - peer.seconds_per_unit)
         peer.last_answer, peer.failures = now, 0
-        if first:  # what it was charged while unmeasured says nothing
+        if first:  # the charges of an unmeasured peer were guesses
             others = [p.finish for n, p in self._peers.items() if n != name]
             peer.finish = min([peer.finish, *others])
 
     def failed(self, name: str, now: float, took_s: float = 0.0) -> int:
-        """`name` did not answer, or refused: let it rest. Returns how often it failed since its last answer.
+        """Record that `name` refused or did not answer: it rests. Returns its number of failures since its last answer.
 
-        `took_s`: until that was known.
+        `took_s`: seconds until the failure was known.
         """
         peer = self._peers.get(name)
         if peer is None:
             return 0
         if now - took_s >= peer.held_at:
-            peer.held_until = float("-inf")  # the call that was to show it has
-        # Calls that were sent together fail together: that is one failure.
+            peer.held_until = float("-inf")  # the test call has ended
+        # Calls that were sent together and fail together count as one failure.
         if peer.rests_until <= now and (peer.lost_until <= now or now - took_s >= peer.failed_at):
             peer.failures += 1
             peer.failed_at = now
             peer.rests_until = now + backoff_s(peer.failures, _FIRST_REST_S, _LONGEST_REST_S)
-            if peer.last_answer <= now - took_s:  # else it is there, and slow
+            if peer.last_answer <= now - took_s:  # otherwise it is alive but slow
                 peer.lost_until = now + min(_REST_PER_LOST_S * took_s, _LONGEST_LOST_REST_S)
             return peer.failures
         return peer.failures + 1
 
     def rest(self, name: str, until: float) -> None:
-        """`name` asked not to be called before then: that is no failure."""
+        """Record that `name` asked for no calls before `until`, which is not a failure."""
         peer = self._peers.get(name)
         if peer is not None:
             peer.rests_until = max(peer.rests_until, until)
@@ -153,13 +155,13 @@ class Wiring:
             peer.held_until = float("-inf")
 
     def hold(self, name: str, now: float, until: float) -> None:
-        """Pick others until then, or until `name` has answered, failed or asked for a rest: one call shows which."""
+        """Pick others until then, or until a call to `name` was answered, failed, or returned a request for rest."""
         peer = self._peers.get(name)
         if peer is not None:
             peer.held_at, peer.held_until = now, until
 
     def let_go(self, name: str) -> bool:
-        """`name` has answered a call, whatever it said. True: it was held."""
+        """Record that `name` has answered a call in any way; returns True if it was held."""
         peer = self._peers.get(name)
         if peer is None or peer.held_until == float("-inf"):
             return False
@@ -167,28 +169,28 @@ class Wiring:
         return True
 
     def rested(self, name: str) -> None:
-        """`name` need not rest any longer: it can be reached again."""
+        """End the rest of `name`, because it can be reached again."""
         peer = self._peers.get(name)
         if peer is not None:
             peer.rests_until = peer.lost_until = peer.held_until = float("-inf")
 
     def rests(self, name: str, now: float) -> bool:
-        """True while `name` is left out."""
+        """Return True while `name` is not picked."""
         peer = self._peers.get(name)
         return peer is not None and max(peer.left_until, peer.lost_until) > now
 
     def is_full(self, name: str, now: float) -> bool:
-        """True while `name` rests only because it asked for it."""
+        """Return True while `name` rests only because it asked for it."""
         peer = self._peers.get(name)
         return peer is not None and now < peer.left_until <= peer.full_until
 
     def seconds_per_unit(self, name: str) -> float:
-        """Measured seconds per unit of cost; 0 when `name` has not answered yet."""
+        """Measured seconds per unit of cost, or 0 if `name` has not answered yet."""
         peer = self._peers.get(name)
         return peer.seconds_per_unit / peer.weight if peer is not None and peer.weight else 0.0
 
     def wakes_at(self, now: float) -> float | None:
-        """Time at which the first peer may be picked again, when all rest; None when nobody serves the stage."""
+        """Time at which the first peer may be picked again if all rest, or None if no peer serves the stage."""
         return max(now, min(p.left_until for p in self._peers.values())) if self._peers else None
 
     def __iter__(self) -> Iterator[str]:

@@ -1,15 +1,15 @@
-"""Cost of a placement, in seconds a step, by one of two models.
+"""Cost of a placement, in seconds per step, by one of two models.
 
-LATENCY is the paper's (equations 2 to 4): all microbatches of a step go through as one wave, stage after stage, forward
-and back, and then gradients are averaged; total = DataP + 2 PipeP, and the time of computing where speeds are known.
-With as many microbatches as pipelines, each link carries one microbatch, as there.
+LATENCY is the paper's (equations 2 to 4): all microbatches of a step pass as one wave, stage after stage, forward and
+back, and then gradients are averaged; total = DataP + 2 PipeP, plus the computing time if speeds are known. With as
+many microbatches as pipelines, each link carries one microbatch, as in the paper.
 
-STEADY is of a full pipeline, in which many microbatches are in flight: one microbatch's way there and back through the
-slowest links and devices fills and drains it, and in between the busiest device or link sets the pace:
-total = DataP + fill + busiest.
+STEADY describes a full pipeline with many microbatches in flight: the pass of one microbatch there and back over the
+slowest links and devices fills and drains it, and in between the busiest device or link determines the pace: total =
+DataP + fill + busiest.
 
 Within a stage the work is shared by speed. Between neighbouring stages the shares flow along a bottleneck matching. A
-link counts with delay and rate averaged over both directions, but is busy as long as its slower direction is.
+link's delay and rate are averaged over both directions, but its busy time is that of its slower direction.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 
 from peerd.machine.placement.problem import Matrix, PlacementProblem
 
-DEAD_S: Final = 1e9  # stands for "impossible": large beyond any plan, small enough to tell two impossible ones apart
+DEAD_S: Final = 1e9  # "impossible": larger than any plan, but small enough that sums of it still differ
 NO_LINK: Final = 0.5 * DEAD_S
 
 
 class CostKind(StrEnum):
-    """What a step's seconds are made of."""
+    """The model of a step's duration."""
 
     LATENCY = "latency"
     STEADY = "steady"
@@ -39,17 +39,17 @@ class PlacementCost:
 
     kind: CostKind
     data_parallel_s: float  # the slowest stage's averaging
-    pipeline_s: float  # links, there and back: of the whole wave, or of one microbatch that fills the pipeline
-    compute_s: float  # of the whole wave, or of one microbatch
-    busiest_s: float = 0.0  # STEADY: the busiest device's or link's further microbatches
-    moving_s: float = 0.0  # of devices that change their stage, spread over the steps that it is to last
+    pipeline_s: float  # links, there and back, for the whole wave (LATENCY) or one microbatch (STEADY)
+    compute_s: float  # for the whole wave (LATENCY) or one microbatch (STEADY)
+    busiest_s: float = 0.0  # STEADY: time of the busiest device or link for the other microbatches
+    moving_s: float = 0.0  # time of devices that change their stage, spread over the planned steps
 
     @property
     def total_s(self) -> float:
         return self.data_parallel_s + self.pipeline_s + self.compute_s + self.busiest_s + self.moving_s
 
     def real(self) -> PlacementCost:
-        """The same with what is impossible told as infinite."""
+        """The same cost with infinity for impossible parts."""
         parts = (self.data_parallel_s, self.pipeline_s, self.compute_s, self.busiest_s)
         averaging_s, links_s, compute_s, busiest_s = (np.inf if part >= NO_LINK else part for part in parts)
         return PlacementCost(self.kind, averaging_s, links_s, compute_s, busiest_s, self.moving_s)
@@ -57,10 +57,10 @@ class PlacementCost:
 
 @dataclass(frozen=True, slots=True)
 class PairTimes:
-    """Times of all pairs, [N, N]: 0 to oneself, `DEAD_S` of delay where there is no link."""
+    """Times of all pairs, [N, N]: 0 on the diagonal, a delay of `DEAD_S` if there is no link."""
 
-    delay_s: Matrix  # both directions averaged
-    s_per_byte: Matrix  # likewise
+    delay_s: Matrix  # averaged over both directions
+    s_per_byte: Matrix  # of the average rate of both directions
     slower_s_per_byte: Matrix  # of the slower direction
 
     @classmethod
@@ -77,15 +77,15 @@ class PairTimes:
 
 
 def twins_of(problem: PlacementProblem, links: PairTimes) -> list[int]:
-    """The class of each device: of one class are those that any plan could exchange without a difference.
+    """The class of each device. Devices of one class can be exchanged in any plan without a difference.
 
-    They have one speed and memory, and the same links to everybody else. Known by a first one of each class.
+    They have the same speed and memory, and the same links to all others. A class is identified by its first device.
     """
     first: dict[tuple[object, ...], list[int]] = {}
     classes = list(range(len(problem.devices)))
     for at, device in enumerate(problem.devices):
         rows = (links.delay_s[at], links.s_per_byte[at], links.slower_s_per_byte[at])
-        # The row's values in order are the same for twins, wherever their own places are.
+        # Twins have the same sorted row values, at any positions.
         alike = first.setdefault((device.speed, device.memory, *(np.sort(row).tobytes() for row in rows)), [])
         for other in alike:
             if all(_same_but_for(matrix, at, other) for matrix in (links.delay_s, links.s_per_byte)) and _same_but_for(

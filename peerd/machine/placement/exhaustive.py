@@ -1,7 +1,7 @@
-"""Every placement of a problem that is small enough, each once.
+"""Enumeration of every placement of a small problem, each once.
 
-Where the order of stages is free, stages are numbered by their first device; of devices that are alike, the later one's
-stage is not below the earlier one's.
+If the order of stages is free, stages are numbered by their first device; among identical devices, a later one's stage
+is not below an earlier one's.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from peerd.machine.placement.starts import Stages, fits
 
 
 def count_bound(problem: PlacementProblem) -> int:
-    """No more placements than this, told without looking at them."""
+    """Upper bound of the number of placements, without enumerating them."""
     choices = len(problem.stages) + (problem.sizes is None or sum(problem.sizes) < len(problem.devices))
     return int(choices ** len(problem.devices))
 
 
 def all_placements(problem: PlacementProblem, classes: list[int], order_is_free: bool) -> Iterator[Stages]:
-    """Members of each stage. `classes`: devices of one class are alike."""
+    """Members of each stage, for each placement. `classes`: devices of one class are interchangeable."""
     count, stages = len(problem.devices), len(problem.stages)
     before = {
         device: max((d for d in range(device) if classes[d] == classes[device]), default=-1) for device in range(count)

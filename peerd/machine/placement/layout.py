@@ -1,7 +1,7 @@
-"""Layout: the stages' members under search, and what a change of some of them would cost.
+"""Layout: the stages' members during the search, and the cost of changing some of them.
 
-A change is refused as early as its cost is known to exceed the bar: after averaging, after bounds from below of the
-edges, or in full. Costs under search also count a little of what the slowest hides: see `EVENED`.
+A change is rejected as soon as its cost is known to exceed the bar: after averaging, after lower bounds of the edges,
+or in full. Costs during the search include a fraction of the mean stage, which the slowest one hides: see `EVENED`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from peerd.machine.placement.model import CostModel, Edge, Group, Key, Members, 
 from peerd.machine.placement.problem import IDLE, Matrix
 
 FEW_STAGES: Final = 10
-EVENED: Final = 0.05  # weight of the mean stage's averaging: what brings one stage down counts before the others follow
+EVENED: Final = 0.05  # weight of the mean stage's averaging, so that improving a single stage counts
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
-    """What moving costs: seconds of a step for each device whose stage differs from `stage_of`; from idle too."""
+class MoveCost:
+    """The cost of moving: seconds per step for each device whose stage differs from `stage_of`, including idle ones."""
 
     stage_of: tuple[int, ...]
     each_s: float
@@ -35,7 +35,7 @@ class Moving:
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """What lies between each two stages, [S, S], the same both ways; where not exact, bounds from below."""
+    """Times between each two stages, [S, S], symmetric; lower bounds unless `exact`."""
 
     pass_s: Matrix
     busy_s: Matrix
@@ -61,7 +61,7 @@ class Edges:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """New members of some stages, and all that follows from them."""
+    """New members of some stages, and everything computed for them."""
 
     members: Mapping[int, Members]
     keys: list[Key]
@@ -70,17 +70,17 @@ class Change:
     moving_s: float
     order: list[int]
     cost: PlacementCost
-    searched_s: float  # what the search compares
+    searched_s: float  # the cost that the search compares
 
 
 class StageLayout:
-    """Members of each stage, and of the idle."""
+    """Members of each stage; all other devices are idle."""
 
     def __init__(
         self,
         model: CostModel,
         members: Sequence[Members],
-        moving: Moving | None = None,
+        moving: MoveCost | None = None,
         order: list[int] | None = None,
     ) -> None:
         self.model = model
@@ -98,7 +98,7 @@ class StageLayout:
 
     @property
     def twins_are_one(self) -> bool:
-        """True when exchanging two devices that are alike changes nothing."""
+        """True if exchanging two identical devices changes nothing."""
         return self._moving is None
 
     @property
@@ -111,11 +111,11 @@ class StageLayout:
 
     @property
     def order(self) -> list[int]:
-        """Stages along the pipeline."""
+        """Stages in the order of the pipeline."""
         return self._change.order
 
     def stage_of(self) -> list[int]:
-        """The stage of each device, as numbered here, not in the order of the pipeline."""
+        """The stage of each device, by the numbers used here, not in the order of the pipeline."""
         found = [IDLE] * len(self.model.classes)
         for stage, members in enumerate(self.members):
             for device in members:
@@ -123,7 +123,7 @@ class StageLayout:
         return found
 
     def take(self, change: Change) -> None:
-        """Makes a change."""
+        """Apply a change."""
         for stage, members in change.members.items():
             self.members[stage] = members
         self.keys, self.groups = change.keys, change.groups
@@ -131,7 +131,7 @@ class StageLayout:
         self._change = change
 
     def changed(self, members: Mapping[int, Members], bar_s: float) -> Change | None:
-        """What new members of some stages come to; None where that is more than the bar."""
+        """The change to new members of some stages, or None if its cost exceeds the bar."""
         model, keys, groups = self.model, self.keys.copy(), self.groups.copy()
         for stage, of in members.items():
             keys[stage] = key = model.key(of)
@@ -148,7 +148,7 @@ class StageLayout:
         if not self._exact(edges, self._soon(edges), members, keys, at_most_s - least_busy_s):
             return None
         near: list[int] | None = self._order
-        while True:  # edges off the path stay bounds from below: no path that uses them is shorter
+        while True:  # edges off the path stay lower bounds: no path that uses them is shorter
             passed_s, longest_s, order = model.arrange(edges.pass_s, edges.busy_s, least_busy_s, near)
             if passed_s + longest_s > at_most_s:
                 return None
@@ -172,7 +172,7 @@ class StageLayout:
         return found
 
     def _neighbours(self) -> list[list[tuple[int, int]]]:
-        """Of each stage, the pairs (stage, next) that it is in: all others where the order is free."""
+        """For each stage, the pairs (stage, next) that contain it; with all other stages if the order is free."""
         count = len(self.members)
         if self.model.order_is_free:
             return [[(stage, other) for other in range(count) if other != stage] for stage in range(count)]
@@ -180,7 +180,7 @@ class StageLayout:
         return [[pair for pair in near if stage in pair] for stage in range(count)]
 
     def _edges(self, members: Mapping[int, Members], keys: list[Key]) -> Edges:
-        """Edges with those of the new members: known ones, or bounds from below."""
+        """Edges for the new members: known ones, or lower bounds."""
         edges, seen = self._known.copy(), set()
         for stage in members:
             for one, other in self._between[stage]:
@@ -199,7 +199,7 @@ class StageLayout:
         return self.model.pairs(one, members.get(one, self.members[one]), members.get(other, self.members[other]))
 
     def _soon(self, edges: Edges) -> list[tuple[int, int]]:
-        """Edges that are made exact before a path is sought: all, where that takes less than seeking it again."""
+        """Edges to make exact before a path is searched: all, if that is faster than searching again."""
         if len(self.members) <= FEW_STAGES or self._order is None:
             return [(one, other) for one, other in np.argwhere(~edges.exact).tolist() if one < other]
         return edges.open_along(self._order)
@@ -212,7 +212,7 @@ class StageLayout:
         keys: list[Key],
         bar_s: float,
     ) -> bool:
-        """Makes edges exact; False when the shortest path exceeds the bar anyway."""
+        """Make edges exact; returns False if the shortest path exceeds the bar in any case."""
         if self.model.least(edges.pass_s) > bar_s:
             return False
         for one, other in open_:

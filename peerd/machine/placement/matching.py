@@ -1,9 +1,10 @@
-"""Bottleneck matching: everybody served such that the slowest link used is as fast as can be.
+"""Bottleneck matching: serve every peer such that the slowest link used is as fast as possible.
 
-Rows and columns are the peers of two neighbouring stages. Where both have as many peers of one speed, it is a perfect
-matching; else a flow, in which each carries its share of the microbatches. The threshold starts at what the loneliest
-peer needs, and rises only when Hall's condition fails below it: to the least cost that leads out of the set that fails,
-so nothing is tried in vain and the matching found so far is kept. Sets of columns are bits of an int.
+Rows and columns are the peers of two neighbouring stages. If both have the same number of peers of one speed, it is a
+perfect matching; otherwise it is a flow, in which each peer carries its share of the microbatches. The threshold starts
+at the lower bound of `least_value`, and rises only if Hall's condition fails below it: to the least cost that leads out
+of the failing set. So no threshold is tried in vain, and the matching found so far is kept. Sets of columns are bits of
+an int.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from peerd.machine.placement.problem import Matrix
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """The slowest link used, and the pairs (row, column) with what flows between them."""
+    """The slowest link used, and the pairs (row, column) with the flow between them."""
 
     value: float
     flows: tuple[tuple[int, int, int], ...]  # row, column, units
@@ -30,9 +31,11 @@ class Matching:
 
 
 def bottleneck(costs: Matrix, supply: Sequence[int] | None = None, demand: Sequence[int] | None = None) -> Matching:
-    """Best way to serve each row and column: one partner each, or shares `supply` and `demand` of equal sums.
+    """The best way to serve each row and column: with one partner each, or by shares `supply` and `demand` of equal
+    sums.
 
-    The costs must be finite. Units are whole numbers, so that what is left over is exactly nothing.
+    Costs must be finite. Units are integers, so that no rounding remains. Raises ValueError if the sizes or sums
+    differ.
     """
     if supply is None or demand is None:
         if costs.shape[0] != costs.shape[1]:
@@ -45,12 +48,12 @@ def bottleneck(costs: Matrix, supply: Sequence[int] | None = None, demand: Seque
 
 
 def least_value(costs: Matrix) -> float:
-    """A bound from below: the best link of the peer whose best link is the worst."""
+    """A lower bound: the best link of the peer whose best link is the slowest."""
     return float(max(costs.min(axis=1).max(), costs.min(axis=0).max()))
 
 
 def perfect(costs: Matrix, value: float | None = None) -> tuple[float, list[int]]:
-    """Bottleneck and the column of each row, [n, n]. `value`: what it comes to at least, where that is known."""
+    """Bottleneck and the column of each row, [n, n]. `value`: a lower bound, if known."""
     value = least_value(costs) if value is None else value
     n = len(costs)
     rows = _sets(costs, value)
@@ -70,7 +73,7 @@ def perfect(costs: Matrix, value: float | None = None) -> tuple[float, list[int]
                     continue
             break
         free &= ~(1 << column)
-        while True:  # turn the path around, from its end
+        while True:  # flip the path, from its end
             before = column_of[end]
             column_of[end], row_of[column] = column, end
             if end == row:
@@ -82,9 +85,10 @@ def perfect(costs: Matrix, value: float | None = None) -> tuple[float, list[int]
 def _alternate(
     rows: list[int], start: int, row_of: list[int], free: int
 ) -> tuple[int, int, dict[int, int], int, list[int]]:
-    """A free column reached along an alternating path, -1 for none, and the row before it; the way back; what was seen.
+    """Search a free column along an alternating path from `start`, none of whose columns is free.
 
-    Only called where no column of the start is free.
+    Returns the free column (-1 if there is none), the row before it, the way back (column -> row), the columns seen,
+    and the rows reached.
     """
     came_from: dict[int, int] = {}  # column -> row that reached it
     seen, queue = 0, [start]
@@ -113,7 +117,7 @@ def _sets(costs: Matrix, value: float) -> list[int]:
 
 
 class _Spread:
-    """Flow of whole units from rows to columns under a rising threshold."""
+    """Flow of integer units from rows to columns under a rising threshold."""
 
     def __init__(self, costs: Matrix, supply: Sequence[int], demand: Sequence[int]) -> None:
         self._costs = costs
@@ -131,8 +135,8 @@ class _Spread:
         return Matching(self._value, tuple(flows))
 
     def _send(self, start: int) -> None:
-        """Sends more of one row along a shortest path with room, or raises the threshold."""
-        column_before: dict[int, int] = {}  # row -> the column that gives back its flow
+        """Send more units of one row along a shortest path with room, or raise the threshold."""
+        column_before: dict[int, int] = {}  # row -> the column that returns its flow
         row_before: dict[int, int] = {}
         seen, queue, queued = 0, [start], {start}
         for row in queue:

@@ -1,7 +1,7 @@
-"""Cost model of one problem: what a stage's peers cost, what lies between two stages, and what it comes to in all.
+"""Cost model of one problem: costs of a stage's peers, of the links between two stages, and of the whole pipeline.
 
-Remembers what it was asked, by what kind of devices stand in a stage: exchanging two that are alike changes nothing.
-Members are sorted tuples of device numbers. Order of stages: free where they are all alike, unless it is to be kept.
+Caches its results by the classes of the devices in a stage: exchanging two identical devices changes nothing. Members
+are sorted tuples of device numbers. The order of stages is free if they are all alike, unless it must be kept.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from peerd.machine.placement.problem import Matrix, PlacementProblem
 
 Members = tuple[int, ...]
 Key = tuple[int, ...]  # classes of the members, sorted
-UNITS: Final = 1 << 16  # in which unequal shares of a stage are counted
-REMEMBERED: Final = 300_000  # stages and pairs of stages
+UNITS: Final = 1 << 16  # total units of a stage whose shares are unequal
+REMEMBERED: Final = 300_000  # cached stages, and cached pairs of stages
 
 
 class Group(NamedTuple):
-    """What the peers of one stage cost."""
+    """Costs of the peers of one stage."""
 
     data_parallel_s: float
     compute_s: float
@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """What lies between two neighbouring stages: the way there and back, and how long its busiest link works on."""
+    """Costs between two neighbouring stages: the pass there and back, and the further busy time of the busiest link."""
 
     pass_s: float
     busy_s: float
@@ -42,7 +42,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Times of the pairs between two stages, [n, m], and the shares to match, None where each has one partner."""
+    """Times of the pairs between two stages, [n, m], and the shares to match, or None if each peer has one partner."""
 
     pass_s: Matrix
     busy_s: Matrix | None
@@ -51,7 +51,7 @@ class Pairs:
 
 
 class CostModel:
-    """See the module."""
+    """The cost model of one problem and one kind of cost."""
 
     def __init__(self, problem: PlacementProblem, kind: CostKind, keep_order: bool = False) -> None:
         self.problem, self.kind = problem, kind
@@ -75,7 +75,7 @@ class CostModel:
         return tuple(sorted([classes[device] for device in members]))
 
     def group(self, stage: int, members: Members, key: Key) -> Group:
-        """Averaging (equation 2), computing, and how long the busiest works after the first microbatch."""
+        """Costs of a stage: averaging (equation 2), computing, and the busiest device after the first microbatch."""
         kind = self._kind_of[stage]
         found = self._groups.get((kind, key))
         if found is None:
@@ -106,7 +106,7 @@ class CostModel:
         return self._edges.get(self._edge_key(stage, one, other))
 
     def edge(self, stage: int, one: Key, other: Key, pairs: Pairs) -> Edge:
-        """What lies between `stage` and the next."""
+        """Costs between `stage` and the next one."""
         if len(self._edges) >= REMEMBERED:
             self._edges.clear()
         found = self._edges[self._edge_key(stage, one, other)] = Edge(*self._matched(pairs)[:2])
@@ -118,15 +118,15 @@ class CostModel:
         return (self._kind_of[stage], one, other)
 
     def matching(self, stage: int, one: Members, other: Members) -> Matching:
-        """Who of a stage sends to whom of the next."""
+        """Which peers of a stage send to which of the next."""
         return self._matched(self.pairs(stage, one, other))[2]
 
     def least_edge(self, pairs: Pairs) -> Edge:
-        """A bound from below of both."""
+        """Lower bounds of both costs."""
         return Edge(least_value(pairs.pass_s), 0.0 if pairs.busy_s is None else least_value(pairs.busy_s))
 
     def pairs(self, stage: int, one: Members, other: Members) -> Pairs:
-        """Times of the pairs between a stage and the next."""
+        """Times of the pairs between a stage and the next one."""
         size, count = self.problem.stages[stage].activation, self.problem.microbatches
         block = (np.array(one)[:, None], np.array(other))
         delay_s, s_per_byte = self.links.delay_s[block], self.links.s_per_byte[block]
@@ -146,11 +146,11 @@ class CostModel:
         if self.kind is CostKind.LATENCY:
             return Pairs(2 * (delay_s + load * size * s_per_byte), None, supply, demand)
         busy_s = np.maximum(0.0, load - 1.0) * size * self.links.slower_s_per_byte[block]
-        busy_s[delay_s >= DEAD_S] = DEAD_S  # where there is no link, nothing is idle
+        busy_s[delay_s >= DEAD_S] = DEAD_S  # a missing link must not count as idle
         return Pairs(2 * (delay_s + size * s_per_byte), busy_s, supply, demand)
 
     def _matched(self, pairs: Pairs) -> tuple[float, float, Matching]:
-        """`pass_s`, `busy_s`, and the matching that has both: the least busy ones first, of them the fastest."""
+        """`pass_s`, `busy_s`, and the matching that has both: a least busy one, and of these a fastest one."""
         pass_s, busy_s = pairs.pass_s, 0.0
         if pairs.busy_s is not None and pairs.busy_s.any():
             busy_s = bottleneck(pairs.busy_s, pairs.supply, pairs.demand).value
@@ -164,10 +164,10 @@ class CostModel:
     def arrange(
         self, pass_s: Matrix, busy_s: Matrix, least_busy_s: float, near: list[int] | None = None
     ) -> tuple[float, float, list[int]]:
-        """Sum of passes, longest busy time, and the order of stages with which both together are least, [S, S].
+        """Sum of the passes, longest busy time, and the order of stages with the least total. Matrices are [S, S].
 
-        `least_busy_s`: of the busiest device. `near`: an order to begin with, where there are too many to try all.
-        Edges of an order that is kept: between neighbours only.
+        `least_busy_s`: time of the busiest device. `near`: an order to start from if there are too many to try all. If
+        the order must be kept, only edges between neighbours count.
         """
         if not self.order_is_free:
             order = list(range(len(pass_s)))
@@ -187,7 +187,7 @@ class CostModel:
         return found
 
     def least(self, pass_s: Matrix) -> float:
-        """A bound from below for the sum of passes."""
+        """Lower bound of the sum of passes."""
         return least_length(pass_s) if self.order_is_free else float(np.diagonal(pass_s, 1).sum())
 
     def cost(self, groups: Sequence[Group], passed_s: float, busy_s: float, moving_s: float = 0.0) -> PlacementCost:
@@ -196,7 +196,7 @@ class CostModel:
 
 
 def _units(shares: NDArray[np.float64]) -> list[int]:
-    """Shares in whole units, at least one each, in all `UNITS`: what is left goes to the largest remainders."""
+    """Shares as integers with sum `UNITS`, at least one each; the rest is assigned by the largest remainders."""
     spare = UNITS - len(shares)
     exact = shares * spare
     units = np.floor(exact).astype(int)

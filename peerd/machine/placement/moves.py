@@ -1,10 +1,10 @@
-"""Moves that a search tries: what new members of some stages are worth a look.
+"""Moves of the search: which new members of some stages are worth evaluating.
 
-The paper's: of two stages, swap an end of the fastest link inside one with an end of the other's. Giving away such an
-end costs little averaging, which the slow links bound, and leaves a fast link between the two stages. Besides: any two
-devices, two that are near one another's new peers, the slowest device of the slowest stage, three in a ring, several at
-once, or whole neighbourhoods; where sizes are free, one device alone, or to and from idleness; where the order is kept,
-whole stages.
+The paper's move takes two stages and swaps an end of the fastest link inside one with such an end of the other. This
+costs little averaging, which is bounded by slow links, and leaves a fast link between the two stages. Other moves swap
+any two devices, a device with one near its new peers, the slowest device of the slowest stage, three in a ring, several
+at once, or whole neighbourhoods. If sizes are free, single devices move, also to and from idleness; if the order is
+kept, whole stages move.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from peerd.machine.placement.model import CostModel, Members
 from peerd.machine.placement.problem import IDLE, Matrix
 
 Proposal = dict[int, Members]
-NEAREST_OF: Final = 4  # devices drawn, of which the one nearest to its new peers is taken
+NEAREST_OF: Final = 4  # devices drawn, of which the one nearest to its new peers is used
 
 
 class Moves:
-    """Draws moves for one layout, whose devices' stages it follows."""
+    """Draws moves for one layout, and tracks the stages of its devices."""
 
     def __init__(self, layout: StageLayout, rng: Random) -> None:
         self._layout, self._rng = layout, rng
@@ -48,11 +48,11 @@ class Moves:
         self._kinds = [kind for kind, weight in kinds for _ in range(weight)]
 
     def draw(self) -> Proposal | None:
-        """A move; None where what was drawn changes nothing."""
+        """A random move, or None if the one drawn changes nothing."""
         return self._rng.choice(self._kinds)() if self._kinds else None
 
     def follow(self) -> None:
-        """The layout has changed."""
+        """Update the stages of devices after the layout has changed."""
         self.stage_of = self._layout.stage_of()
 
     def _swap(self, pairs: list[tuple[int, int]]) -> Proposal | None:
@@ -77,7 +77,7 @@ class Moves:
         return self._swap([(self._device(), self._device())])
 
     def _near_two(self) -> Proposal | None:
-        """A device, and of some in another stage the one that is nearest to its peers."""
+        """Swap a device with the nearest to its peers among some of other stages."""
         one = self._device()
         return self._swap([(one, self._nearest(one))])
 
@@ -96,7 +96,7 @@ class Moves:
         return one, other
 
     def _fastest_ends(self) -> Proposal | None:
-        """The paper's four swaps: the one with the largest gain, or one drawn, as often."""
+        """The paper's four swaps: with equal probability the one with the largest gain, or a random one."""
         stages = self._two_stages()
         here, there = (self._layout.members[stage] for stage in stages)
         mine, theirs = self._ends(here), self._ends(there)
@@ -115,7 +115,7 @@ class Moves:
         return members[one], members[other]
 
     def _gain(self, pair: tuple[int, int], stages: tuple[Members, Members], ends: tuple[Members, Members]) -> float:
-        """Mean link to the other stage, which a pipeline would use, less the fast one that it may use now."""
+        """Mean link to the other stage, which a pipeline would use, minus the fast link that it may use now."""
         gain = 0.0
         for device, to, own in zip(pair, stages[::-1], ends, strict=True):
             fast = max((float(self._times[device, end]) for end in own), default=0.0)
@@ -123,7 +123,7 @@ class Moves:
         return gain
 
     def _slowest(self) -> Proposal | None:
-        """The slowest device of the slowest stage, against one nearer to the rest."""
+        """Swap the slowest device of the slowest stage with one nearer to the rest."""
         groups = self._layout.groups
         stage = max(range(self._stages), key=lambda at: groups[at].data_parallel_s)
         members = self._layout.members[stage]
@@ -133,7 +133,7 @@ class Moves:
         return self._swap([(one, self._nearest(one))])
 
     def _several(self) -> Proposal | None:
-        """Two or more of a stage against as many of another."""
+        """Swap two or more devices of a stage with the same number of another."""
         one, other = self._two_stages()
         mine, theirs = self._layout.members[one], self._layout.members[other]
         most = min(len(mine), len(theirs))
@@ -143,7 +143,7 @@ class Moves:
         return self._swap(list(zip(self._rng.sample(mine, count), self._rng.sample(theirs, count), strict=True)))
 
     def _neighbourhoods(self) -> Proposal | None:
-        """A device and those of its stage that are nearest to it, against as many of another stage."""
+        """Swap a device and its nearest devices in its stage with the same number of another stage."""
         stages = self._two_stages()
         most = min(len(self._layout.members[stage]) for stage in stages)
         if most < 4:
@@ -157,7 +157,7 @@ class Moves:
         return [members[at] for at in np.argsort(times, kind="stable")[:count].tolist()]
 
     def _ring(self) -> Proposal | None:
-        """One of each of three stages goes to the next."""
+        """Move one device of each of three stages to the next of the three."""
         if self._stages < 3:
             return None
         stages = self._rng.sample(range(self._stages), 3)
@@ -168,7 +168,7 @@ class Moves:
         return new
 
     def _one(self) -> Proposal | None:
-        """A device or two to another stage, or idle, or from idleness."""
+        """Move one or two devices to another stage, to idleness or from idleness."""
         new: dict[int, list[int]] = {}
         for device in self._rng.sample(range(self._devices), self._rng.choice((1, 1, min(2, self._devices)))):
             here, stage = self.stage_of[device], self._rng.randint(IDLE, self._stages - 1)
@@ -183,7 +183,7 @@ class Moves:
         return {stage: tuple(sorted(of)) for stage, of in new.items()} or None
 
     def _whole_stages(self) -> Proposal | None:
-        """Two stages' peers change places, or a run of stages turns around."""
+        """Exchange the peers of two stages, or reverse a run of stages."""
         one, other = sorted(self._two_stages())
         members, sizes = self._layout.members, self._model.problem.sizes
         if self._rng.random() < 0.5:
@@ -196,7 +196,7 @@ class Moves:
 
 
 def _times(model: CostModel) -> Matrix:
-    """A link's time for what a stage's averaging and its pipelines send over it, on the average, [N, N]."""
+    """A link's mean time for the data that averaging and pipelines send over it, [N, N]."""
     problem = model.problem
     size = sum(work.gradient * len(problem.stages) / len(problem.devices) for work in problem.stages)
     size += sum(work.activation for work in problem.stages)

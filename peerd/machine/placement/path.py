@@ -1,8 +1,8 @@
-"""Open path: the order of stages in which the sum of the edges between neighbours is least.
+"""Open path: the order of stages with the least sum of edges between neighbours.
 
-Exact by dynamic programming over subsets (Held and Karp) up to `EXACT_STAGES`, vectorised over all subsets of one size;
-above, the best of greedy paths from every start, improved by reversing (2-opt) and moving (Or-opt) runs of stages.
-Edges are the same in both directions, and finite.
+Exact by dynamic programming over subsets (Held and Karp) up to `EXACT_STAGES`, vectorised over all subsets of one size.
+Above that, the best of greedy paths from every start, improved by reversing (2-opt) and moving (Or-opt) runs of stages.
+Edges are symmetric and finite.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from peerd.machine.placement.problem import Matrix
 
 EXACT_STAGES: Final = 14
-GREEDY_STARTS: Final = 6  # of which the best paths are improved
-LONGEST_RUN: Final = 3  # stages that Or-opt moves together
+GREEDY_STARTS: Final = 6  # number of best greedy paths that are improved
+LONGEST_RUN: Final = 3  # most stages that Or-opt moves together
 
 Index = NDArray[np.intp]
 
 
 def open_path(edges: Matrix, near: list[int] | None = None) -> tuple[float, list[int]]:
-    """Length of the shortest path through all stages, and the stages in its order, [S, S].
+    """Length of the shortest path through all stages, and the stages in its order. `edges` is [S, S].
 
-    `near`: an order that is improved instead of greedy ones, where the path is not exact; never made longer.
+    `near`: an order to improve instead of greedy ones, if the path is not exact; the result is never longer.
     """
     n = len(edges)
     if n <= 2:
@@ -41,7 +41,7 @@ def length_of(edges: Matrix, order: list[int]) -> float:
 
 
 def least_length(edges: Matrix) -> float:
-    """A bound from below: inner stages have two edges, so count the two best of each, half each, but for both ends."""
+    """Lower bound of the path's length: half of each stage's two shortest edges, with one edge each at the two ends."""
     n = len(edges)
     if n <= 2:
         return float(edges[0, 1]) if n == 2 else 0.0
@@ -53,7 +53,7 @@ def least_length(edges: Matrix) -> float:
 
 @functools.cache
 def _layers(n: int) -> tuple[tuple[Index, Index, Index], ...]:
-    """By size of the subset, 2 to n: subsets [L, 1], each one's last stages [L, k], and the subsets before [L, k]."""
+    """By size of the subset, 2 to n: subsets [L, 1], possible last stages [L, k], and subsets without these [L, k]."""
     layers = []
     for size in range(2, n + 1):
         subsets = [mask for mask in range(1 << n) if mask.bit_count() == size]
@@ -65,7 +65,7 @@ def _layers(n: int) -> tuple[tuple[Index, Index, Index], ...]:
 
 def _exact(edges: Matrix) -> tuple[float, list[int]]:
     n = len(edges)
-    best = np.full((1 << n, n), np.inf)  # shortest path over a subset that ends in a stage
+    best = np.full((1 << n, n), np.inf)  # shortest path over each subset, by last stage
     best[1 << np.arange(n), np.arange(n)] = 0.0
     for masks, last, before in _layers(n):
         best[masks, last] = (best[before] + edges[last]).min(axis=2)
@@ -94,7 +94,7 @@ def _greedy(edges: Matrix, start: int) -> list[int]:
 
 
 def _descended(edges: Matrix, order: list[int]) -> tuple[float, list[int]]:
-    """A path that neither 2-opt nor Or-opt makes shorter."""
+    """A path that neither 2-opt nor Or-opt can shorten, with its length."""
     length = length_of(edges, order)
     while True:
         better = _reversed_run(edges, order) or _moved_run(edges, order)
@@ -112,7 +112,7 @@ def _below(n: int) -> NDArray[np.bool_]:
 
 
 def _reversed_run(edges: Matrix, order: list[int]) -> list[int] | None:
-    """The best reversal of stages i to j, all pairs at once; the path's ends are free."""
+    """The order after the best reversal of stages i to j, all pairs at once, or None; the path's ends are free."""
     n = len(order)
     along = edges[np.ix_(order, order)]
     gain = np.zeros((n, n))
@@ -128,11 +128,11 @@ def _reversed_run(edges: Matrix, order: list[int]) -> list[int] | None:
 
 
 def _moved_run(edges: Matrix, order: list[int]) -> list[int] | None:
-    """The best move of a run of stages to another place, either way around, all runs of a length at once."""
+    """The order after the best move of a run of stages, in either direction, all runs of a length at once, or None."""
     n = len(order)
-    ended = np.zeros((n + 2, n + 2))  # along the order, with an end before and behind it that costs nothing
+    ended = np.zeros((n + 2, n + 2))  # edges along the order, with free ends before and behind it
     ended[1:-1, 1:-1] = edges[np.ix_(order, order)]
-    old = np.diagonal(ended, 1)  # of each place, 0 to n
+    old = np.diagonal(ended, 1)  # edge at each place, 0 to n
     places = np.arange(n + 1)
     best, found = 1e-12 * max(1.0, float(ended.max())), None
     for run in range(1, LONGEST_RUN + 1):

@@ -1,8 +1,8 @@
-"""A placement and what it is for: devices, the network between them, the stages of a run.
+"""Input and result of a placement: devices, the network between them, the stages of a run.
 
-Pure numbers: no files, no sockets, no torch. Shapes: N devices, S stages. Sizes are bytes, times seconds, rates bytes
-a second, speeds floating-point operations a second. Source: DT-FM (Yuan et al., 2022), section 3, made wider: stages
-and devices may differ, links may be asymmetric or missing, devices may stay idle.
+Pure numbers: no files, no sockets, no torch. Shapes: N devices, S stages. Sizes in bytes, times in seconds, rates in
+bytes per second, speeds in floating-point operations per second. Source: DT-FM (Yuan et al., 2022), section 3,
+generalised: stages and devices may differ, links may be asymmetric or missing, devices may stay idle.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Network:
     """Links from each device (row) to each other (column), [N, N]."""
 
     delay_s: Matrix  # one way; 0 on the diagonal
-    rate: Matrix  # infinite on the diagonal; 0: cannot be reached
+    rate: Matrix  # infinite on the diagonal; 0 if there is no connection
 
     def __post_init__(self) -> None:
-        """ValueError for matrices that are not square, of one size, finite delays >= 0 and rates >= 0."""
+        """Raises ValueError unless both are square, of one size, with finite delays >= 0 and rates >= 0."""
         n = len(self.delay_s)
         if self.delay_s.shape != (n, n) or self.rate.shape != (n, n):
             raise ValueError("delays and rates must be square matrices of one size")
@@ -36,13 +36,13 @@ class Network:
             raise ValueError("a rate is not a number >= 0")
 
     def both_ways(self) -> Network:
-        """Each pair's delay and rate averaged over the two directions; a pair with one dead direction is dead."""
+        """Each pair's delay and rate, averaged over both directions; a pair with one dead direction is dead."""
         dead = (self.rate == 0) | (self.rate.T == 0)
         rate = np.where(dead, 0.0, (self.rate + self.rate.T) / 2)
         return Network((self.delay_s + self.delay_s.T) / 2, rate)
 
     def seconds(self, size: float) -> Matrix:
-        """Time of a message of `size` bytes over each link, [N, N]; infinite where there is none, 0 to oneself."""
+        """Time of a message of `size` bytes over each link, [N, N]; infinite if there is no link, 0 on the diagonal."""
         with np.errstate(divide="ignore", invalid="ignore"):
             carried = np.where(self.rate > 0, size / self.rate, np.inf)
         times = self.delay_s + carried
@@ -52,7 +52,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class PlanDevice:
-    """One machine. `place`: of devices near each other, for people to read."""
+    """One machine. `place`: its location, for display."""
 
     name: str
     speed: float = np.inf
@@ -62,26 +62,26 @@ class PlanDevice:
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """What one stage asks for; of one microbatch where not said otherwise."""
+    """The requirements of one stage, per microbatch unless stated otherwise."""
 
-    gradient: float  # bytes that its peers average in a step
-    activation: float  # bytes to the next stage; as many come back. Of the last stage: not used
+    gradient: float  # bytes that its peers average per step
+    activation: float  # bytes to the next stage, and the same number back; unused for the last stage
     flops: float = 0.0  # forward and backward together
     memory: float = 0.0  # bytes that a peer of this stage must have
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementProblem:
-    """Who there is and what is to be done: stages in the order of the pipeline, `microbatches` in a step."""
+    """The input: devices, network, stages in the order of the pipeline, and `microbatches` per step."""
 
     devices: tuple[PlanDevice, ...]
     network: Network
     stages: tuple[StageWork, ...]
     microbatches: int = 1  # of all pipelines together
-    sizes: tuple[int, ...] | None = None  # peers of each stage, where that is settled; else the search settles it
+    sizes: tuple[int, ...] | None = None  # number of peers of each stage, or None if the search chooses it
 
     def __post_init__(self) -> None:
-        """ValueError when the parts do not fit together."""
+        """Raises ValueError if the parts are inconsistent."""
         if not self.devices or not self.stages or self.microbatches < 1:
             raise ValueError("a device, a stage and a microbatch are needed")
         if len(self.network.delay_s) != len(self.devices):
@@ -91,21 +91,24 @@ class PlacementProblem:
 
     @property
     def stages_alike(self) -> bool:
-        """True when any order of the stages is as good."""
+        """True if any order of the stages is equally good."""
         return len(set(self.stages)) == 1 and (self.sizes is None or len(set(self.sizes)) == 1)
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlacement:
-    """The stage of each device, `IDLE` for none; and who follows whom: [S - 1] tuples of (device, next device)."""
+    """The stage of each device (`IDLE` for none), and the partners in the next stage.
+
+    `follows`: for each of the S - 1 boundaries, tuples of (device, next device).
+    """
 
     stage_of: tuple[int, ...]
     follows: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def members(self, stage: int) -> tuple[int, ...]:
-        """The devices of a stage, in their order."""
+        """The devices of a stage, in ascending order."""
         return tuple(device for device, at in enumerate(self.stage_of) if at == stage)
 
 
 class NoPlacement(ValueError):
-    """No placement can be had; the text says why, for a person."""
+    """No placement exists; the text explains the reason to the user."""

@@ -1,9 +1,9 @@
-"""New placement of a pipeline that is running: the moves that make its steps enough cheaper for what they take.
+"""New placement of a running pipeline: the moves that shorten its steps by more than the moves cost.
 
-The search starts from what is there, a move costs its time, spread over the steps until the horizon. Peers that a plan
-would let idle stay where they are; what comes of it is compared with a plan that keeps the stages' sizes. Of each only
-moves of devices that may move count, and of these only such as are missed when they are left out. Nothing changes for
-less than `least_gain` of a step's time.
+The search starts from the current placement; a move costs its time, spread over the steps until the horizon. Peers that
+a plan would make idle stay where they are; the result is compared with a plan that keeps the stages' sizes. Of each
+plan only the moves of movable devices count, and of these only those without which the result is worse. Nothing changes
+for less than `least_gain` of a step's time.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from peerd.machine.placement.search import SearchOptions, cost_of, plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanOptions:
-    """`moving_s`: of each device that moves; `step_s`: of a step now; `horizon_s`: that a placement is to last."""
+    """`moving_s`: time of each move; `step_s`: current duration of a step; `horizon_s`: planned life of a placement."""
 
     moving_s: float
     step_s: float
     horizon_s: float = 1800.0
-    least_gain: float = 0.1  # share of a step's time
-    evaluations: int = 5_000  # not seconds: the same on every machine
+    least_gain: float = 0.1  # fraction of a step's time
+    evaluations: int = 5_000  # a number instead of seconds, so that every machine gets the same result
 
     @property
     def search(self) -> SearchOptions:
         steps = max(1, round(self.horizon_s / max(self.step_s, 1e-3)))
-        moving_s = max(self.moving_s, 1e-6)  # with none at all the search would number stages anew
+        moving_s = max(self.moving_s, 1e-6)  # with 0 the search would renumber the stages
         return SearchOptions(
             kind=CostKind.STEADY,
             evaluations=self.evaluations,
@@ -40,7 +40,7 @@ class ReplanOptions:
 
 
 def steady_s(problem: PlacementProblem, stage_of: tuple[int, ...]) -> float:
-    """Seconds of a step with this placement; infinite where peers that must exchange data cannot."""
+    """Seconds of a step with this placement; infinite if peers that must exchange data cannot."""
     return cost_of(problem, StagePlacement(stage_of), CostKind.STEADY).total_s
 
 
@@ -51,11 +51,11 @@ def replanned(
     options: ReplanOptions,
     rng: Random,
 ) -> dict[int, int]:
-    """The new stage of each device that is to move; none where nothing is worth it. `stays`: devices that may not."""
+    """The new stage of each device that should move; empty if nothing is worth it. `stays`: immovable devices."""
     before_s, search = steady_s(problem, stage_of), options.search
     each_s = search.moving_s / search.horizon_steps
     best, least_s = dict[int, int](), (1.0 - options.least_gain) * before_s
-    for given in (problem, replace(problem, sizes=_sizes(problem, stage_of))):  # nobody idles in the second
+    for given in (problem, replace(problem, sizes=_sizes(problem, stage_of))):  # the second has no idle devices
         try:
             found = plan(given, search, rng, lambda: 0.0, StagePlacement(stage_of)).placement.stage_of
         except NoPlacement:
@@ -74,7 +74,7 @@ def _sizes(problem: PlacementProblem, stage_of: tuple[int, ...]) -> tuple[int, .
 
 
 def _needed(problem: PlacementProblem, stage_of: tuple[int, ...], moves: dict[int, int]) -> dict[int, int]:
-    """Without the moves that are not missed."""
+    """`moves` without those that do not improve the result; empty if some stage would have no device."""
     least_s = steady_s(problem, _moved(stage_of, moves)) if _keeps_all(problem, stage_of, moves) else float("inf")
     for device in sorted(moves):
         fewer = {one: stage for one, stage in moves.items() if one != device}
@@ -91,5 +91,5 @@ def _moved(stage_of: tuple[int, ...], moves: dict[int, int]) -> tuple[int, ...]:
 
 
 def _keeps_all(problem: PlacementProblem, stage_of: tuple[int, ...], moves: dict[int, int]) -> bool:
-    """True when every stage has a device."""
+    """Return True if every stage has a device."""
     return set(range(len(problem.stages))) <= set(_moved(stage_of, moves))

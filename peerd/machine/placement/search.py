@@ -1,9 +1,9 @@
-"""Search for the best placement: simulated annealing over swaps, from many starts, with an answer at any time.
+"""Search for the best placement: simulated annealing over swaps, from many starts, with a result at any time.
 
-First a short run from each start along the tree of the fastest links, and from random ones; then in turn from the best
-found so far and from a start drawn anew, many short runs and some long ones. What is done depends on the random stream
-and on the number of evaluations alone: a time limit cuts the search, and changes nothing before the cut. Of a problem
-that is small, every placement is looked at.
+First a short run from each start along the tree of the fastest links, and from random ones; then alternately from the
+best placement so far and from a new random start, many short runs and some long ones. The search depends only on the
+random stream and the number of evaluations: a time limit stops it, and changes nothing before that. For a small problem
+every placement is evaluated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from peerd.machine.placement.cost import NO_LINK, CostKind, PlacementCost
 from peerd.machine.placement.exhaustive import all_placements, count_bound
-from peerd.machine.placement.layout import Moving, StageLayout
+from peerd.machine.placement.layout import MoveCost, StageLayout
 from peerd.machine.placement.model import CostModel, Members
 from peerd.machine.placement.moves import Moves
 from peerd.machine.placement.problem import IDLE, NoPlacement, PlacementProblem, StagePlacement
@@ -27,46 +27,46 @@ from peerd.machine.placement.starts import Stages, by_links, by_random, check_fi
 
 FIRST_RUN: Final = 150  # evaluations
 RANDOM_STARTS: Final = 2
-SAMPLED: Final = 20  # moves whose differences set the first temperature
-HOT: Final = 1.0  # first temperature, of their median
-COLD: Final = 1e-3  # last temperature, of the first
-ABOVE: Final = 1.2  # bar while enumerating, of the best: wide of what the search adds to the cost
-WARM: Final = 0.2  # first temperature of a run from the best, of the usual
+SAMPLED: Final = 20  # moves whose cost differences determine the first temperature
+HOT: Final = 1.0  # first temperature, as a multiple of their median
+COLD: Final = 1e-3  # last temperature, as a fraction of the first
+ABOVE: Final = 1.2  # bar while enumerating, as a multiple of the best; covers what the search adds to the cost
+WARM: Final = 0.2  # first temperature of a run from the best placement, as a fraction of the usual one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """How to search; it ends at whichever limit is met first."""
+    """Options of the search, which ends at the limit that is reached first."""
 
     kind: CostKind = CostKind.LATENCY
     evaluations: int | None = None  # moves tried
-    limit_s: float | None = None  # by the clock that the search is given
-    moving_s: float = 0.0  # of each device that changes its stage
-    horizon_steps: int = 1  # that a new placement is to last: what moving takes is spread over them
-    enumerated: int = 10_000  # a problem of no more placements is not searched: each of them is looked at
+    limit_s: float | None = None  # by the clock passed to the search
+    moving_s: float = 0.0  # time for each device that changes its stage
+    horizon_steps: int = 1  # planned steps with a new placement, over which the moving time is spread
+    enumerated: int = 10_000  # a problem with at most this many placements is enumerated instead of searched
 
     def __post_init__(self) -> None:
-        """ValueError for limits that are none."""
+        """Raises ValueError for invalid limits."""
         if self.evaluations is None and self.limit_s is None:
             raise ValueError("a search needs a limit: evaluations or limit_s")
         if not (math.isfinite(self.moving_s) and self.moving_s >= 0) or self.horizon_steps < 1:
-            raise ValueError("moving takes a finite number of seconds >= 0, over one step at least")
+            raise ValueError("moving_s must be finite and >= 0, and horizon_steps at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The best placement found, what it costs, and how the cost fell."""
+    """The best placement found, its cost, and the history of the cost."""
 
     placement: StagePlacement
     cost: PlacementCost
     evaluations: int
-    optimal: bool  # every placement was looked at
+    optimal: bool  # every placement was evaluated
     trace: tuple[tuple[float, float], ...]  # seconds since the start, cost in seconds a step
 
 
 @dataclass(slots=True)
 class _Progress:
-    """The best so far, and the limits."""
+    """The best placement so far, and the limits."""
 
     options: SearchOptions
     clock: Callable[[], float]
@@ -97,12 +97,12 @@ def plan(
 ) -> Plan:
     """The best placement found within the limits. With a start and `moving_s`, stages keep their numbers.
 
-    NoPlacement where there is none. `clock` tells seconds; only differences count.
+    Raises NoPlacement if there is none. `clock` returns seconds; only differences count.
     """
     check_fits(problem)
     moving = None
     if start is not None and options.moving_s:
-        moving = Moving(start.stage_of, options.moving_s / options.horizon_steps)
+        moving = MoveCost(start.stage_of, options.moving_s / options.horizon_steps)
     model = CostModel(problem, options.kind, keep_order=moving is not None)
     progress = _Progress(options, clock, clock())
     optimal = count_bound(problem) <= min(options.enumerated, options.evaluations or options.enumerated)
@@ -111,15 +111,15 @@ def plan(
     if not optimal:
         _search(model, moving, progress, rng, start)
     if not progress.members:
-        raise NoPlacement("no placement gives each stage a device with memory enough")
+        raise NoPlacement("no placement gives each stage a device with enough memory")
     best = StageLayout(model, progress.members, moving, progress.order)
     if best.cost.total_s >= NO_LINK:
         raise NoPlacement("no placement found in which all peers that must exchange data can reach each other")
     return Plan(placed(best), best.cost, progress.evaluations, optimal, tuple(progress.trace))
 
 
-def _enumerate(model: CostModel, moving: Moving | None, progress: _Progress) -> bool:
-    """Looks at every placement; False when a limit was met before the last."""
+def _enumerate(model: CostModel, moving: MoveCost | None, progress: _Progress) -> bool:
+    """Evaluate every placement; returns False if a limit was reached before the last."""
     layout: StageLayout | None = None
     classes = model.classes if moving is None else list(range(len(model.classes)))
     for members in all_placements(model.problem, classes, model.order_is_free):
@@ -138,7 +138,7 @@ def _enumerate(model: CostModel, moving: Moving | None, progress: _Progress) -> 
 
 
 def _search(
-    model: CostModel, moving: Moving | None, progress: _Progress, rng: Random, start: StagePlacement | None
+    model: CostModel, moving: MoveCost | None, progress: _Progress, rng: Random, start: StagePlacement | None
 ) -> None:
     problem = model.problem
     starts = _starts(problem, model, rng, start)
@@ -159,7 +159,7 @@ def _search(
 
 
 def _luby(turn: int) -> int:
-    """Turn of the sequence 1 1 2 1 1 2 4 1 1 2 ...: at each time about as much went into runs of each length."""
+    """The sequence 1 1 2 1 1 2 4 1 1 2 ...: at any time about the same effort went into runs of each length."""
     size = turn.bit_length()
     return 1 << (size - 1) if turn == (1 << size) - 1 else _luby(turn - (1 << (size - 1)) + 1)
 
@@ -175,7 +175,7 @@ def _starts(problem: PlacementProblem, model: CostModel, rng: Random, start: Sta
 
 
 def _anneal(layout: StageLayout, progress: _Progress, rng: Random, length: int, heat: float) -> None:
-    """One run: each move is held against a bar that is drawn first, so that what exceeds it is not computed."""
+    """One run: the bar for each move is drawn first, so that the cost of a rejected move is rarely computed fully."""
     moves = Moves(layout, rng)
     first_s = heat * HOT * _typical_s(layout, moves)
     for at in range(length):
@@ -195,7 +195,7 @@ def _anneal(layout: StageLayout, progress: _Progress, rng: Random, length: int, 
 
 
 def _typical_s(layout: StageLayout, moves: Moves) -> float:
-    """Median difference that a move makes."""
+    """Median cost difference of a move."""
     found = []
     for _ in range(SAMPLED):
         proposal = moves.draw()
@@ -207,7 +207,7 @@ def _typical_s(layout: StageLayout, moves: Moves) -> float:
 
 
 def placed(layout: StageLayout) -> StagePlacement:
-    """The layout with its stages numbered along the pipeline, and who follows whom."""
+    """The placement of a layout: stages numbered along the pipeline, with the partners between them."""
     along: list[Members] = [layout.members[stage] for stage in layout.order]
     stage_of = [IDLE] * len(layout.model.classes)
     for stage, members in enumerate(along):
@@ -221,14 +221,14 @@ def placed(layout: StageLayout) -> StagePlacement:
 
 
 def cost_of(problem: PlacementProblem, placement: StagePlacement, kind: CostKind = CostKind.LATENCY) -> PlacementCost:
-    """Cost of a placement with its stages in their order, each pair of neighbours matched as well as can be."""
+    """Cost of a placement with its stages in their order, and neighbouring stages matched optimally."""
     return _laid_out(problem, placement, kind, keep_order=True).cost.real()
 
 
 def arranged(
     problem: PlacementProblem, placement: StagePlacement, kind: CostKind = CostKind.LATENCY
 ) -> tuple[StagePlacement, PlacementCost]:
-    """The same stages in the best order, where that is free, with who follows whom; and the cost."""
+    """The same stages in the best order (if it is free), with the partners between them, and the cost."""
     layout = _laid_out(problem, placement, kind, keep_order=False)
     return placed(layout), layout.cost.real()
 

@@ -1,7 +1,7 @@
-"""Places to start a search from: at random, and along the tree of the fastest links.
+"""Initial placements for a search: random ones, and ones along the tree of the fastest links.
 
-In the order of that tree devices have their near ones beside them. Dealt out in blocks, each stage is a neighbourhood
-and averages fast; dealt out one by one, neighbours stand in different stages, and pipelines stay in a neighbourhood.
+In the order of that tree, nearby devices are next to each other. Dealt out in blocks, each stage is a neighbourhood and
+averages fast; dealt out one by one, neighbours are in different stages, and pipelines stay within a neighbourhood.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Stages = tuple[tuple[int, ...], ...]  # members of each
 
 
 def check_fits(problem: PlacementProblem) -> None:
-    """NoPlacement where memory and number of devices leave no way to fill each stage."""
+    """Raise NoPlacement if the number of devices or their memory is not enough to fill each stage."""
     needs = wanted(problem)
     if len(problem.devices) < sum(needs):
         raise NoPlacement(f"{len(problem.devices)} devices for {sum(needs)} places in {len(needs)} stages")
@@ -34,12 +34,12 @@ def check_fits(problem: PlacementProblem) -> None:
         able = sum(device.memory >= problem.stages[stage].memory for device in problem.devices)
         raise NoPlacement(
             f"stage {stage} needs {problem.stages[stage].memory:,.0f} bytes of memory; {able} of "
-            f"{len(problem.devices)} devices have them, too few for it beside the other stages"
+            f"{len(problem.devices)} devices have that much, too few for this and the other stages"
         )
 
 
 def wanted(problem: PlacementProblem) -> tuple[int, ...]:
-    """Devices that each stage needs at least."""
+    """Least number of devices of each stage."""
     return problem.sizes or (1,) * len(problem.stages)
 
 
@@ -50,9 +50,9 @@ def _unfit(problem: PlacementProblem) -> np.ndarray[tuple[int, int], np.dtype[np
 
 
 def by_random(problem: PlacementProblem, rng: Random, *, some_idle: bool = False) -> Stages:
-    """Devices in random order, dealt out one by one; where memory is short, who can goes where it must.
+    """Devices dealt out one by one in random order; if memory is short, devices go where they fit.
 
-    `some_idle`: as many of them as is drawn, where sizes are free.
+    `some_idle`: a random number of devices stays idle, if sizes are free.
     """
     order = list(range(len(problem.devices)))
     rng.shuffle(order)
@@ -62,7 +62,7 @@ def by_random(problem: PlacementProblem, rng: Random, *, some_idle: bool = False
 
 
 def random_placement(problem: PlacementProblem, rng: Random) -> StagePlacement:
-    """A placement without any thought, for comparison: sizes as equal as can be, or as they are to be."""
+    """A random placement, for comparison: stages of equal size, or of the given sizes."""
     stage_of = [IDLE] * len(problem.devices)
     for stage, members in enumerate(by_random(problem, rng)):
         for device in members:
@@ -71,7 +71,7 @@ def random_placement(problem: PlacementProblem, rng: Random) -> StagePlacement:
 
 
 def by_links(problem: PlacementProblem, links: PairTimes, rng: Random) -> Iterator[Stages]:
-    """Along the tree of the fastest links, in blocks of each size that halves, from whole stages to single devices."""
+    """Placements along the tree of the fastest links, in blocks of whole stages, halved down to single devices."""
     order = _along_the_tree(problem, links, rng)
     block = max(1, round(len(order) / len(problem.stages)))
     while True:
@@ -88,13 +88,13 @@ def _along_the_tree(problem: PlacementProblem, links: PairTimes, rng: Random) ->
     size = sum(work.gradient / count + work.activation for work in problem.stages) / len(problem.stages)
     times = links.delay_s + size * links.s_per_byte
     shuffled = list(range(count))
-    rng.shuffle(shuffled)  # ties fall otherwise each time
+    rng.shuffle(shuffled)  # so that ties are broken differently each time
     tree = linkage(squareform(times[np.ix_(shuffled, shuffled)], checks=False), method="average")
     return [shuffled[leaf] for leaf in leaves_list(tree).tolist()]
 
 
 def dealt(problem: PlacementProblem, order: Sequence[int], block: int) -> Stages:
-    """Devices dealt out in blocks of an order, to stages in turn, where there is room and memory enough."""
+    """Devices dealt out in blocks, in the given order, to stages in turn, if there is room and enough memory."""
     stages, needs = len(problem.stages), wanted(problem)
     room = list(problem.sizes or _even(len(problem.devices), stages))
     members: list[list[int]] = [[] for _ in range(stages)]
@@ -128,7 +128,7 @@ def fits(problem: PlacementProblem, device: int, stage: int) -> bool:
 
 
 def _filled(problem: PlacementProblem, members: list[list[int]], needs: Sequence[int]) -> None:
-    """Stages with too few get what an assignment by memory gives them, with as few moves as that needs."""
+    """Fill stages that have too few devices by an assignment by memory, with as few moves as possible."""
     if all(len(of) >= need for of, need in zip(members, needs, strict=True)):
         return
     places = [stage for stage, count in enumerate(needs) for _ in range(count)]
@@ -136,7 +136,7 @@ def _filled(problem: PlacementProblem, members: list[list[int]], needs: Sequence
     costs = 1e3 * _unfit(problem)[:, places]
     costs += np.array([[stage_of.get(device) != stage for stage in places] for device in range(len(problem.devices))])
     rows, columns = linear_sum_assignment(costs)
-    if problem.sizes is not None:  # each place is assigned: who has none stays idle
+    if problem.sizes is not None:  # every place is assigned: devices without one stay idle
         stage_of = {}
         for of in members:
             of.clear()

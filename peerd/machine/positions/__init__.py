@@ -1,1 +1,1 @@
-"""Positions of a run: what proves them, and the choice of the one that a swarm goes on from."""
+"""Positions of a run: how they are proven, and the choice of the one that a swarm resumes from."""

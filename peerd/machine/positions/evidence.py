@@ -1,9 +1,9 @@
-"""Evidence of one peer on its run: positions that it saw, the members of then, and commit proofs. Survives restarts.
+"""One peer's evidence on its run: positions seen, the members at that time, and commit proofs. Survives restarts.
 
-A position is seen when the peer itself stepped there; a newcomer that has not stepped yet also counts what the
-conductor that it follows tells it. Proofs are of checkpoints: at most COMMIT_PROOFS. The conductor collects signatures
-of the last commits, from which others take their proofs. Sans-IO. Hostile input: proofs; their signatures are verified
-by the caller before `take`.
+A position is seen when the peer itself stepped there. A newcomer that has not stepped yet also counts the position that
+its conductor reports. Proofs are of checkpoints: at most COMMIT_PROOFS. A conductor collects signatures of the last
+commits, from which others obtain their proofs. Sans-IO. Hostile input: proofs; the caller verifies their signatures
+before `take`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from peerd.core.messages.commits import CommitProof, Committed
 from peerd.core.messages.swarm import Moved, Position
 from peerd.machine.swarm.posts import peer_of, stage_of
 
-_COLLECTED: Final = 64  # last commits whose signatures a conductor collects,
-_SIGNATURES: Final = 8 * MEMBERS  # and how many of them
+_COLLECTED: Final = 64  # most recent commits whose signatures a conductor collects,
+_SIGNATURES: Final = 8 * MEMBERS  # and the most signatures of all of them
 FORMAT: Final = 1
 
 
@@ -44,7 +44,7 @@ class _Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EvidenceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The evidence as it lies on disk: JSON, bytes as hexadecimal."""
+    """The evidence on disk: JSON, with bytes as hexadecimal."""
 
     format: int
     seen: list[_Seen]
@@ -53,7 +53,7 @@ class EvidenceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Evidence:
-    """See the module's header. `version` grows with each change."""
+    """The evidence of one peer. `version` increases with each change."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -65,17 +65,18 @@ class Evidence:
 
     @property
     def seen(self) -> list[Position]:
-        """Positions of the swarm that this peer saw, the newest last."""
+        """Positions of the swarm that this peer saw, newest last."""
         return list(self._seen)
 
     def stepped(self, position: Position, established: Mapping[str, int]) -> None:
-        """This peer made the step to `position`. `established`: the members that the conductor names as ready."""
+        """Record that this peer stepped to `position`. `established`: members that the conductor names as ready."""
         self._has_stepped = True
         self._see(position, established)
 
     def told(self, position: Position, established: Mapping[str, int], *, rests: bool = False) -> None:
-        """The conductor says that the swarm is at `position`: it counts until this peer has made a step itself, and
-        while it `rests`, since it makes none then.
+        """Record that the conductor reports the swarm at `position`.
+
+        It counts until this peer has made a step itself, and while it `rests`, since it makes none then.
         """
         if (rests or not self._has_stepped) and position.step:
             self._see(position, established)
@@ -90,7 +91,7 @@ class Evidence:
     # --- proofs -----------------------------------------------------------------------------------------------
 
     def collect(self, post: str, target: Position, moved: Moved) -> None:
-        """As conductor: keep the signature with which a member answered a commit to `target`."""
+        """As conductor, store the signature with which a member confirmed a commit to `target`."""
         if moved.position == target and moved.signature:
             if target not in self._collected:
                 self._collected[target] = {}
@@ -101,18 +102,18 @@ class Evidence:
                 signed[post] = Committed(peer_of(post), stage_of(post), moved.digest, moved.signature)
 
     def proof(self, position: Position) -> CommitProof | None:
-        """Returns the proof of `position`, or None if this peer has none."""
+        """The proof of `position`, or None if this peer has none."""
         if signed := self._collected.get(position):
             return CommitProof(position, [signed[post] for post in sorted(signed)])
         return self._proofs.get(position)
 
     def take(self, proof: CommitProof) -> None:
-        """Keep a proof whose signatures are verified."""
+        """Store a proof whose signatures are verified."""
         self._proofs[proof.position] = proof
         self.version += 1
 
     def has_proof(self, position: Position) -> bool:
-        """True when a proof of `position` is kept."""
+        """True if a proof of `position` is stored."""
         return position in self._proofs
 
     def signers(self, position: Position) -> frozenset[str]:
@@ -123,15 +124,15 @@ class Evidence:
     # --- disk -------------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        """Returns the evidence as a JSON file."""
+        """The evidence as a JSON file."""
         return self.encoder()()
 
     def encoder(self) -> Callable[[], bytes]:
-        """Returns a function that encodes the present evidence, as `to_bytes`; it may run in another thread."""
+        """A function that encodes the present evidence as `to_bytes` does; it may run in another thread."""
         return partial(_encode, list(self._seen), dict(self.established), list(self._proofs.items()))
 
     def load(self, data: bytes) -> None:
-        """Take over what was written by `to_bytes`; ValueError: the file is damaged or of another format."""
+        """Load what `to_bytes` wrote. Raises ValueError if the file is damaged or of another format."""
         try:
             found = from_json(data, EvidenceFile)
         except msgspec.DecodeError as error:

@@ -1,13 +1,13 @@
-"""The phases of a run under one conductor, and its course: the members' position, and the one they move to.
+"""Phases of a run under one conductor, with the members' position and the one that they move to.
 
-    GATHERING -> MOVING                     the newest position that every stage can reach
+    GATHERING -> MOVING                     to the newest position that every stage can reach
     OPEN -> CLOSING -> MOVING -> OPEN       a step: the batch is filled, averaged, committed
-    CLOSING -> OPEN                         the batch is not whole any more
+    CLOSING -> OPEN                         the batch is not complete any more
     MOVING -> COMPLETE                      the last step is made
-    any -> GATHERING                        nothing is certain but what members say
+    OPEN, MOVING, COMPLETE -> GATHERING     only what members report is certain
 
-`Course` holds the phase and the positions that belong to it, and of members only those under way. Invariant
-(`check`): a phase follows another only as in `NEXT`; CLOSING and MOVING have a target; only a move has movers.
+`RunPhase` has the phase, its positions, and the members that are moving. Invariant (`check`): a phase follows another
+only as in `NEXT`; CLOSING and MOVING have a target; only a move has movers.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ NEXT: Final[Mapping[Phase, frozenset[Phase]]] = {
 }
 
 
-class Course:
-    """Phase and positions of a run; see the module's header. `delayed`: the next batch is filled during a step."""
+class RunPhase:
+    """Phase and positions of a run. `delayed`: the next batch is filled during a step."""
 
     def __init__(self, *, delayed: bool = False) -> None:
         self._delayed = delayed
         self.phase = Phase.GATHERING
-        self.current: Position | None = None  # that all members had last; None: this conductor does not know yet
-        self.target: Position | None = None  # where a close or a move leads
+        self.current: Position | None = None  # that all members last had; None: unknown to this conductor yet
+        self.target: Position | None = None  # destination of a close or a move
         self.commits = False  # True while the move is a step
-        self.ordered: Position | None = None  # where the last step of this conductor led
-        self.moving: set[str] = set()  # members that have not yet arrived
-        self.steps_made = 0  # in this conductor's reign
+        self.ordered: Position | None = None  # destination of this conductor's last step
+        self.moving: set[str] = set()  # members that have not arrived yet
+        self.steps_made = 0  # under this conductor
 
     # --- transitions ------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Ask members for their positions again. The target of a move under way stays: some may have reached it."""
+        """Ask members for their positions again. The target of a move under way is kept: some may have reached it."""
         self.moving.clear()
         self.commits = False
         self._enter(Phase.GATHERING)
 
     def close(self, lineage: bytes) -> None:
-        """The batch is whole: the step that it makes leads to a position with this lineage."""
+        """Close the batch, which is complete. Its step leads to a position with this lineage."""
         self.target = Position(self.step + 1, lineage)
         self._enter(Phase.CLOSING)
 
     def reopen(self) -> None:
-        """The batch is not whole any more."""
+        """Open the batch again, since it is not complete any more."""
         self.target = None
         self._enter(Phase.OPEN)
 
     def move(self, target: Position, movers: Iterable[str], *, commits: bool) -> None:
-        """These members go to `target`; `commits`: by the step that was closed."""
+        """Move these members to `target`; `commits`: by the step that was closed."""
         self.target, self.moving, self.commits = target, set(movers), commits
         self.ordered = target if commits else self.ordered
         self._enter(Phase.MOVING)
 
     def arrive(self, total_steps: int) -> None:
-        """End of a move: the target is reached, where the run may end (`total_steps`; 0: never)."""
+        """End a move: the target is reached. The run is complete at `total_steps` (0: never)."""
         assert self.target is not None
         self.current, self.target = self.target, None
         self.steps_made += self.commits
@@ -89,33 +89,33 @@ class Course:
 
     @property
     def has_stepped(self) -> bool:
-        """True when a step was made in this conductor's reign."""
+        """True if a step was made under this conductor."""
         return self.steps_made > 0
 
     @property
     def step(self) -> int:
-        """The step under way; 0 while nothing is known."""
+        """Number of the current step, or 0 while it is unknown."""
         return self.current.step if self.current is not None else 0
 
     @property
     def settled(self) -> Position | None:
-        """The position that every member should have; None while members are on their way."""
+        """Position that every member should have, or None while members gather or move."""
         return self.current if self.phase in (Phase.OPEN, Phase.CLOSING, Phase.COMPLETE) else None
 
     @property
     def works(self) -> bool:
-        """True while microbatches count."""
+        """True while the conductor accepts reports on microbatches."""
         return self.phase in (Phase.OPEN, Phase.CLOSING) or (self._delayed and self.commits)
 
     def serves(self, peer: str, position: Position) -> bool:
-        """True when a member at `position` can take microbatches of this step, or of the next one."""
+        """True if a member at `position` can accept microbatches of this step, or of the next one."""
         if self.current is None:
             return False
-        if self.commits:  # a member that was not in time for the average fetches the next state, and forgets
+        if self.commits:  # a member that missed the average fetches the next state, and loses its microbatches
             return peer in self.moving or position == self.target
         return position == self.current
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken."""
+        """Raise AssertionError if an invariant is violated."""
         assert self.target is not None or self.phase not in (Phase.CLOSING, Phase.MOVING)
         assert self.phase is Phase.MOVING or not (self.moving or self.commits)

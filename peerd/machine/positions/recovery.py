@@ -1,9 +1,9 @@
-"""Choice of the position a swarm goes on from: the newest that every stage can reach, and that is proven.
+"""Choice of the position that a swarm resumes from: the newest that every stage can reach, and that is proven.
 
 A member can reach what it holds, has prepared or has saved. Any peer can claim any position, ahead of the swarm's or
-behind it, in a lineage of its own making. So only proven positions count (`ProvenPositions`). Where a step was
-prepared, and perhaps not made, the state that few of a stage report counts only if doubting it costs more than a step.
-Hostile input: any position, in hellos of any peer. A claim that does not count makes its member one that is not ready.
+behind it, in a lineage that it made up. So only proven positions count (`ProvenPositions`). If a step was prepared, and
+perhaps not made, a state that few members of a stage report counts only if doubting it would cost more than one step.
+Hostile input: any position, in hellos of any peer. A member whose claim does not count is simply not ready.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from peerd.machine.swarm.roster import START, RosterEntry
 
 @dataclass(frozen=True, slots=True)
 class RecoveryKnowledge:
-    """The conductor's facts for the choice. `proves`: was a position surely the run's?"""
+    """The conductor's facts for the choice."""
 
     stages: int
     first_save: int  # the first step after which peers write checkpoints
-    proves: Callable[[Position], bool]
+    proves: Callable[[Position], bool]  # was this position surely the run's?
     holds: Callable[[int, Position, Set[str]], bool]  # do these members of a stage surely hold a proven state?
     may_step: Callable[[int, Position], Set[str]]  # the members of a stage whose prepared mean counts
-    is_made: Callable[[Position], bool]  # was the step there surely made, and not only prepared?
+    is_made: Callable[[Position], bool]  # was the step to this position surely made, and not only prepared?
     has_half: Callable[[int, Position, Set[str]], bool]  # are these half of the known members of a stage?
     knows: Callable[[str], bool]  # was this member, or nobody of its stage, part of the run before?
-    announced: int  # the newest step believed of a peer out of reach, or of kept checkpoints
-    kept: int = 0  # the newest proven step of which a keeper within reach keeps all states
-    in_doubt: bool = False  # the conductor has no evidence of its own: claims that it cannot judge are waited for
-    doubted: Collection[str] = ()  # members whose word on where they could go does not count
-    forsaken: bool = False  # what is missing was waited for long enough: the start will do
+    announced: int  # the newest step believed of an unreachable peer, or of stored checkpoints
+    kept: int = 0  # the newest proven step of which a reachable keeper stores all states
+    in_doubt: bool = False  # the conductor has no evidence of its own: it waits for claims that it cannot judge
+    doubted: Collection[str] = ()  # members whose claims to reach other positions do not count
+    forsaken: bool = False  # the missing state was waited for long enough: the start is acceptable
 
 
 @dataclass(frozen=True, slots=True)
 class PositionChoice:
-    """A position to go on from. `by_few`: a stage reaches it by the word of less than half of its known members."""
+    """A position to resume from. `by_few`: less than half of the known members of some stage claim to reach it."""
 
     position: Position
     by_few: bool = False
 
 
 def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -> PositionChoice | None:
-    """Returns the newest position that every stage can reach, or None if there is no such position.
+    """The newest position that every stage can reach, or None if there is none.
 
-    A step that was perhaps not made counts by the word of half of each stage's known members, dead ones included: the
-    only survivor may be a liar, or was sent a wrong sum. Where that would cost more than this step, few suffice if one
-    that was part of the run has stepped.
-    Every peer can make the parameters of step 0 again. But going back to them from a step that some peer may have saved
-    (`first_save` or later) would throw away work that returns with that peer; so it is done only when that is forsaken.
-    Likewise for going back behind what a keeper has.
+    A step that was perhaps not made counts if half of each stage's known members claim it, dead ones included: the only
+    survivor may be a liar, or may have received a wrong sum. If doubting it would cost more than this step, few are
+    enough, provided that one of them was part of the run and has stepped.
+
+    Every peer can create the parameters of step 0 again. But going back to them from a step that some peer may have
+    saved (`first_save` or later) would discard work that returns with that peer, so this is done only once the state is
+    forsaken. The same holds for going back behind what a keeper stores.
     """
     claims: list[dict[Position, set[str]]] = [{} for _ in range(knowledge.stages)]
     holders = Counter[Position]()
@@ -66,13 +67,13 @@ def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntr
     best: PositionChoice | None = None  # by few
     for position in sorted(proven | {START}, key=lambda p: (p.step, holders[p], p.lineage), reverse=True):
         if best is not None and position.step < best.position.step - 1:
-            break  # it would cost more than a step
+            break  # going further back would cost more than a step
         if position == START:
             choice = PositionChoice(START) if may_begin else None
         else:
             choice = _choice(knowledge, members, position, claims)
         if choice is not None and best is None and position.step < knowledge.kept and not knowledge.forsaken:
-            return None  # members fetch what is kept, and go on from there
+            return None  # members fetch what is stored, and resume from it
         if choice is not None and not choice.by_few:
             return choice
         best = best or choice
@@ -85,7 +86,7 @@ def _choice(
     position: Position,
     claims: Sequence[Mapping[Position, Set[str]]],
 ) -> PositionChoice | None:
-    """The position as one to go on from; None if not every stage reaches it by a word that counts."""
+    """The position as one to resume from, or None if some stage does not reach it by claims that count."""
     reached_by = list[Set[str]]()
     for stage, claimed in enumerate(claims):
         claimed_by = claimed.get(position, set[str]())
@@ -104,7 +105,7 @@ def _choice(
 
 
 def unproven(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -> dict[Position, list[str]]:
-    """Claimed positions that are not proven, the newest first, each with the members that claim it."""
+    """Claimed positions that are not proven, newest first, each with the members that claim it."""
     found: dict[Position, list[str]] = {}
     for post, member in sorted(members.items()):
         for position in member.reach - {START}:
@@ -114,7 +115,7 @@ def unproven(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -
 
 
 def means_by_target(members: Mapping[str, RosterEntry]) -> dict[tuple[int, Position], dict[str, bytes]]:
-    """By stage and target: the digests of the last means of its members that led, or lead, there."""
+    """By stage and target: the digests of members' last means that led there, or would lead there."""
     found: dict[tuple[int, Position], dict[str, bytes]] = {}
     for post, member in sorted(members.items()):
         found.setdefault((member.stage, member.position), {})[post] = member.digest
@@ -124,10 +125,11 @@ def means_by_target(members: Mapping[str, RosterEntry]) -> dict[tuple[int, Posit
 
 
 def agreeing_on(means: Mapping[str, bytes], voters: Container[str], settles: Callable[[Set[str]], bool]) -> Set[str]:
-    """Those of a stage's members whose mean for a target has the digest of most of the `voters`.
+    """The members of a stage whose mean for a target has the digest that most of the `voters` have.
 
-    `means`: the digests of all of them. Where no voter has one, all vote. Where votes differ, one that was sent another
-    sum must not step with it: only members that settle the matter agree then.
+    `means`: the digests of all of the stage's members. If no voter has one, all of them vote. If votes differ, a member
+    that received another sum must not step with it: then the members with the majority's digest count only if they
+    settle the matter (`settles`).
     """
     votes = Counter([digest for post, digest in means.items() if post in voters] or means.values())
     if not votes:

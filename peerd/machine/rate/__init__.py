@@ -1,1 +1,1 @@
-"""Rates: what estimates or limits how fast bytes move."""
+"""Rates: estimates and limits of how fast bytes are sent and received."""

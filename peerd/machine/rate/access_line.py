@@ -1,17 +1,17 @@
-"""Rate of this machine's access line, from what really passed: the most in each direction over short windows.
+"""Rate of this machine's access line, measured from its traffic: the maximum in each direction over short windows.
 
-Sums over all connections, since they share the line, of bytes that have crossed it: acknowledged by the other side, or
-come in here; what waits in buffers is not counted. Looking takes time, much on a busy machine, so a window lasts from
-before its first look to after its last: the estimate is a lower bound that was proven, not more than the line did
-carry for a second. Acknowledgements that had waited in a queue on their way back, and then come at once, look like a
-faster line: what is acknowledged now was sent a round trip ago, so a window whose round trips became shorter is taken
-to be longer by as much. (Of the rates of acknowledgements and of sending BBR takes the lower one, too:
-draft-cheng-iccrg-delivery-rate-estimation.) What a queue holds for less than a round trip shows remains; a second
-makes it small.
+Sums, over all connections because they share the line, the bytes that have crossed it: acknowledged by the other side,
+or received here; buffered bytes do not count. Sampling takes time, much on a busy machine, so a window lasts from
+before its first sample to after its last: the estimate is a proven lower bound, never more than the line carried for a
+second. Acknowledgements that waited in a queue on their way back, and then arrive at once, look like a faster line.
+Bytes that are acknowledged now were sent a round trip ago, so if the round trip became shorter during a window, the
+window counts as longer by the difference. (BBR, too, uses the lower of the rates of acknowledging and of sending:
+draft-cheng-iccrg-delivery-rate-estimation.) The error from queues of less than a round trip remains; over a second it
+is small.
 
-Windows in which little passed say nothing. Age is counted in minutes in which there was traffic to judge by: an idle
-line keeps its estimate, one that became slower is believed slower after ACTIVE_MINUTES. No clock here: times are
-arguments. A peer can not raise our estimate but by sending or taking bytes.
+Windows with little traffic are ignored. Age is counted in minutes with enough traffic: an idle line keeps its estimate,
+and a line that became slower gets a lower estimate after ACTIVE_MINUTES. No clock: times are arguments. A peer can
+raise our estimate only by really sending or receiving bytes.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 WINDOW_S: Final = 1.0
-WINDOW_BYTES: Final = 128 * 1024  # fewer in a window are not judged by: 1 Mb/s
+WINDOW_BYTES: Final = 128 * 1024  # windows with fewer bytes (1 Mb/s) are ignored
 ACTIVE_MINUTES: Final = 60
-STEP: Final = 1.1  # what is told changes by so much or not at all: shares need not follow every tremor
+STEP: Final = 1.1  # least ratio by which the reported rate changes, so that shares do not follow small fluctuations
 _MINUTE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Bytes of all connections that crossed the line, since some moment."""
+    """Bytes of all connections that crossed the line since some moment."""
 
     sent: int
     received: int
-    round_trip_s: float = 0.0  # of what was sent, as it was in the end; a mean over bytes
+    round_trip_s: float = 0.0  # latest round trip of the sent bytes; a mean over bytes
 
 
-class Direction:
-    """The estimate of one direction. `minutes`: those with traffic that count, the newest."""
+class LineRate:
+    """The estimate of one direction. `minutes`: number of newest minutes with traffic that count."""
 
     def __init__(self, minutes: int = ACTIVE_MINUTES) -> None:
-        self._minutes: deque[tuple[int, float]] = deque(maxlen=minutes)  # (number, most in it), with traffic
+        self._minutes: deque[tuple[int, float]] = deque(maxlen=minutes)  # (number, highest rate in it), with traffic
         self._told = 0.0
-        self.now_bytes_per_s = 0.0  # in the last window
+        self.now_bytes_per_s = 0.0  # rate of the last window
 
     def note(self, now: float, count: int, seconds: float) -> None:
-        """So many bytes have passed in the last `seconds`."""
+        """Record that `count` bytes passed in the last `seconds`."""
         rate = self.now_bytes_per_s = count / seconds
         if count < WINDOW_BYTES:
             return
@@ -58,11 +58,11 @@ class Direction:
 
     @property
     def most_bytes_per_s(self) -> float:
-        """Most bytes/s in any of the minutes kept. 0: nothing is known."""
+        """Highest rate in any of the minutes kept, in bytes/s; 0 if unknown."""
         return max((rate for _, rate in self._minutes), default=0.0)
 
     def told_bytes_per_s(self) -> float:
-        """The estimate for others: it changes in steps. 0: nothing is known."""
+        """The estimate to report, in bytes/s, which changes in steps; 0 if unknown."""
         most = self.most_bytes_per_s
         if not self._told or not self._told / STEP < most < self._told * STEP:
             self._told = most
@@ -73,12 +73,12 @@ class AccessLine:
     """The access line: an estimate of each direction."""
 
     def __init__(self) -> None:
-        self.up, self.down = Direction(), Direction()
-        self._looks: deque[tuple[float, Count]] = deque()  # when it began, what had passed; the last window's
+        self.up, self.down = LineRate(), LineRate()
+        self._looks: deque[tuple[float, Count]] = deque()  # start and total count of each sample in the last window
         self._passed = Count(0, 0)
 
     def note(self, begun: float, now: float, passed: Count) -> None:
-        """A look that began then and ends now found that so much has passed since the one before."""
+        """Record a sample, taken from `begun` to `now`: the bytes that have passed since the previous one."""
         before = self._passed
         passed = replace(passed, sent=before.sent + passed.sent, received=before.received + passed.received)
         self._passed = passed

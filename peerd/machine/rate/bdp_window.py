@@ -1,12 +1,13 @@
-"""Credit of a striped stream by bandwidth-delay product: what the path carries in a round trip, and a little more.
+"""Credit of a striped stream by bandwidth-delay product: the bytes that the path carries in a round trip, plus a
+margin.
 
-Each connection of a link fills the queues on its way for itself; several that are each allowed a whole window fill
-them to the brim, lose packets, and delay everybody's calls. The receiver knows better: bytes arrive at the rate of the
-path, so as much credit as that rate times the round trip keeps it full, and pings say how long the queues are (see
-`rtt`). Where nothing waits, nobody knows whether the credit, the connections or the path are the limit, and the
-credit grows with what arrives; where too much waits, it is what the rate of late makes in a round trip, and a little.
-As long as a start makes the rate grow, the credit stays ahead of it.
-Sans-IO. A sender can lower its own stream's rate; or have its window made larger, within what windows may be at all.
+Each connection of a link fills the queues of its path on its own; several that are each allowed a whole window fill
+them completely, lose packets, and delay everybody's calls. The receiver can do better: bytes arrive at the path's rate,
+so credit of that rate times the round trip keeps the path full, and pings measure the queues (see `rtt`). If no queue
+is seen, the limit may be the credit, the connections or the path, and the credit grows with the arriving bytes. If the
+queue is too long, the credit is the recent rate times the round trip, plus a margin. While the rate grows at the start,
+the credit stays ahead of it. Sans-IO. A sender can lower its own stream's rate, or make its window grow within the
+window limits.
 """
 
 from __future__ import annotations
@@ -15,37 +16,37 @@ from typing import Final
 
 from peerd.machine.rate.delivery_rate import PathRate
 
-FLOOR_BYTES: Final = 512 * 1024  # whatever the rate
-_START_BYTES: Final = 1 << 20  # as long as the rate grows, and at least
-_START_BYTES_PER_S: Final = 40e6  # what this makes: a start that no path of interest minds
+FLOOR_BYTES: Final = 512 * 1024  # least credit at any rate
+_START_BYTES: Final = 1 << 20  # least credit while the rate grows
+_START_BYTES_PER_S: Final = 40e6  # also: the credit for at least this rate, which no relevant path minds
 _EPOCH_S_MIN: Final = 0.02
-_EPOCHS: Final = 8  # whose rates count
-_PAUSE_EPOCHS: Final = 3
-_GROWTH: Final = 0.5  # of a round trip is added in one while the rate grows, and where nothing waits,
-_GROWTH_S_MAX: Final = 0.06  # and no more than this: it is what queues when the end is reached
-_AHEAD_S_MAX: Final = 0.15  # of what came in the last _RECENT epochs, or a round trip of it: more was not asked for
-_RECENT: Final = 3
-_QUEUED: Final = 0.25  # of a round trip, that may wait on the way,
-_QUEUED_S_MAX: Final = 0.03  # and no more than this where it is seen
-_EMPTY: Final = 0.5  # of that: nothing waits that is worth the name,
-_EMPTY_S_MIN: Final = 0.004  # nor if it may be for want of a processor
-_FULL: Final = 1.2  # of that: more waits than should
-_KNOWN_EPOCHS: Final = 16  # after a queue was seen: there is little more to be had, so it is sought slowly
+_EPOCHS: Final = 8  # epochs whose rates count
+_PAUSE_EPOCHS: Final = 3  # an epoch longer than this many usual ones had a pause
+_GROWTH: Final = 0.5  # growth per round trip, as a fraction of it, while the rate grows or no queue is seen
+_GROWTH_S_MAX: Final = 0.06  # limit of that growth, because it is what queues when the path is full
+_AHEAD_S_MAX: Final = 0.15  # most time by which the credit may exceed the recent rate's round trip
+_RECENT: Final = 3  # epochs that make up the recent rate
+_QUEUED: Final = 0.25  # allowed queueing delay as a fraction of a round trip
+_QUEUED_S_MAX: Final = 0.03  # limit of that delay if the queue is measured
+_EMPTY: Final = 0.5  # the queue counts as empty below this fraction of the allowed delay
+_EMPTY_S_MIN: Final = 0.004  # shorter delays count as empty, because they may come from a busy CPU
+_FULL: Final = 1.2  # the queue is too long above this multiple of the allowed delay
+_KNOWN_EPOCHS: Final = 16  # epochs after a long queue in which the credit grows slowly, as the limit is near
 
 
 class BdpWindow:
-    """Window of one stream that is received; times in seconds."""
+    """Credit limit of one received stream; times in seconds."""
 
     __slots__ = ("_begun_at", "_bytes", "_full_ago", "_path", "limit_bytes")
 
     def __init__(self, now: float) -> None:
         self._begun_at, self._bytes = now, 0
         self._path = PathRate(_EPOCHS)
-        self._full_ago = _KNOWN_EPOCHS  # epochs since too much waited
+        self._full_ago = _KNOWN_EPOCHS  # epochs since the queue was too long
         self.limit_bytes = _START_BYTES
 
     def arrived(self, size: int, now: float, rtt_s: float, queue_s: float | None = None) -> None:
-        """So many bytes have come; the round trip is that of the idle path, what waits on it may be unknown."""
+        """Record `size` received bytes. `rtt_s`: round trip of the idle path; `queue_s`: queueing delay, if known."""
         self._bytes += size
         wait_s = _QUEUED * rtt_s if queue_s is None else min(_QUEUED * rtt_s, _QUEUED_S_MAX)
         free = queue_s is not None and queue_s <= max(_EMPTY * wait_s, _EMPTY_S_MIN)
@@ -56,7 +57,7 @@ class BdpWindow:
             self._epoch(now, rtt_s, wait_s, free=free, full=full)
 
     def _seek(self, size: int, rtt_s: float, wait_s: float) -> None:
-        """So many bytes have come and nothing waits: allow some more."""
+        """Raise the limit a little, because bytes arrived and the queue is empty."""
         recent = list(self._path.rates)[-_RECENT:]
         most = min(sum(recent) / len(recent), recent[-1]) * (rtt_s + min(rtt_s, _AHEAD_S_MAX))
         if self.limit_bytes < most:
@@ -67,7 +68,7 @@ class BdpWindow:
         passed_s, size = now - self._begun_at, self._bytes
         self._begun_at, self._bytes = now, 0
         if passed_s > _PAUSE_EPOCHS * max(rtt_s, _EPOCH_S_MIN):
-            return  # nothing was sent for a while: that says nothing of the path
+            return  # the sender paused, so the rate is not that of the path
         path = self._path
         path.add(size / passed_s)
         if path.grows:

@@ -1,8 +1,8 @@
-"""Delivery rate of a path, from samples of the rate at which bytes passed it: the third best of the newest, and whether
-there is more to be had.
+"""Delivery rate of a path from samples: the third highest of the newest ones, and whether it still grows.
 
-The third best: neither a lost packet nor a burst, when what had waited for one comes at once, is another path. A rate
-that grows twice in a row beyond all before has not found its end. Sans-IO, bounded by the number of samples.
+With the third highest, neither a lost packet nor the burst of bytes that had waited for it changes the estimate. A rate
+whose last two samples exceed all earlier ones has not reached the path's limit. Sans-IO, bounded by the number of
+samples.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-_GREW: Final = 1.1  # the last two over the best before: there is more to be had,
-_GROWS_SAMPLES: Final = 2  # so long after that
+_GREW: Final = 1.1  # ratio of the last two samples to the best earlier one that counts as growth
+_GROWS_SAMPLES: Final = 2  # samples after such growth during which the rate counts as growing
 
 
 class PathRate:
@@ -20,7 +20,7 @@ class PathRate:
     __slots__ = ("grew_ago", "rates")
 
     def __init__(self, samples: int) -> None:
-        """Keep so many samples."""
+        """`samples`: number of samples to keep."""
         self.rates: deque[float] = deque(maxlen=samples)
         self.grew_ago = 0  # samples since the rate grew
 
@@ -32,10 +32,10 @@ class PathRate:
 
     @property
     def grows(self) -> bool:
-        """True while the path's end was not met; as long as there are few samples, too."""
+        """True until the path's limit is reached; also while there are few samples."""
         return self.grew_ago < _GROWS_SAMPLES
 
     @property
     def carried(self) -> float:
-        """The third best, or the least of fewer; 0 without any."""
+        """The third highest sample, or the lowest of fewer; 0 without samples."""
         return min(sorted(self.rates)[-3:], default=0.0)

@@ -1,9 +1,9 @@
-"""Rate limit of one flow, and start-time fair queue for a rate that many share.
+"""Rate limit of one flow, and start-time fair queue for a rate that many flows share.
 
-Sans-IO. `FairQueue` is start-time fair queueing (Goyal, Vin and Cheng, 1996): each piece is stamped with the place's
-own progress, and the smallest stamp passes first. So places that want more than there is get equal shares, however many
-flows each of them has, and one that wants less than its share gets all it wants. Invariant: nothing is kept of a place
-that has nothing waiting and is not ahead of the others.
+Sans-IO. `FairQueue` is start-time fair queueing (Goyal, Vin and Cheng, 1996): each piece is stamped with its place's
+own progress, and the smallest stamp passes first. So places with more demand than capacity get equal shares, however
+many flows each has, and a place that needs less than its share gets all it needs. Invariant: nothing is stored about a
+place that has no piece waiting and is not ahead of the others.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-_BURST_S = 0.05  # what was not used lately may be caught up on
-_PLACES = 1024  # above so many, those that are not ahead are looked for and forgotten
+_BURST_S = 0.05  # unused capacity of this time may be caught up on
+_PLACES = 1024  # number above which places that are not ahead are dropped
 
 
 @dataclass(slots=True)
 class FlowPace:
-    """One flow at `bytes_per_s`."""
+    """One flow with a rate limit of `bytes_per_s`."""
 
     bytes_per_s: float
     _free_at: float = -math.inf
 
     def ask(self, now: float, size_bytes: int) -> float:
-        """Time at which a piece may pass; one at a time."""
+        """Time at which a piece may pass; call it for one piece at a time."""
         if math.isinf(self.bytes_per_s):
             return now
         passes = max(self._free_at, now - _BURST_S)
@@ -34,18 +34,18 @@ class FlowPace:
 
 @dataclass(slots=True)
 class FairQueue:
-    """Many flows at `bytes_per_s` together; each has one piece waiting at a time."""
+    """Many flows that share `bytes_per_s`; each has one piece waiting at a time."""
 
     bytes_per_s: float
     _free_at: float = -math.inf
-    _progress: float = 0.0  # the stamp of the piece that passed last
+    _progress: float = 0.0  # stamp of the piece that passed last
     _next: int = 0
     _waiting: list[tuple[float, int, int]] = field(default_factory=list)  # heap of stamp, ticket, bytes
-    _ahead: dict[str, float] = field(default_factory=dict)  # by place: the stamp that its next piece gets
-    _gone: set[int] = field(default_factory=set)  # tickets given back
+    _ahead: dict[str, float] = field(default_factory=dict)  # by place: stamp of its next piece
+    _gone: set[int] = field(default_factory=set)  # withdrawn tickets
 
     def ask(self, place: str, size_bytes: int) -> int:
-        """A ticket for a piece of a flow of this place."""
+        """Queue a piece of a flow of this place; returns its ticket."""
         self._next += 1
         stamp = max(self._progress, self._ahead.get(place, 0.0))
         self._ahead[place] = stamp + size_bytes
@@ -53,11 +53,11 @@ class FairQueue:
         return self._next
 
     def give_back(self, ticket: int) -> None:
-        """Withdraw a piece that does not want to pass any more."""
+        """Withdraw a waiting piece."""
         self._gone.add(ticket)
 
     def pop(self, now: float) -> int | None:
-        """The ticket that may pass now, if one may."""
+        """The ticket of the piece that may pass now, or None."""
         while self._waiting and self._waiting[0][1] in self._gone:
             self._gone.discard(heapq.heappop(self._waiting)[1])
         if not self._waiting or now < self._free_at:
@@ -72,5 +72,5 @@ class FairQueue:
         return ticket
 
     def wake_at(self) -> float:
-        """Time at which `pop` has something, unless more is asked before."""
+        """Time at which `pop` next returns a piece, unless one is queued earlier; infinity if none waits."""
         return self._free_at if self._waiting else math.inf

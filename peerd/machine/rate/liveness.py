@@ -1,8 +1,8 @@
-"""Failure suspicion: which peers to leave alone for a while; it grows with silence and ends with an answer.
+"""Failure suspicion: which peers to avoid for a while; suspicion grows with silence and ends with an answer.
 
-Knows only what it is told, and forgets the peers it heard about longest ago. A silent peer is shunned for 5 s, then
-10, 20, ... (algorithms.md 12); a peer that lied is shunned for as long as its judge says. Shunning is local: it is
-never told to others, so that nobody can be slandered.
+It uses only the events it is given, and forgets the peers with the oldest events. A silent peer is shunned for 5 s,
+then 10, 20, ... (algorithms.md 12); a peer that lied is shunned for as long as the caller decides. Shunning is local
+and never reported to others, so that nobody can be slandered.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId
 from peerd.machine.rate.backoff import backoff_s
 
-BASE_S = 5.0  # of the first silence; doubles with each further one
+BASE_S = 5.0  # suspicion after the first silence; doubles with each further one
 LONGEST_S = 640.0
 
 
@@ -30,13 +30,13 @@ class Liveness:
         self._suspects = BoundedDict[bytes, _Suspect](remember)  # by raw peer id, which hashes fast
 
     def answered(self, peer: PeerId) -> None:
-        """The peer is well: suspicion ends."""
+        """End the suspicion of a peer that answered."""
         self._suspects.pop(peer.raw, None)
 
     def silent(self, now: float, peer: PeerId) -> int:
-        """The peer did not answer, or closed its connection; returns how often in a row by now.
+        """Record that the peer did not answer, or closed its connection; returns the number of silences in a row.
 
-        Several calls that fail at once are one silence: those that come while the peer is shunned anyway don't count.
+        Several calls that fail at once are one silence: failures while the peer is shunned do not count.
         """
         suspect = self._suspect(peer)
         if now >= suspect.until:
@@ -45,12 +45,12 @@ class Liveness:
         return suspect.silences
 
     def lied(self, now: float, peer: PeerId, shun_s: float) -> None:
-        """The peer broke the protocol: leave it alone for `shun_s`."""
+        """Shun a peer that violated the protocol for `shun_s`."""
         suspect = self._suspect(peer)
         suspect.until = max(suspect.until, now + shun_s)
 
     def shunned(self, now: float, peer: PeerId) -> bool:
-        """True while the peer is to be left alone."""
+        """Return True while the peer must be avoided."""
         suspect = self._suspects.get(peer.raw)
         return suspect is not None and now < suspect.until
 
@@ -59,7 +59,7 @@ class Liveness:
         return [PeerId(raw) for raw, suspect in self._suspects.items() if now >= suspect.until]
 
     def suspected(self, peer: PeerId) -> bool:
-        """True when the last we know of the peer is silence, however long ago."""
+        """Return True if the last event of the peer was a silence or a lie, however long ago."""
         return peer.raw in self._suspects
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
-"""Quota of what strangers may have us do within a minute: by each of them, at each target, and in all.
+"""Quota of actions that strangers may cause within a minute: per stranger, per target, and in total.
 
-Sans-IO. Only what is done is counted: whoever is refused leaves no trace, so that no flood of requests pushes out what
-bounds those before it. Invariants: no bound is exceeded in any sixty seconds; nothing older than that is kept, so that
-the tables hold at most as many entries as the bound of all together allows in a minute.
+Sans-IO. Only actions that are carried out count: refused requests leave no trace, so that a flood of requests cannot
+displace the entries that bound earlier ones. Invariants: no bound is exceeded in any sixty seconds; older entries are
+dropped, so the tables have at most as many entries as the total bound allows in a minute.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _MINUTE_S: Final = 60.0
 
 
 class Quota:
-    """Several bounds that hold at once; each counts by a name of its own."""
+    """Several simultaneous bounds, each counted under a name of its own."""
 
     def __init__(self, *most: int) -> None:
-        """`most`: of each bound, per minute and name."""
+        """`most`: limit of each bound, per minute and name."""
         self._most = most
-        self._done: OrderedDict[tuple[int, Hashable], deque[float]] = OrderedDict()  # the latest last
+        self._done: OrderedDict[tuple[int, Hashable], deque[float]] = OrderedDict()  # latest last
 
     def __len__(self) -> int:
         return len(self._done)
 
     def exceeded(self, now: float, names: Sequence[Hashable]) -> int | None:
-        """The number of the first bound that leaves no room; `names`: under which to look for each."""
+        """Index of the first bound that leaves no room, or None. `names`: the name to check for each bound."""
         for number, (most, name) in enumerate(zip(self._most, names, strict=True)):
             times = self._done.get((number, name), deque())
             while times and times[0] <= now - _MINUTE_S:
@@ -36,15 +36,15 @@ class Quota:
         return None
 
     def count(self, now: float, names: Sequence[Hashable]) -> None:
-        """Count one more time."""
+        """Count one action under these names."""
         for key in enumerate(names):
             self._done.setdefault(key, deque()).append(now)
             self._done.move_to_end(key)
         while not (times := next(iter(self._done.values()))) or times[-1] <= now - _MINUTE_S:
-            self._done.popitem(last=False)  # ends at the latest with what was just counted
+            self._done.popitem(last=False)  # stops at the entry just counted, if not earlier
 
     def take_back(self, names: Sequence[Hashable]) -> None:
-        """The latest time does not count after all; nothing happens if it is forgotten."""
+        """Remove the latest count under these names, if it is still stored."""
         for key in enumerate(names):
             if times := self._done.get(key):
                 times.pop()

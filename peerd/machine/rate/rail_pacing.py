@@ -1,12 +1,12 @@
-"""Pacing of the rails of one link: together they send little faster than the path has carried of late.
+"""Pacing of the rails of one link: together they send only slightly faster than the path has recently carried.
 
-Each connection finds a rate for itself, from what it got while others paused; a dozen of them believe in several times
-what the path carries. While credit comes at the rate of what arrives that does no harm. But when much is allowed at
-once, because a piece that all waited for has come, or because several connections have just ended a measurement in
-which they rest (BBR's PROBE_RTT), they would fill the queue at the narrowest place within a tenth of a second, and lose
-more than what they waited for. So, once the rate no longer grows, each may send its share of what was carried and a
-third more: enough for the others to make up for a few that rest.
-Sans-IO; the rate is what the other side has acknowledged. A peer can slow down what is sent to itself.
+Each connection finds its own rate from what it got while others paused; a dozen of them together assume several times
+the path's rate. While credit arrives at the rate of delivered data this does no harm. But much data may be allowed at
+once, because a piece that all waited for has arrived, or because several connections have just ended a measurement in
+which they pause (BBR's PROBE_RTT). Then they would fill the queue at the bottleneck within a tenth of a second, and
+lose more than they had waited for. So once the rate no longer grows, each rail may send at its share of the carried
+rate plus a third, which is enough for the others to make up for a few that pause. Sans-IO; the rate is measured from
+the other side's acknowledgements. A peer can only slow down traffic to itself.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Final
 
 from peerd.machine.rate.delivery_rate import PathRate
 
-_LOOKS: Final = 16  # whose rates count
+_LOOKS: Final = 16  # samples whose rates count
 _LOOK_S_MIN: Final = 0.05
-_GAP_LOOKS: Final = 3  # times the pause between them: after more a look says nothing
+_GAP_LOOKS: Final = 3  # longest usable interval between two samples, in usual pauses
 _GAIN: Final = 4 / 3
-_LEAST_BYTES_PER_S: Final = 40e6  # together, whatever was seen: a start that no path of interest minds
+_LEAST_BYTES_PER_S: Final = 40e6  # least rate of all rails together, which no relevant path minds
 
 
 class RailPace:
@@ -33,10 +33,10 @@ class RailPace:
         self._path = PathRate(_LOOKS)
 
     def look(self, now: float, rtt_s: float, acked_bytes: int, rails: int) -> float:
-        """Bytes/s that each of so many rails may send, once `acked_bytes` of all have been acknowledged; inf: any."""
+        """Rate in bytes/s for each of `rails`, infinity for no limit; `acked_bytes`: total acknowledged on all."""
         passed_s, carried = now - self._begun_at, acked_bytes - self._acked_bytes
         self._begun_at, self._acked_bytes = now, acked_bytes
-        # Fewer than before: a rail has gone, with what it had counted.
+        # `carried` is negative if a rail was closed, because its count is then missing.
         if carried >= 0 and 0 < passed_s <= _GAP_LOOKS * self.pause_s(rtt_s):
             self._path.add(carried / passed_s)
         if not rails or self._path.grows:
@@ -44,5 +44,5 @@ class RailPace:
         return _GAIN * max(self._path.carried, _LEAST_BYTES_PER_S) / rails
 
     def pause_s(self, rtt_s: float | None) -> float:
-        """Pause before the next look."""
+        """Seconds before the next sample."""
         return max(rtt_s or 0.0, _LOOK_S_MIN)

@@ -1,8 +1,8 @@
-"""Round trips as this node observed them: of each peer, and of peers in general.
+"""Round trips observed by this node: per peer, and over all peers.
 
-From them a search learns whom to prefer of several that would do, and how long to wait for a peer before it no longer
-holds up anything. A peer's own figures are smoothed as TCP's are (RFC 6298); of a peer that has never answered, those
-of all are expected. What a peer tells plays no part; one that answers fast gains no more than to be asked first.
+A search uses them to choose among suitable peers, and to decide how long a peer may hold it up. A peer's own figures
+are smoothed like TCP's (RFC 6298); a peer that has never answered gets the figures over all peers. Peers' claims play
+no role; a peer that answers fast only gains that it is asked first.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId
 
 _REMEMBERED = 8192  # peers
-_LEAST_S = 0.05  # a busy computer is not slow yet
-_OF_ALL = 1 / 32  # weight of one more answer in the figures of all
-_ENOUGH = 8  # answers that make a general figure
+_LEAST_S = 0.05  # least patience, because a busy machine is not slow yet
+_OF_ALL = 1 / 32  # weight of one more answer in the figures over all peers
+_ENOUGH = 8  # answers from which the figures over all peers are used
 
 
 class RoundTrips:
-    """Round trips by peer, in seconds. Until some are known, `usual_s` is how long to wait, at most `longest_s`."""
+    """Round trips by peer, in seconds. `usual_s`: patience until some are known; `longest_s`: greatest patience."""
 
     def __init__(self, usual_s: float, longest_s: float) -> None:
         self._usual_s = usual_s
@@ -29,11 +29,11 @@ class RoundTrips:
 
     @property
     def typical_s(self) -> float:
-        """What is expected of a peer that has never answered."""
+        """Expected round trip of a peer that has never answered."""
         return self._mean_s if self._answers else self._usual_s
 
     def answered(self, peer: PeerId, seconds: float) -> None:
-        """The peer answered after so long."""
+        """Record that the peer answered after `seconds`."""
         seconds = max(seconds, 0.0)
         known = self._peers.get(peer.raw)
         if known is None:
@@ -51,12 +51,12 @@ class RoundTrips:
         self._mean_s += weight * (seconds - self._mean_s)
 
     def expected_s(self, peer: PeerId) -> float:
-        """When to expect its answer."""
+        """Expected time of its answer, in seconds."""
         known = self._peers.get(peer.raw)
         return known[0] if known is not None else self.typical_s
 
     def patience_s(self, peer: PeerId) -> float:
-        """How long to wait for its answer before others are asked in its place."""
+        """Seconds to wait for its answer before others are asked in its place."""
         general = self._mean_s + 3 * self._deviation_s if self._answers >= _ENOUGH else self._usual_s
         known = self._peers.get(peer.raw)
         if known is not None:

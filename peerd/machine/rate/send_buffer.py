@@ -1,9 +1,9 @@
-"""Send-buffer sizing: a connection holds what it takes away within some milliseconds, and no more.
+"""Send-buffer sizing: a socket holds only what its connection sends within some milliseconds.
 
-What lies in a socket's buffer can no longer be overtaken: a call made while megabytes wait there waits for them. Too
-little leaves the line idle while we look elsewhere. So the amount follows the rate at which the connection takes bytes,
-measured between the moments at which it takes no more for now: its buffer is equally full at each of them.
-Sans-IO; bounded by constants alone; a peer can lower the rate of its own connection only, by taking bytes slowly.
+Data in a socket's buffer can no longer be overtaken: a call made while megabytes wait there waits for them. But too
+little data leaves the line idle while the event loop does other work. So the amount follows the rate at which the
+connection accepts bytes, measured between the moments at which it accepts no more: its buffer is equally full at each
+of them. Sans-IO; bounded by constants alone; a peer can only lower the rate of its own connection, by receiving slowly.
 """
 
 from __future__ import annotations
@@ -11,40 +11,41 @@ from __future__ import annotations
 import math
 from typing import Final
 
-WAITING_S: Final = 0.03  # of sending, that may wait in the system's buffer: a busy loop comes round sooner
+WAITING_S: Final = 0.03  # sending time of the data in the system's buffer; a busy event loop returns sooner
 WAITING_BYTES_MIN: Final = 32 * 1024
-KEPT_S: Final = 0.2  # likewise, where the rate is given
+KEPT_S: Final = 0.2  # the same if the rate is given
 KEPT_BYTES_MIN: Final = 16 * 1024
 KEPT_BYTES_MAX: Final = 64 * 1024  # a frame
-WAITING_BYTES_MAX: Final = 4 << 20  # of lines beyond 2 Gb/s, where it is soon gone
+WAITING_BYTES_MAX: Final = 4 << 20  # reached on lines beyond 2 Gb/s, which send it quickly
 _FIRST_BYTES: Final = 256 * 1024  # before anything is known
-_SAMPLE_S: Final = 0.01  # times between full moments that are shorter say little
-_RESTED_S: Final = 0.002  # without a send for so long, the buffer was perhaps less full than we think
-_WEIGHT: Final = 0.5  # of a new sample; slow start doubles the rate with every round trip
+_SAMPLE_S: Final = 0.01  # shorter intervals between full moments are not measured
+_RESTED_S: Final = 0.002  # after this time without a send the buffer may no longer be full
+_WEIGHT: Final = 0.5  # of a new sample; large, because slow start doubles the rate with every round trip
 
 
-class Draught:
-    """Send buffer of one connection; times in seconds on any clock that does not go back."""
+class SendBufferSizer:
+    """Send buffer of one connection; times in seconds on a monotonic clock."""
 
     __slots__ = ("_begun_at", "_kept", "_rested_at", "_taken_bytes", "_was_full", "bytes_per_s", "waiting_bytes")
 
     def __init__(self) -> None:
-        self.waiting_bytes = _FIRST_BYTES  # unsent bytes that the system should hold at most
-        self.bytes_per_s = 0.0  # 0: not known
-        self._begun_at: float | None = None  # of what is counted now
-        self._was_full = False  # then
-        self._taken_bytes = 0  # since then
+        self.waiting_bytes = _FIRST_BYTES  # most unsent bytes that the system should hold
+        self.bytes_per_s = 0.0  # 0: unknown
+        self._begun_at: float | None = None  # start of the current measurement
+        self._was_full = False  # whether the buffer was full at its start
+        self._taken_bytes = 0  # bytes accepted since then
         self._rested_at = 0.0
         self._kept = False  # the rate is given, not measured
 
     def begin_small(self) -> None:
-        """The connection carries a part of something larger, so what waits in it keeps the rest waiting."""
-        self.waiting_bytes = WAITING_BYTES_MIN  # it begins with ten packets a round trip
+        """Start with a small buffer: this connection is one of several, and data in it delays the whole stream."""
+        self.waiting_bytes = WAITING_BYTES_MIN  # TCP starts with ten packets per round trip
 
     def keep(self, bytes_per_s: float) -> None:
-        """From now on bytes leave at this rate; inf: nobody knows.
+        """Set the rate at which bytes leave from now on; infinity if unknown.
 
-        More may wait then, up to a frame, if it is soon gone: each send costs a turn of the loop, here and there.
+        Up to a frame may then wait if it is sent soon, because each send costs an iteration of the event loop at both
+        ends.
         """
         self._kept = math.isfinite(bytes_per_s)
         self._begun_at = None
@@ -54,26 +55,26 @@ class Draught:
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes worth preparing for one send: half of what may wait, or a frame where the rate is given."""
+        """Bytes to prepare for one send: half of what may wait, or a frame if the rate is given."""
         return KEPT_BYTES_MAX if self._kept else self.waiting_bytes // 2
 
     def begin(self, now: float) -> None:
-        """A send begins."""
+        """Record that a send begins."""
         if self._begun_at is None or now - self._rested_at > _RESTED_S:
             self._begun_at, self._was_full, self._taken_bytes = now, False, 0
 
     def took(self, count: int) -> None:
-        """The connection took so many bytes."""
+        """Record that the connection accepted `count` bytes."""
         self._taken_bytes += count
 
     def end(self, now: float) -> bool:
-        """A send ends, and all was taken. True: tell the system the new `waiting_bytes`."""
+        """Record that a send ends with everything accepted; returns True if `waiting_bytes` must be applied anew."""
         self._rested_at = now
         # A sender slower than the line never meets a full buffer: the line is at least this fast.
         return self._taken_bytes > 4 * self.waiting_bytes and self._sample(now, was_full=False)
 
     def full(self, now: float) -> bool:
-        """The connection takes no more for now. True: tell the system the new `waiting_bytes`."""
+        """Record that the connection accepts no more now; returns True if `waiting_bytes` must be applied anew."""
         if self._was_full:
             return self._sample(now, was_full=True)
         self._begun_at, self._was_full, self._taken_bytes = now, True, 0

@@ -1,1 +1,1 @@
-"""Rebalancing: which peers move to another stage while training goes on, and where a newcomer helps most."""
+"""Rebalancing: which peers move to another stage during training, and where a newcomer helps most."""

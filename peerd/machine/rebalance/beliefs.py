@@ -1,12 +1,11 @@
-"""Rates of a run's posts as its conductor believes them: what each states, as far as the batches bear it out.
+"""Estimated rates of a run's posts: what each one claims, as far as the batches confirm it.
 
-The batches of the last steps show how many microbatches each post did, by the word of the trainers that were answered.
-A post can surely do that much; where it states more, since it was idle part of the time, it is believed up to HEADROOM
-times as much (of few microbatches: as many as it might have got, had chance not been against it), and one that states
-to have done far more in those steps than it did is believed only that. So one that overstates, for its stage to seem
-strong, and one that understates, for others to come and help, gain little. One that has not yet served a whole step is
-not believed at all: it counts as a usual device. Hostile input: any claim; trainers that credit the wrong posts, as far
-as the ledger lets them.
+The batches of the last steps show how many microbatches each post did, as reported by the trainers that it answered. A
+post can surely do that much. If it claims more, since it was idle part of the time, the claim counts up to HEADROOM
+times what it did (of few microbatches: of what it might have got with better luck). If it claims to have done far more
+in those steps than it did, only what it did counts. So a post that overstates, for its stage to seem strong, or
+understates, to attract help, gains little. A post that has not yet served a whole step counts as a typical device.
+Hostile input: any claim; trainers that credit the wrong posts, as far as the ledger lets them.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from peerd.core.messages.swarm import PostLoad
 from peerd.machine.swarm.posts import stage_of
 
 HEADROOM: Final = 4.0
-_STATED: Final = 2.0  # times what it did: repeats and evaluations are work, too
-_STEPS: Final = 8  # that are looked back on
+_STATED: Final = 2.0  # claimed work may be this many times the counted work: repeats and evaluations are work, too
+_STEPS: Final = 8  # most recent ones that count
 
 
 def by_chance(done: int) -> float:
-    """The most microbatches that somebody expects who gets `done` (the upper end of a Poisson mean, at 95 %)."""
+    """Upper bound of the expected number of microbatches of a post that got `done` (Poisson mean, at 95 %)."""
     return done + 1.0 + 2.0 * math.sqrt(done + 1.0)
 
 
 @dataclass(slots=True)
 class _Stated:
-    """A post's last claim, and the work that it states since the last step."""
+    """A post's last claim, and the work that it claims since the last step."""
 
     claim: PostLoad
-    at: float  # when it was told, or counted last
+    at: float  # time of the claim, or of the last count
     work: float = 0.0  # microbatches
 
     def count(self, now: float) -> None:
@@ -47,25 +46,25 @@ class _Stated:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step: how long it took, and the microbatches of each post, done and stated."""
+    """The duration of a step, and the microbatches of each post, counted and claimed."""
 
     seconds: float
     done: Mapping[str, int]
     stated: Mapping[str, float]
 
 
-class Beliefs:
-    """See the module's header. `work`: of a microbatch in each stage, relative to each other."""
+class EstimatedRates:
+    """Estimated rates of one run's posts. `work`: relative cost of a microbatch in each stage."""
 
     def __init__(self, work: Sequence[float]) -> None:
         self._work = tuple(work)
         self._claims: dict[str, _Stated] = {}
-        self._served: dict[str, int] = {}  # post -> whole steps since it came
+        self._served: dict[str, int] = {}  # post -> whole steps since it joined
         self._steps = deque[_Step](maxlen=_STEPS)
         self._stepped_at: float | None = None
 
     def told(self, now: float, post: str, claim: PostLoad) -> None:
-        """A post states its load."""
+        """Record the load that a post claims."""
         if (known := self._claims.get(post)) is None:
             self._claims[post] = _Stated(claim, now)
         else:
@@ -73,17 +72,17 @@ class Beliefs:
             known.claim = claim
 
     def keep_only(self, posts: Mapping[str, object]) -> None:
-        """Forget all other posts."""
+        """Forget all posts but these."""
         self._claims = {post: claim for post, claim in self._claims.items() if post in posts}
         self._served = {post: steps for post, steps in self._served.items() if post in posts}
 
     def claim(self, post: str) -> PostLoad:
-        """The last load that the post stated."""
+        """The last load that the post claimed."""
         known = self._claims.get(post)
         return PostLoad() if known is None else known.claim
 
     def step_made(self, now: float, done: Mapping[str, int], ready: Sequence[str]) -> None:
-        """A step was made with so many microbatches of each post; `ready`: the posts that serve the next one."""
+        """Record a step with the microbatches of each post (`done`). `ready`: the posts that serve the next step."""
         stated = self._stated(now)
         if self._stepped_at is not None:
             self._steps.append(_Step(now - self._stepped_at, dict(done), stated))
@@ -93,7 +92,7 @@ class Beliefs:
             self._served.setdefault(post, 0)
 
     def _stated(self, now: float) -> dict[str, float]:
-        """The work that each post states since the last step; from now on that since now."""
+        """The work that each post claims since the last step. Counting starts again now."""
         found = {}
         for post, known in self._claims.items():
             known.count(now)
@@ -101,13 +100,13 @@ class Beliefs:
         return found
 
     def restart(self) -> None:
-        """The steps before are not to be compared with those to come: the swarm went on from elsewhere."""
+        """Forget the past steps: the swarm resumed from another position, so later steps are not comparable."""
         self._steps.clear()
         self._served.clear()
         self._stepped_at = None
 
     def measured(self, post: str) -> float | None:
-        """The rate that is believed, in microbatches a second; None: it has not served a whole step yet."""
+        """Estimated microbatches per second, or None if the post has not served a whole step yet."""
         since = max(0, len(self._steps) - self._served.get(post, 0))
         recent = list(itertools.islice(self._steps, since, None))
         seconds = sum(step.seconds for step in recent)
@@ -123,7 +122,7 @@ class Beliefs:
         return {post: rate for post in posts if (rate := self.measured(post))}
 
     def rates(self, posts: Sequence[str]) -> dict[str, float]:
-        """The rate of each post; of those that are not measured yet, that of a usual device in their stage."""
+        """The rate of each post. Posts that are not measured yet get that of a typical device in their stage."""
         found = {post: self.measured(post) for post in posts}
         speeds = [rate * self._work[stage_of(post)] for post, rate in found.items() if rate]
         usual = statistics.median(speeds) if speeds else 0.0

@@ -1,6 +1,6 @@
-"""Meter of a post's load over the last minute: its rate when it is never idle, how busy it was, how much waited for it.
+"""Meter of a post's load over the last minute: its rate when never idle, its busy share, and its mean queue.
 
-A slow device finishes few microbatches in a minute: the period is longer then. Time is the caller's.
+A slow device finishes few microbatches in a minute, so the period is longer then. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from typing import Final
 
 PERIOD_S: Final = 60.0
-_LEAST_WORK: Final = 4.0  # microbatches of a period that says something about the rate
+_LEAST_WORK: Final = 4.0  # microbatches that a period must have, to give a meaningful rate
 _APART_S: Final = 5.0  # between marks
 _MARKS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
 class MeterReading:
-    """A meter's reading: the load over its last period."""
+    """One reading: the load over the meter's last period."""
 
-    rate: float  # microbatches a second; 0: not known
+    rate: float  # microbatches per second; 0: unknown
     busy: float  # share of the time
-    queue: float  # microbatches that waited, the mean
+    queue: float  # mean number of microbatches that waited
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The sums up to a moment."""
+    """Cumulative sums at one time."""
 
     at: float
     work: float
@@ -35,7 +35,7 @@ class _Mark:
 
 
 class LoadMeter:
-    """See the module's header. Microbatches that are waiting or computed with are present."""
+    """Load meter of one post. Microbatches that wait or are being computed count as present."""
 
     def __init__(self, now: float) -> None:
         self._work = self._busy_s = self._present_s = 0.0
@@ -43,27 +43,27 @@ class LoadMeter:
         self._marks = deque([_Mark(now, 0.0, 0.0, 0.0)], maxlen=_MARKS)
 
     def worked(self, microbatches: float, seconds: float) -> None:
-        """The device has computed for so long, which finished so many."""
+        """Record that the device computed for `seconds` and finished this number of microbatches."""
         self._work += microbatches
         self._busy_s += seconds
 
     @property
     def present(self) -> int:
-        """Microbatches that are waiting or computed with now."""
+        """Number of microbatches that wait or are being computed now."""
         return self._present
 
     def came(self, now: float) -> None:
-        """One more is present."""
+        """Record that one more microbatch is present."""
         self._pass(now)
         self._present += 1
 
     def went(self, now: float) -> None:
-        """One is present no longer."""
+        """Record that one microbatch fewer is present."""
         self._pass(now)
         self._present -= 1
 
     def look(self, now: float) -> MeterReading:
-        """The load up to now."""
+        """The load of the last period, up to `now`."""
         self._pass(now)
         since = self._begin(now)
         if now - self._marks[-1].at >= _APART_S:
@@ -81,7 +81,7 @@ class LoadMeter:
         self._changed_at = now
 
     def _begin(self, now: float) -> _Mark:
-        """The mark from which on to look: a period ago, or longer where little was finished since."""
+        """The mark from which to measure: a period ago, or earlier if little was finished since."""
         for mark in reversed(self._marks):
             if now - mark.at >= PERIOD_S and self._work - mark.work >= _LEAST_WORK:
                 return mark

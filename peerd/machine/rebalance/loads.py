@@ -1,8 +1,8 @@
-"""Loads of a swarm's stage peers, and what the stages can do with them.
+"""Loads of a swarm's stage peers, and the resulting capacity of the stages.
 
-`Staffing` is a scratch copy of who serves what: rules try transfers on it. A stage passes as many microbatches as its
-peers' rates add up to, and a pipeline as many as its weakest stage. A peer that moves takes its device along: its rate
-in another stage follows from the work that a microbatch is there.
+`StageLoads` is a scratch copy of who serves which stage: rules try transfers on it. A stage's capacity is the sum of
+its peers' rates, and a pipeline's is that of its weakest stage. A peer that moves takes its device along: its rate in
+another stage follows from the cost of a microbatch there.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _LAST: Final = "\U0010ffff"  # sorts after every name
 
 @dataclass(frozen=True, slots=True)
 class PeerLoad:
-    """One stage peer over the last period."""
+    """Load of one stage peer over the last period."""
 
     peer: str
     stage: int
-    rate: float  # microbatches a second of its stage, when it is never idle
-    queue: float = 0.0  # microbatches that wait for it, the mean
+    rate: float  # microbatches per second of its stage, when it is never idle
+    queue: float = 0.0  # mean number of microbatches that wait for it
     stays: bool = False  # it may not move now
 
 
@@ -35,14 +35,14 @@ class Transfer:
     target: int
 
 
-class Staffing:
-    """Who serves which stage; `work`: of a microbatch in each stage, relative to each other."""
+class StageLoads:
+    """Who serves which stage. `work`: relative cost of a microbatch in each stage."""
 
     def __init__(self, loads: Iterable[PeerLoad], work: Sequence[float]) -> None:
         self.work = tuple(work)
-        self.capacity = [0.0] * len(self.work)  # microbatches a second
+        self.capacity = [0.0] * len(self.work)  # microbatches per second
         self.count = [0] * len(self.work)
-        # Those that may move, by the speed of their devices, and that speed.
+        # Peers that may move, sorted by the speed of their devices, and the speed of each.
         self._movable: list[list[tuple[float, str]]] = [[] for _ in self.work]
         self._speeds: list[dict[str, float]] = [{} for _ in self.work]
         for load in sorted(loads, key=lambda one: one.peer):
@@ -55,11 +55,11 @@ class Staffing:
 
     @property
     def throughput(self) -> float:
-        """Microbatches a second of the whole pipeline."""
+        """Microbatches per second of the whole pipeline."""
         return min(self.capacity)
 
     def weakest(self) -> int:
-        """The stage that holds up the others; of equal ones the first."""
+        """The stage with the least capacity; among equal ones, the first."""
         return min(range(len(self.capacity)), key=lambda stage: (self.capacity[stage], stage))
 
     def rate_in(self, speed: float, stage: int) -> float:
@@ -67,15 +67,15 @@ class Staffing:
         return speed / self.work[stage]
 
     def rate_of(self, one: Transfer) -> float:
-        """The rate that a peer has where it is now."""
+        """The present rate of the peer that moves."""
         return self.rate_in(self._speeds[one.source][one.peer], one.source)
 
     def near(self, source: int, speed: float) -> Iterator[tuple[float, str]]:
-        """Of the peers of `source` that may move the slowest above this speed, and the fastest of the others."""
+        """Of the peers of `source` that may move: the fastest up to this speed, and the slowest above it."""
         movable = self._movable[source]
         above = bisect_right(movable, (speed, _LAST))
         if above:
-            yield movable[bisect_left(movable, (movable[above - 1][0], ""))]  # of equal ones the first
+            yield movable[bisect_left(movable, (movable[above - 1][0], ""))]  # the first of equal ones
         if above < len(movable):
             yield movable[above]
 

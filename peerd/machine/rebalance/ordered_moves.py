@@ -1,12 +1,14 @@
-"""Moves of stage peers that the conductor orders: which are to begin, and what became of those under way.
+"""Moves of stage peers that the conductor orders: which ones to begin, and the state of those under way.
 
-At every step's end the rule (`rebalancer`) looks at the posts; what it wants is ordered as far as it harms nobody: a
-peer moves only where its stage keeps a peer that has the current state, and one that has the checkpoint to which all
-stages could return; never a peer that holds several posts, that serves the stage its user has set, that moved a while
-ago, or that conducts. A peer under way counts where it goes. A move is over when the peer serves its new stage alone;
-one that was refused, or took too long, is a failure: that peer is left alone for a while, longer each time. How long
-moves took is what the next ones are thought to cost. Decides only. Hostile input: posts that state anything: a peer
-that accepts and does not go costs its place in a plan for MOST_S, and less often each time.
+After each step the rule (`rebalancer`) examines the posts. Its moves are ordered if they harm nobody: a peer moves
+only if its stage keeps a peer with the current state, and one with the checkpoint that all stages could return
+to. A peer never moves if it holds several posts, serves the stage that its user has set, has moved recently, or
+conducts. A peer under way counts in its new stage. A move is complete when the peer serves only its new stage. A move
+that is refused, or takes too long, has failed: that peer is left alone for a while, longer each time. The duration of
+moves determines the price of the next ones. Decides only.
+
+Hostile input: posts that claim anything. A peer that accepts a move and does not carry it out occupies a place in a
+plan for MOST_S, and less often each time.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from peerd.machine.rate.backoff import backoff_s
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
 from peerd.machine.rebalance.rebalancer import RebalanceConfig, Rebalancer
 
-AGAIN_S: Final = 300.0  # a peer that has moved stays at least so long
-MOST_S: Final = 900.0  # for a move
-_FAILED_S, _FAILED_MOST_S = 600.0, 7200.0  # a peer that has failed to move is left alone so long
-_COMING_S: Final = 300.0  # a newcomer that does not get ready counts for so long
+AGAIN_S: Final = 300.0  # a peer that has moved stays at least this long
+MOST_S: Final = 900.0  # time limit of a move
+_FAILED_S, _FAILED_MOST_S = 600.0, 7200.0  # time that a peer is left alone after a failed move: at first, and at most
+_COMING_S: Final = 300.0  # time that a newcomer counts before it is ready
 _SMOOTHING: Final = 0.3
-_SHARE: Final = 1 / 3  # of a move's time counts as lost: where memory allows, the peer serves its old stage meanwhile
+_SHARE: Final = 1 / 3  # of a move's time counts as lost: if memory allows, the peer serves its old stage meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class PostView:
     peer: str
     stage: int
     ready: bool  # has the current state
-    rate: float  # microbatches a second, as believed
+    rate: float  # microbatches per second, as estimated
     queue: float = 0.0
     movable: bool = True
     saved: frozenset[Position] = frozenset()  # checkpoints that it has
@@ -44,7 +46,7 @@ class PostView:
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A move that was ordered."""
+    """An ordered move."""
 
     move: Transfer
     since: float
@@ -52,7 +54,7 @@ class _UnderWay:
 
 @dataclass(slots=True)
 class _Posts:
-    """The posts of one look."""
+    """The posts at one call of `look`."""
 
     all: Sequence[PostView]
     of: dict[str, list[PostView]] = field(default_factory=dict)  # by peer
@@ -62,13 +64,14 @@ class _Posts:
             self.of.setdefault(post.peer, []).append(post)
 
     def serves(self, peer: str, stage: int) -> bool:
-        """True when the peer has the current state of `stage`."""
+        """True if the peer has the current state of `stage`."""
         return any(post.stage == stage and post.ready for post in self.of.get(peer, ()))
 
 
 class _Reserves:
-    """Reserves of the stages without those that are leaving: peers with the current state, and with the checkpoint that
-    all could return to.
+    """Peers that each stage keeps, without those that leave.
+
+    Counts peers with the current state, and those of them with the checkpoint that all stages could return to.
     """
 
     def __init__(self, stages: int, posts: Sequence[PostView], leaving: Container[str]) -> None:
@@ -78,17 +81,17 @@ class _Reserves:
         self._saved = Counter(post.stage for post in staying if self._back in post.saved)
 
     def spare(self, post: PostView) -> bool:
-        """True when the stage has others without this one."""
+        """True if the stage keeps enough others without this post."""
         return self._ready[post.stage] > 1 and (self._back not in post.saved or self._saved[post.stage] > 1)
 
     def take(self, post: PostView) -> None:
-        """The post is leaving, too."""
+        """Record that the post leaves, too."""
         self._ready[post.stage] -= 1
         self._saved[post.stage] -= self._back in post.saved
 
 
 class OrderedMoves:
-    """See the module's header. One conductor's; `own`: the peer that conducts."""
+    """The ordered moves of one conductor. `own`: the peer that conducts."""
 
     def __init__(self, config: RebalanceConfig, own: str = "") -> None:
         self._work, self._own, self._least_price_s = config.work, own, config.price_s
@@ -97,21 +100,21 @@ class OrderedMoves:
         self._rests_until: dict[str, float] = {}
         self._failures = Counter[str]()
         self._coming_since: dict[str, float] = {}
-        self.loads: list[PeerLoad] = []  # as the rule was told last
+        self.loads: list[PeerLoad] = []  # last input of the rule
         self._wished: list[Transfer] = []
-        self.made = 0  # moves that came to their end
+        self.made = 0  # completed moves
 
     @property
     def under_way(self) -> list[Transfer]:
-        """The moves that were ordered, and have not ended."""
+        """The ordered moves that have not ended."""
         return [one.move for _, one in sorted(self._under_way.items())]
 
     def due(self, now: float) -> float:
-        """When `look` would order moves, if nothing changes before."""
+        """Time at which `look` would order moves if nothing changes before."""
         return self._rule.due(now)
 
     def look(self, now: float, posts: Sequence[PostView], ahead_s: float = 0.0) -> list[Transfer]:
-        """The moves to order now; `ahead_s`: until some may be ordered the next time."""
+        """The moves to order now. `ahead_s`: seconds until moves may be ordered the next time."""
         seen = _Posts(posts)
         self._settle(now, seen)
         self.loads = self._loads(now, seen)
@@ -120,12 +123,12 @@ class OrderedMoves:
         return moves
 
     def wish(self, moves: Iterable[Transfer]) -> None:
-        """Order these with the next look, where they harm nobody: somebody has planned them."""
+        """Order these planned moves with the next call of `look`, if they harm nobody."""
         self._wished = list(moves)
 
     @property
     def price_s(self) -> float:
-        """Seconds of its peer's work that a move costs, by those that were made."""
+        """Price of a move in seconds of its peer's work, estimated from past moves."""
         return self._rule.price_s
 
     def _wishes(self) -> list[Transfer]:
@@ -134,13 +137,13 @@ class OrderedMoves:
         return [one for one in wished if (one.peer, one.source) in free and 0 <= one.target < len(self._work)]
 
     def failed(self, now: float, peer: str) -> None:
-        """A peer has refused to move, or has come back."""
+        """Record that a peer has refused to move, or has come back."""
         if self._under_way.pop(peer, None) is not None:
             self._failures[peer] += 1
             self._rests_until[peer] = now + backoff_s(self._failures[peer], _FAILED_S, _FAILED_MOST_S)
 
     def _settle(self, now: float, seen: _Posts) -> None:
-        """End the moves that have come to their end, or never will."""
+        """End the moves that are complete or took too long."""
         for peer, one in list(self._under_way.items()):
             stages = {post.stage for post in seen.of.get(peer, ())}
             if stages == {one.move.target} and seen.serves(peer, one.move.target):
@@ -160,7 +163,7 @@ class OrderedMoves:
         self._rule.price_s = max(self._least_price_s, price_s)
 
     def _loads(self, now: float, seen: _Posts) -> list[PeerLoad]:
-        """The loads for the rule: each peer once for each stage that it serves, or will serve."""
+        """The loads for the rule: one for each peer and stage that it serves, or will serve."""
         loads, reserves = list[PeerLoad](), _Reserves(len(self._work), seen.all, self._under_way)
         for peer, posts in sorted(seen.of.items()):
             if peer in self._under_way:
@@ -176,13 +179,13 @@ class OrderedMoves:
         return loads
 
     def _rate_at(self, posts: Sequence[PostView], target: int) -> float:
-        """The rate that a peer on its way will have."""
+        """Expected rate of a moving peer in its new stage."""
         there = [post for post in posts if post.stage == target]
         one = max(there or posts, key=lambda post: post.ready)
         return one.rate * self._work[one.stage] / self._work[target]
 
     def _harmless(self, moves: Iterable[Transfer], seen: _Posts) -> list[Transfer]:
-        """Those of the moves that take the last state, or the last checkpoint that counts, from no stage."""
+        """Those of the moves that leave every stage a current state, and the checkpoint that counts."""
         reserves, found = _Reserves(len(self._work), seen.all, self._under_way), list[Transfer]()
         for one in moves:
             post = next(post for post in seen.of[one.peer] if post.stage == one.source)
@@ -193,7 +196,7 @@ class OrderedMoves:
 
 
 def _restore_point(stages: int, posts: Iterable[PostView]) -> Position | None:
-    """The newest position of which every stage has a checkpoint; None: there is none."""
+    """The newest position of which every stage has a checkpoint, or None if there is none."""
     saved: list[set[Position]] = [set() for _ in range(stages)]
     for post in posts:
         saved[post.stage] |= post.saved
@@ -201,6 +204,6 @@ def _restore_point(stages: int, posts: Iterable[PostView]) -> Position | None:
 
 
 def told(move: Transfer, loads: Mapping[int, float]) -> str:
-    """A sentence on the reason for a move. `loads`: microbatches a second of each stage."""
+    """A sentence on the reason for a move. `loads`: microbatches per second of each stage."""
     source, target = loads.get(move.source, 0.0), loads.get(move.target, 0.0)
     return f"stage {move.target} does {target:.3g} microbatches a second, stage {move.source} {source:.3g}"

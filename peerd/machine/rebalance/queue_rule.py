@@ -1,9 +1,9 @@
-"""Algorithm 2 of SWARM (appendix D), for comparison: queues decide, one peer moves in each period.
+"""Algorithm 2 of SWARM (appendix D), for comparison: queue lengths decide, and one peer moves in each period.
 
-Every `period_s` the queues of each stage are summed; where the stage with the smallest sum is another than the one with
-the largest, the peer with the smallest queue of the former moves to the latter. Comparisons are strict, so that the
-first of equals counts, stages by number and peers by name. It is the rule as the paper has it, with one addition: the
-last peer of a stage stays. A newcomer joins the stage with the largest sum.
+Every `period_s` the queues of each stage are summed. If the stages with the smallest and the largest sum differ, the
+peer with the smallest queue of the former moves to the latter. Comparisons are strict, so the first of equals counts:
+stages by number, peers by name. This is the paper's rule with one addition: the last peer of a stage stays. A newcomer
+joins the stage with the largest sum.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from peerd.machine.rebalance.loads import PeerLoad, Transfer
 
 
 class QueueRule:
-    """See the module's header."""
+    """SWARM's rule for one run."""
 
     def __init__(self, stages: int, period_s: float) -> None:
         self._stages, self._period_s = stages, period_s
         self._due = period_s
 
     def due(self, now: float) -> float:
-        """When `look` is due next."""
+        """Time at which `look` is due next."""
         return self._due
 
     def look(self, now: float, loads: Sequence[PeerLoad]) -> list[Transfer]:

@@ -1,11 +1,11 @@
-"""Rule for moves between stages: as few as lift the weakest stage, as many at once as that takes.
+"""Rule for moves between stages: the fewest that strengthen the weakest stage, several at once if needed.
 
-Peers would move to the weakest stage, one after the other, each the one after whose move the weaker of the two stages
-is strongest; of that sequence the beginning counts that wins most for its moves. It is carried out once the work that
-is lost without it, until the rule is asked again, outweighs the price of the moves: a small lack waits for a newcomer
-to fill it, a large one does not. So the rule never pays much more than twice what one that knew the future would (ski
-rental). Rates, not queues, decide: a queue is noise where stages are equal, and a rule that follows it moves peers for
-ever. Decides only. Hostile input: rates, which the caller believes no further than they were measured.
+The rule plans a sequence of moves to the weakest stage, each the one after which the weaker of the two stages is
+strongest. Of that sequence it selects the prefix that gains most for its price. These are ordered once the work that
+is lost without them, up to the next call of the rule, exceeds their price: a small deficit waits for a newcomer, a
+large one does not. So the rule never pays much more than twice what one that knew the future would pay (ski rental).
+Rates decide, not queues: if stages are equal, queues are noise, and a rule that follows them moves peers for ever.
+Decides only. Hostile input: rates; the caller limits them to what was measured.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peerd.machine.rebalance.loads import PeerLoad, Staffing, Transfer
+from peerd.machine.rebalance.loads import PeerLoad, StageLoads, Transfer
 
-_LEAST_PART = 0.25  # of what the movers do: less is within what measured rates of few peers differ by
-_AT_ONCE = 64  # moves of one plan
-_SAME = 1e-9  # relative difference of rates that is none
+_LEAST_PART = 0.25  # least gain relative to the movers' work: measured rates of few peers are not more accurate
+_AT_ONCE = 64  # most moves of one plan
+_SAME = 1e-9  # relative difference up to which rates are equal
 
 
 @dataclass(frozen=True, slots=True)
 class RebalanceConfig:
-    """`work`: of a microbatch in each stage, relative to each other; `price_s`: of a move, in seconds of its peer's
-    work; `least_gain`: share of the throughput that a plan must win.
+    """Configuration of the rule.
+
+    `work`: relative cost of a microbatch in each stage; `price_s`: price of a move, in seconds of its peer's work;
+    `least_gain`: share of the throughput that a plan must gain.
     """
 
     work: tuple[float, ...]
@@ -34,28 +36,28 @@ class RebalanceConfig:
 @dataclass(frozen=True, slots=True)
 class _Plan:
     moves: tuple[Transfer, ...] = ()
-    gain: float = 0.0  # microbatches a second more
+    gain: float = 0.0  # additional microbatches per second
     price: float = 0.0  # microbatches
 
 
 class Rebalancer:
-    """See the module's header; one conductor's. Ask `look` at every change, and when `due`."""
+    """The rule for one conductor. Call `look` at every change, and when `due`."""
 
     def __init__(self, config: RebalanceConfig) -> None:
         self._config = config
-        self.price_s = config.price_s  # may change with what moves turn out to cost
+        self.price_s = config.price_s  # callers may adapt it to what moves turn out to cost
         self._plan = _Plan()
-        self._lost, self._at = 0.0, 0.0  # microbatches, since stages were even; when that was counted last
-        self._ahead_s = 0.0  # until the next look after that
+        self._lost, self._at = 0.0, 0.0  # microbatches lost since stages were even, and the time of the last count
+        self._ahead_s = 0.0  # seconds from then to the next call of `look`
 
     def due(self, now: float) -> float:
-        """When `look` is due if nothing changes before."""
+        """Time at which `look` is due if nothing changes before."""
         if not self._plan.moves:
             return float("inf")
         return max(now, self._at + (self._plan.price - self._lost) / self._plan.gain - self._ahead_s)
 
     def look(self, now: float, loads: Sequence[PeerLoad], ahead_s: float = 0.0) -> list[Transfer]:
-        """The moves to begin now; `ahead_s`: until moves may begin the next time."""
+        """The moves to begin now. `ahead_s`: seconds until moves may begin the next time."""
         self._lost += self._plan.gain * (now - self._at)
         self._at, self._ahead_s, self._plan = now, ahead_s, self._best(loads)
         if not self._plan.moves:
@@ -67,11 +69,11 @@ class Rebalancer:
 
     def join(self, loads: Sequence[PeerLoad]) -> int:
         """The stage for a newcomer: the weakest."""
-        return Staffing(loads, self._config.work).weakest()
+        return StageLoads(loads, self._config.work).weakest()
 
     def _best(self, loads: Sequence[PeerLoad]) -> _Plan:
-        """The moves that win most for what they cost; none where nothing is worth it."""
-        staffing, best = Staffing(loads, self._config.work), _Plan()
+        """The moves that gain most for their cost; none if nothing is worth it."""
+        staffing, best = StageLoads(loads, self._config.work), _Plan()
         before, moves, price, brought = staffing.throughput, list[Transfer](), 0.0, 0.0
         while len(moves) < _AT_ONCE and (one := _next(staffing)) is not None:
             price += self.price_s * staffing.rate_of(one)
@@ -85,10 +87,10 @@ class Rebalancer:
         return best
 
 
-def _next(staffing: Staffing) -> Transfer | None:
-    """The move to the weakest stage after which the weaker of the two is strongest; None: none leaves it stronger.
+def _next(staffing: StageLoads) -> Transfer | None:
+    """The move to the weakest stage after which the weaker of the two stages is strongest, or None if no move helps.
 
-    Of equal ones that from the strongest stage, which will miss it last.
+    Among equal moves, the one from the strongest stage, since that stage needs the peer least.
     """
     target = staffing.weakest()
     least = staffing.capacity[target]
@@ -96,7 +98,7 @@ def _next(staffing: Staffing) -> Transfer | None:
     for source, capacity in enumerate(staffing.capacity):
         if source == target or staffing.count[source] < 2 or capacity <= best:
             continue
-        # With the speed at which both stages would be as strong, or those next to it, the weaker of them is strongest.
+        # The weaker stage is strongest for a device whose speed is next to the one that makes both stages equal.
         even = (capacity - least) / (1.0 / staffing.work[source] + 1.0 / staffing.work[target])
         for speed, peer in staffing.near(source, even):
             left = staffing.capacity[source] - staffing.rate_in(speed, source)

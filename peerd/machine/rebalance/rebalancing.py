@@ -1,8 +1,8 @@
-"""Rebalancing of a run by its conductor: believes posts' loads as far as batches bear them out, and orders moves.
+"""Rebalancing of a run by its conductor: estimates posts' rates from their claims and the batches, and orders moves.
 
-Joins what the roster knows of posts (`RosterEntry`), what they state (`Beliefs`) and what is to be done
-(`OrderedMoves`) at each step's end. Where moves are not wanted, loads are known all the same: newcomers go
-where they help most.
+After each step it combines the posts that the roster has (`RosterEntry`), the loads that they claim (`EstimatedRates`)
+and the moves that follow (`OrderedMoves`). Loads are also estimated if moves are disabled, since newcomers join where
+they help most.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
 from peerd.core.messages.swarm import PostLoad
-from peerd.machine.rebalance.beliefs import Beliefs
+from peerd.machine.rebalance.beliefs import EstimatedRates
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
 from peerd.machine.rebalance.ordered_moves import OrderedMoves, PostView, told
 from peerd.machine.rebalance.rebalancer import RebalanceConfig
@@ -19,59 +19,60 @@ from peerd.machine.swarm.events import Note, Output, SendTransfer
 from peerd.machine.swarm.posts import peer_of, post_name, short
 from peerd.machine.swarm.roster import Roster
 
-_PUBLISHED: Final = 64  # posts at a step
+_PUBLISHED: Final = 64  # posts whose rates are published at each step
 
 
 class Rebalancing:
-    """See the module's header. `own`: the post that conducts; `moves`: False where peers stay where they are;
-    `rests`: posts that do nothing for now.
-    """
+    """Rebalancing of one run. `own`: the conductor's post; `moves`: False if peers stay; `rests`: posts that rest."""
 
     def __init__(
         self, config: RebalanceConfig, roster: Roster, own: str, *, moves: bool, rests: Container[str] = ()
     ) -> None:
         self._roster, self._orders_moves = roster, moves and len(config.work) > 1
-        self._beliefs, self._rests = Beliefs(config.work), rests
+        self._beliefs, self._rests = EstimatedRates(config.work), rests
         self._moves = OrderedMoves(config, peer_of(own))
-        self._wished_for: dict[Transfer, str] = {}  # planned moves, and why
+        self._wished_for: dict[Transfer, str] = {}  # planned moves, each with the reason
         self._step_at: float | None = None  # when the last step was made
         self._published = 0  # posts, in order, whose rates were published in this round
 
     def told(self, now: float, post: str, load: PostLoad) -> None:
-        """A member states its load."""
+        """Record the load that a member claims."""
         if post in self._roster.entries:
             self._beliefs.told(now, post, load)
 
     @property
     def loads(self) -> list[PeerLoad]:
-        """Loads of the posts, and which of their peers may move, at the last step's end."""
+        """Loads of the posts after the last step, and which of their peers may move."""
         return self._moves.loads
 
     @property
     def price_s(self) -> float:
-        """Seconds of its peer's work that a move costs, by those that were made."""
+        """Price of a move in seconds of its peer's work, estimated from past moves."""
         return self._moves.price_s
 
     def wish(self, moves: Sequence[Transfer], why: str) -> None:
-        """Order these at the next step's end, where they harm nobody."""
+        """Order these planned moves after the next step, if they harm nobody. `why`: reason for the log."""
         self._wished_for = dict.fromkeys(moves, why)
         self._moves.wish(moves)
 
     def refused(self, now: float, post: str) -> None:
-        """A peer will not move."""
+        """Record that a peer refuses to move."""
         self._moves.failed(now, peer_of(post))
 
     def restart(self) -> None:
-        """The swarm goes on from elsewhere than a step."""
+        """Forget the past steps, since the swarm resumed from another position."""
         self._beliefs.restart()
         self._step_at = None
 
     def step_made(self, now: float, done: Mapping[str, int], ready: Sequence[str]) -> list[Output]:
-        """A step was made, with so many microbatches of each post; `ready`: the posts that stand behind it."""
+        """Record a step with the microbatches of each post (`done`). `ready`: the posts at the new position.
+
+        Returns the orders to move, with notes for the log.
+        """
         self._beliefs.keep_only(self._roster.entries)
         self._beliefs.step_made(now, done, ready)
         self._publish_rates()
-        step_s = 0.0 if self._step_at is None else now - self._step_at  # the next one is thought to take as long
+        step_s = 0.0 if self._step_at is None else now - self._step_at  # expected duration of the next step
         self._step_at = now
         if not self._orders_moves:
             return []
@@ -81,22 +82,22 @@ class Rebalancing:
         for one in self._moves.look(now, posts, step_s):
             why = self._wished_for.get(one) or told(one, loads)
             out.append(SendTransfer(post_name(one.peer, one.source), one.target, why))
-            out.append(Note(f"peer {short(one.peer)} is to go from stage {one.source} to stage {one.target}: {why}"))
+            out.append(Note(f"peer {short(one.peer)} is ordered from stage {one.source} to stage {one.target}: {why}"))
         return out
 
     def _publish_rates(self) -> None:
-        """Put believed rates in the list of members: of some posts at each step, in turn."""
+        """Publish estimated rates in the member list, of some posts at each step, in turn."""
         posts = sorted(self._roster.entries)
         at = self._published if self._published < len(posts) else 0
         self._published = at + _PUBLISHED
         self._roster.note_rates(self._beliefs.borne_out(posts[at : self._published]))
 
     def rate(self, post: str) -> float:
-        """Microbatches a second that a post is believed to do; 0: it has not served a whole step yet."""
+        """Estimated microbatches per second of a post, or 0 if it has not served a whole step yet."""
         return self._beliefs.measured(post) or 0.0
 
     def capacity(self) -> list[float]:
-        """Microbatches a second that the members of each stage can do; empty while nothing is known."""
+        """Microbatches per second that the members of each stage can do; empty while unknown."""
         found = self._capacity(self._posts(frozenset()))
         return found if any(found) else []
 

@@ -1,1 +1,1 @@
-"""Remote calls: the codec, and what each caller may have under way."""
+"""Remote calls: the wire codec, declarations of methods, and the accounting of running calls."""

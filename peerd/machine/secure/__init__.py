@@ -1,1 +1,1 @@
-"""Secure channels: the Noise hand-shake and multistream-select."""
+"""Secure channels: the Noise handshake and multistream-select."""

@@ -1,9 +1,9 @@
-"""multistream-select: agreeing on what a stream speaks, one line of text each way.
+"""multistream-select: agreement on the protocol of a stream, by lines of text in both directions.
 
-`Proposal` is the opener's side and optimistic: its hello may travel with the first data. `Selector` is the accepting
-side; its header goes out before anything is heard. Neither keeps application data: what follows the last line is handed
-back. Hostile input: endless lines, padding, missing newlines, proposals without end, an answer to another question.
-Source: https://github.com/multiformats/multistream-select
+`Proposal` is the opener's side and optimistic: its hello may be sent together with the first data.
+`MultistreamSelector` is the accepting side; its header is sent before anything is received. Neither keeps application
+data: the bytes after the last line are returned. Hostile input: endless lines, padding, missing newlines, endless
+proposals, an answer to another proposal. Source: https://github.com/multiformats/multistream-select
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADER = encode_line("/multistream/1.0.0")
 
 @lru_cache(maxsize=256)
 def hello(protocol: str) -> bytes:
-    """The first bytes of a stream whose opener wants to speak `protocol`."""
+    """The first bytes of a stream whose opener proposes `protocol`."""
     return HEADER + encode_line(protocol)
 
 
@@ -35,7 +35,7 @@ NOT_AVAILABLE = encode_line("na")
 
 
 def take_line(buffer: bytearray) -> bytes | None:
-    """Remove and return the next whole line without its newline; None while it is incomplete."""
+    """Remove and return the next complete line without its newline, or None while it is incomplete."""
     found = decode_varint(buffer)
     if found is None:
         return None
@@ -52,20 +52,21 @@ def take_line(buffer: bytearray) -> bytes | None:
 
 
 class Proposal:
-    """The opener asks for one protocol."""
+    """The opener's side: proposes one protocol."""
 
     __slots__ = ("_buffer", "_greeted", "hello", "protocol")
 
     def __init__(self, protocol: str, hello: bytes = b"") -> None:
-        """`hello` saves building it again, for callers that keep it."""
+        """`hello`: the encoded proposal, for callers that cache it."""
         self.protocol = protocol
         self.hello = hello or HEADER + encode_line(protocol)
         self._buffer = bytearray()
         self._greeted = False
 
     def feed(self, data: bytes | bytearray | memoryview) -> bytes | None:
-        """Take bytes of the negotiation. Returns what follows the agreement, or None while it is not reached; Refused
-        when the peer says no.
+        """Process bytes of the negotiation. Returns the bytes after the agreement, or None until it is reached.
+
+        Raises Refused if the peer rejects the protocol.
         """
         if not self._buffer and data == self.hello:  # the usual answer, in one piece
             return b""
@@ -91,8 +92,8 @@ def _name(line: bytes) -> str:
         raise ProtocolViolation("a protocol name is not UTF-8") from None
 
 
-class Selector:
-    """The accepting side picks the first proposal that it speaks."""
+class MultistreamSelector:
+    """The accepting side: chooses the first proposal that it supports."""
 
     __slots__ = ("_buffer", "_deaf", "_greeted", "_left", "_speaks")
 
@@ -101,10 +102,10 @@ class Selector:
         self._buffer = bytearray()
         self._greeted = False
         self._left = MULTISTREAM_ATTEMPTS
-        self._deaf = False  # what comes belongs to a protocol that we have refused
+        self._deaf = False  # further bytes belong to a protocol that we have refused
 
     def feed(self, data: bytes | bytearray | memoryview) -> tuple[bytes, str | None, bytes]:
-        """(answer to send, chosen protocol or None yet, what follows the choice). HEADER is sent by the caller."""
+        """Returns (answer to send, chosen protocol or None so far, bytes after the choice). The caller sends HEADER."""
         self._buffer += data
         answer = b""
         try:
@@ -122,7 +123,7 @@ class Selector:
                     raise ProtocolViolation(f"{MULTISTREAM_ATTEMPTS} proposals, none of them spoken here")
                 answer += NOT_AVAILABLE
         except ProtocolViolation:
-            # An optimistic opener sends its first data before it hears "na": that is no proposal, and no crime.
+            # An optimistic opener sends its first data before it receives "na": no proposal, but no violation either.
             if self._left == MULTISTREAM_ATTEMPTS:
                 raise
             self._deaf = True

@@ -1,13 +1,13 @@
-"""Noise XX as libp2p speaks it: mutual authentication, session keys, early choice of the muxer; then sealed frames.
+"""Noise XX as in libp2p: mutual authentication, session keys, early choice of the muxer; then encrypted frames.
 
-`Handshake` is the three messages seen from either side; `Sealer` and `Opener` are one direction each of what follows.
-Nothing here reads or writes a socket or draws randomness: secrets are given. Input may come byte by byte.
-Two sides that both have AES in hardware seal with it instead of ChaCha20, which costs more: an agreement of
-this program's own, made where muxers are chosen, with keys of its own and Noise's REKEY.
-Invariants: a nonce is used once; no plaintext leaves before its tag is checked; the identity is proven by its signature
-over the static key before `result` is set. Hostile input: frames of any length, points of low order, signatures of
-somebody else, a payload of garbage, replayed or reordered frames: all raise ProtocolViolation.
-Sources: https://noiseprotocol.org/noise.html, libp2p specs `noise/README.md`.
+`NoiseHandshake` implements the three messages from either side; `Sealer` and `Opener` each handle one direction
+afterwards. No sockets and no randomness: secrets are passed in. Input may arrive byte by byte. If both sides have AES
+in hardware they use it instead of ChaCha20, which costs more CPU time; this is an extension of this program, negotiated
+together with the muxers, with separate keys and Noise's REKEY. Invariants: a nonce is used once; no plaintext is
+returned before its tag is checked; the identity is proven by its signature over the static key before `result` is set.
+Hostile input: frames of any length, points of low order, signatures of other keys, invalid payloads, replayed or
+reordered frames: all raise ProtocolViolation. Sources: https://noiseprotocol.org/noise.html, libp2p specs
+`noise/README.md`.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from peerd.machine.buffers import BufferPool
 
 PROTOCOL: Final = "/noise"
 TAG_BYTES: Final = 16
-FRAME_BYTES: Final = 65535  # sealed, without the two bytes of length
+FRAME_BYTES: Final = 65535  # encrypted, without the two bytes of length
 PLAIN_BYTES: Final = FRAME_BYTES - TAG_BYTES
 SEALED_BYTES: Final = FRAME_BYTES + 2
-_KEY_BYTES: Final = 32  # of any key; a first message is one, and nothing else is so short
+_KEY_BYTES: Final = 32  # of any key; only a first message, which is just a key, is this short
 _POOLED_BYTES: Final = 4096  # plaintexts below this are cheap to allocate
 _NAME: Final = b"Noise_XX_25519_ChaChaPoly_SHA256"
 _SIGNED_PREFIX: Final = b"noise-libp2p-static-key:"
-_OFFER: Final = "/peerd/aes-256-gcm/1"  # beside the muxers: who offers it has the cipher in hardware
-_AES_KEYS: Final = b"peerd aes-256-gcm"  # keeps its keys apart from those that Noise derives
+_OFFER: Final = "/peerd/aes-256-gcm/1"  # listed with the muxers by a side with the cipher in hardware
+_AES_KEYS: Final = b"peerd aes-256-gcm"  # separates its keys from those that Noise derives
 _NONCE: Final = struct.Struct("<4xQ")
 _NONCE_MAX: Final = (1 << 64) - 1  # only for REKEY
 _LENGTH: Final = struct.Struct(">H")
 
-Place = Callable[[int], memoryview | None]  # where a plaintext of so many bytes belongs, if that is known
-Row = Callable[[], int]  # how many bytes of plaintext belong there one behind the other
+Place = Callable[[int], memoryview | None]  # returns the buffer for a plaintext of this size, if known
+Row = Callable[[], int]  # returns the number of plaintext bytes that belong there contiguously
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Cipher suite that seals the frames after a hand-shake."""
+    """Cipher suite that encrypts the frames after a handshake."""
 
     cipher: type[ChaCha20Poly1305 | AESGCM]
     nonce: struct.Struct
-    key_frames: float  # sealed with one key, then both sides derive the next one
+    key_frames: float  # frames per key, after which both sides derive the next key
 
 
-CHACHA: Final = Suite(ChaCha20Poly1305, _NONCE, math.inf)  # as libp2p has it
-# A terabyte: what GCM can seal before the chance to tell it from noise is worth naming (2^-57, as TLS 1.3 reckons).
+CHACHA: Final = Suite(ChaCha20Poly1305, _NONCE, math.inf)  # as in libp2p
+# A terabyte: what GCM can encrypt with a distinguishing advantage of at most 2^-57, the bound of TLS 1.3.
 AES: Final = Suite(AESGCM, struct.Struct(">4xQ"), 1 << 24)
 
 
@@ -101,10 +101,10 @@ class Sealer(_Direction):
 class Opener(_Direction):
     """Decrypts the other direction, from pieces of any size.
 
-    With a pool (of SEALED_BYTES buffers), large plaintexts come as views of its buffers, which the caller then owns;
-    small ones, and all without a pool, come as bytes. `place` may name other memory for a large one of so many bytes:
-    it is asked when all before it was taken from the iterator, and holds nothing of worth if the tag proves wrong.
-    With `row`, full frames that belong behind one another come as one plaintext.
+    With a pool (of SEALED_BYTES buffers), large plaintexts are views of its buffers, which the caller then owns; small
+    ones, and all without a pool, are bytes. `place` may return other memory for a large plaintext of the given size: it
+    is called once all earlier plaintexts were taken from the iterator, and the memory's content is undefined if the tag
+    is wrong. With `row`, contiguous full frames are returned as one plaintext.
     """
 
     __slots__ = ("_part", "_part_bytes", "pool")
@@ -112,7 +112,7 @@ class Opener(_Direction):
     def __init__(self, key: bytes, pool: BufferPool | None = None, suite: Suite = CHACHA) -> None:
         super().__init__(key, suite)
         self.pool = pool
-        self._part: bytearray | None = None  # holds the beginning of a frame whose rest has not come
+        self._part: bytearray | None = None  # the beginning of an incomplete frame
         self._part_bytes = 0
 
     def feed(self, data: bytes | memoryview) -> list[bytes | memoryview]:
@@ -121,7 +121,7 @@ class Opener(_Direction):
 
     @property
     def missing_bytes(self) -> int:
-        """Number of bytes that nothing becomes whole without: fewer need not be fed."""
+        """Least number of further bytes with which a frame may become complete; feeding fewer is useless."""
         part = self._part
         if part is None or self._part_bytes < 2:
             return 1
@@ -130,7 +130,7 @@ class Opener(_Direction):
     def each(
         self, data: bytes | memoryview, place: Place | None = None, row: Row | None = None
     ) -> Iterator[bytes | memoryview]:
-        """As `feed`, one after the other; `data` may be reused when the last one was taken."""
+        """Like `feed`, one plaintext after the other; `data` may be reused once the last one was taken."""
         view = memoryview(data)
         at = 0
         if self._part is not None and view:
@@ -157,7 +157,7 @@ class Opener(_Direction):
             self._part_bytes = end - at
 
     def _add_to_part(self, part: bytearray, view: memoryview) -> int:
-        """Add to the frame in `part`; returns how much of `view` it took."""
+        """Append to the frame in `part`; returns the number of bytes used of `view`."""
         have, at = self._part_bytes, 0
         if have < 2:
             part[1] = view[0]
@@ -169,7 +169,7 @@ class Opener(_Direction):
         return at + take
 
     def _finish_part(self, part: bytearray, place: Place | None) -> bytes | memoryview | None:
-        """The plaintext of the frame in `part`, if it is whole."""
+        """The plaintext of the frame in `part` if it is complete, else None."""
         if self._part_bytes < 2 or self._part_bytes < (want := 2 + (part[0] << 8 | part[1])):
             return None
         plain = self._open(memoryview(part)[2:want], place)
@@ -179,7 +179,7 @@ class Opener(_Direction):
         return plain
 
     def _open_row(self, view: memoryview, into: memoryview) -> int:
-        """Open as many full frames as `into` has room for, or up to one that is no such frame; returns how many."""
+        """Decrypt full frames into `into` until it is full or a frame is not full or invalid; returns their number."""
         decrypt, nonce, count = self._cipher.decrypt_into, self._nonce, self._count
         try:
             for at, to in zip(range(0, len(view), SEALED_BYTES), range(0, len(into), PLAIN_BYTES), strict=False):
@@ -189,7 +189,7 @@ class Opener(_Direction):
                 decrypt(nonce(count), sealed, None, into[to : to + PLAIN_BYTES])
                 count += 1
         except InvalidTag:
-            pass  # those before it count; it is opened again, by itself, and refused
+            pass  # frames before it count; this one is decrypted again by itself, and rejected
         opened, self._count = count - self._count, count
         return opened
 
@@ -215,15 +215,15 @@ class Opener(_Direction):
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Result of a hand-shake."""
+    """Result of a handshake."""
 
     peer: PeerId
     sealer: Sealer
     opener: Opener
-    muxer: str | None  # chosen early, or None: negotiate it
-    rest: bytes  # bytes that came after the last hand-shake message
-    offers: tuple[str, ...]  # muxers of the other side, and what else it has
-    binding: bytes  # names this session and no other (Noise section 11.2); no secret: who saw the hand-shake knows it
+    muxer: str | None  # chosen early, or None if it must be negotiated
+    rest: bytes  # bytes after the last handshake message
+    offers: tuple[str, ...]  # muxers and extensions of the other side
+    binding: bytes  # unique id of this session (Noise section 11.2); public to observers of the handshake
 
 
 class _Symmetric:
@@ -232,7 +232,7 @@ class _Symmetric:
     __slots__ = ("_cipher", "_count", "chain", "digest")
 
     def __init__(self) -> None:
-        self.digest = self.chain = _NAME  # exactly one hash long, so it is taken as it is
+        self.digest = self.chain = _NAME  # exactly one hash long, so it is used directly
         self._cipher: ChaCha20Poly1305 | None = None
         self._count = 0
         self.mix_hash(b"")  # the empty prologue
@@ -276,13 +276,13 @@ def _hkdf(chain: bytes, material: bytes) -> tuple[bytes, bytes]:
 
 
 def _check_key(what: str, secret: bytes) -> None:
-    """Raises ValueError where a key has not its 32 bytes: libsodium reads on behind a shorter one."""
+    """Raise ValueError unless the key has 32 bytes, because libsodium would read beyond a shorter one."""
     if len(secret) != _KEY_BYTES:
         raise ValueError(f"{what} has {_KEY_BYTES} bytes, not {len(secret)}")
 
 
 class Secrets:
-    """Keys of one side of a hand-shake: `static` (32 secret bytes) may serve many, `ephemeral` only one."""
+    """Keys of one side of a handshake: `static` (32 secret bytes) may be reused, `ephemeral` must not."""
 
     __slots__ = ("ephemeral", "identity", "signature", "static", "static_public")
 
@@ -293,24 +293,24 @@ class Secrets:
         self.signature = identity.sign(_SIGNED_PREFIX + self.static_public)
 
     def fresh(self, ephemeral: bytes) -> Secrets:
-        """The same identity and static key with `ephemeral` for the next hand-shake."""
+        """The same identity and static key with a new `ephemeral` key for the next handshake."""
         copy = object.__new__(Secrets)
         copy.identity, copy.static, copy.ephemeral = self.identity, self.static, ephemeral
         copy.static_public, copy.signature = self.static_public, self.signature
         return copy
 
 
-class Handshake:
-    """One hand-shake, as initiator (which speaks first) or responder.
+class NoiseHandshake:
+    """One handshake, as initiator (which sends the first message) or responder.
 
-    Send what `start` and `feed` return; once `result` is set, what `feed` returned last is the last message. Raises
-    Unreachable when the other side proves to be somebody other than `expected`: an initiator knows that before it says
-    who it is. A responder says it to whoever asks, as every peer does that can be dialed.
+    Send the bytes that `start` and `feed` return; once `result` is set, the bytes that `feed` returned last are the
+    last message. Raises Unreachable if the other side is not `expected`: an initiator knows this before it reveals its
+    identity. A responder reveals its identity to everybody, like every peer that can be dialed.
 
-    Two sides that dialed each other at once, on one connection, are both initiators and find a first message where
-    they wait for a second one. Then the one whose ephemeral key is smaller becomes the responder, with the same key:
-    no secret was derived from it before. Peers other than peerd's give up instead. Somebody else who answers that way
-    so learns who dials there, and no more: one of the two has to speak first, and neither can know the other yet.
+    If both sides dialed each other at once, on one connection, both are initiators and receive a first message instead
+    of a second one. Then the side with the smaller ephemeral key becomes the responder, with the same key, from which
+    no secret was derived before. Other implementations give up in this case. So an attacker that answers this way
+    learns who dials, but no more: one of the two must identify itself first, when neither can know the other.
     """
 
     def __init__(
@@ -322,30 +322,30 @@ class Handshake:
         expected: PeerId | None = None,
         aes: bool = False,
     ) -> None:
-        """`aes`: whether to offer AES, which is chosen if the other side does, too."""
+        """`aes`: offer AES, which is used if the other side offers it as well."""
         _check_key("an ephemeral key", secrets.ephemeral)
         self.result: Session | None = None
         self._secrets, self._initiator, self._muxers, self._expected = secrets, initiator, tuple(muxers), expected
         self._aes = aes
         self._state = _Symmetric()
         self._buffer = bytearray()
-        self._greeted = False  # responder: the first message has come
-        self._crossed = False  # a first message has come in answer to ours
+        self._greeted = False  # responder: the first message has arrived
+        self._crossed = False  # both sides have sent a first message
         self._their_ephemeral = b""
 
     @property
     def initiator(self) -> bool:
-        """True when this side is the initiator, perhaps after a crossing."""
+        """True if this side is the initiator, possibly after both sides had been."""
         return self._initiator
 
     def start(self) -> bytes:
-        """The initiator's first message; nothing for a responder."""
+        """The initiator's first message; empty for a responder."""
         if not self._initiator:
             return b""
         return self._framed(self._write_ephemeral() + self._state.encrypt(b""))
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes; returns what to send, often nothing."""
+        """Process received bytes; returns the bytes to send, often none."""
         self._buffer += data
         out = b""
         while self.result is None and (message := self._take()) is not None:
@@ -361,7 +361,7 @@ class Handshake:
         return out
 
     def _cross(self, message: bytes) -> bytes:
-        """Both sides have spoken first: one gives way, the other waits for the answer to its own message."""
+        """Both sides have sent a first message: one becomes the responder, the other waits for its answer."""
         self._crossed = True
         own = bindings.crypto_scalarmult_base(self._secrets.ephemeral)
         if own == message:
@@ -433,7 +433,7 @@ class Handshake:
         return self._state.encrypt(payload.encode())
 
     def _read_proof(self, message: bytes) -> NoisePayload:
-        """Their static key, the key agreement with our ephemeral one, and the identity that signed the static key."""
+        """Read their static key, mix it with our ephemeral key, and verify the identity that signed it."""
         static = self._state.decrypt(message[: 32 + TAG_BYTES])
         if len(static) != 32:
             raise ProtocolViolation("a hand-shake message is too short for a key")

@@ -1,1 +1,1 @@
-"""State download: pieces, donors, and the quorum that decides which state is right."""
+"""State download: pieces, donors, and the quorum that decides which state is correct."""

@@ -1,12 +1,13 @@
-"""Pace of a member that catches up, sans-IO: whether its line can ever bring it to where the swarm stands.
+"""Pace of a member that catches up, sans-IO: whether its line is fast enough to ever reach the swarm's step.
 
-While a state comes in, each step of the swarm adds a total to fetch, and totals are kept for a bounded number of steps.
-So a line has to carry a total each step, and the state within the steps for which totals are kept. A member whose
-downloads were slower than that gains nothing by another one: after two states in vain it waits, longer each time, and
-says what would help. It tries again at once when another donor appears, or when steps take long enough for its line.
+While a member downloads a state, each step of the swarm adds a total (summed gradient) to download, and totals are kept
+for a bounded number of steps. So a line must carry one total per step, and in addition the state within the steps for
+which totals are kept. A member whose downloads were slower gains nothing from another one: after two unsuccessful
+states it waits, longer each time, and reports what would help. It tries again at once if another donor appears, or if
+steps become slow enough for its line.
 
-Rates are measured: bytes of states and totals that came, and the time between the swarm's steps. Times are arguments,
-in seconds.
+Rates are measured: received bytes of states and totals, and the time between the swarm's steps. Times are arguments, in
+seconds.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Final, NamedTuple
 from peerd.core.limits import STATE_TOTALS, STATE_TRAIL
 from peerd.machine.rate.backoff import backoff_s
 
-_IN_VAIN: Final = 2  # states that were fetched before a line is called too slow: a swarm stumbles, and lines do, too
-_SHORTEST_S: Final = 1.0  # a download that took less says nothing about the line
-_STEPS: Final = 16  # of the swarm, over which its steps are timed
-_FIRST_PAUSE_S: Final = 30.0  # then twice as long each time
+_IN_VAIN: Final = 2  # unsuccessful states after which a line counts as too slow; one may be due to a disturbance
+_SHORTEST_S: Final = 1.0  # shorter downloads do not measure the line
+_STEPS: Final = 16  # steps of the swarm over which their duration is measured
+_FIRST_PAUSE_S: Final = 30.0  # doubles each time
 _LONGEST_PAUSE_S: Final = 900.0
 
 
@@ -34,32 +35,32 @@ class Sizes(NamedTuple):
 
 
 class CatchUpPace:
-    """See the module's header. `kept`: totals that a donor keeps at most."""
+    """The pace of one member. `kept`: most totals that a donor keeps."""
 
     def __init__(self, kept: int = STATE_TOTALS) -> None:
         self._kept = max(1, min(kept, STATE_TOTALS))
         self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS)  # (time, step of the swarm)
-        self._rate = 0.0  # bytes a second of the last state
-        self._in_vain = 0  # states since the member was last where the swarm is
+        self._rate = 0.0  # bytes per second of the last state
+        self._in_vain = 0  # states downloaded since the member last reached the swarm's step
         self._sizes = Sizes(0, 0)
         self._donors: frozenset[str] = frozenset()  # of the last state
         self._pause_s, self._again_at = 0.0, -math.inf
 
     def swarm_at(self, now: float, step: int) -> None:
-        """The swarm stands at `step`."""
+        """Record that the swarm has reached `step`."""
         if self._steps and step < self._steps[-1][1]:
             self._steps.clear()  # it has gone back
         if not self._steps or step > self._steps[-1][1]:
             self._steps.append((now, step))
 
     def arrived(self) -> None:
-        """The member is where the swarm is."""
+        """Record that the member has reached the swarm's step."""
         self._in_vain = 0
 
     def fetched(self, now: float, sizes: Sizes, received: int, seconds: float, donors: Iterable[str]) -> None:
-        """A download of a state ended: `received` bytes of it, and of totals beside it, came in so many seconds.
+        """Record a finished download: `received` bytes of a state and of totals in `seconds`.
 
-        `donors`: those that were there to be asked.
+        `donors`: those that were available.
         """
         if seconds < _SHORTEST_S:
             return
@@ -69,22 +70,22 @@ class CatchUpPace:
         self._again_at = now + self._pause_s
 
     def step_s(self, now: float) -> float | None:
-        """Seconds between the swarm's steps; None while fewer than two have been seen."""
+        """Seconds between the swarm's steps, or None while fewer than two have been seen."""
         if len(self._steps) < 2:
             return None
         (began, first), (ended, last) = self._steps[0], self._steps[-1]
-        # A step that takes longer than those before counts as it goes on.
+        # The running step counts as soon as it takes longer than the earlier ones.
         return max((ended - began) / (last - first), (now - began) / (last - first + 1))
 
     def needed_bytes_per_s(self, now: float) -> float | None:
-        """The rate with which a member arrives; None while that is unknown."""
+        """The rate at which a member catches up, or None while it is unknown."""
         step_s = self.step_s(now)
         if step_s is None or step_s <= 0 or not self._sizes.state:
             return None
         return (self._sizes.total + self._sizes.state / (self._kept + STATE_TRAIL)) / step_s
 
     def too_slow(self, now: float, donors: Iterable[str]) -> str | None:
-        """Why another state now would be in vain, and what would help; None if it may arrive."""
+        """Reason why downloading another state now would be useless, and what would help, or None if it may succeed."""
         needed = self.needed_bytes_per_s(now)
         if self._in_vain < _IN_VAIN or needed is None or self._rate >= needed or now >= self._again_at:
             return None

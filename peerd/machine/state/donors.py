@@ -1,9 +1,9 @@
-"""The donors of one download: what each vouches for and owes, how fast it gives, when it may be asked again.
+"""The donors of one download: what each claims and owes, how fast it sends, and when it may be asked again.
 
-Books only; `machine/state/download` decides. Speed is measured from arrival to arrival while anything is under way, so
-that several pieces in flight do not count against each other. A donor that is silent for much longer than its pieces
-used to take is quiet: it gets no more until something arrives. Failures in a row (strikes) end with the donor gone.
-Times are arguments, in seconds.
+Bookkeeping only; `machine/state/download` decides. Speed is measured from arrival to arrival while anything is in
+flight, so that several pieces in flight do not count against each other. A donor that is silent for much longer than
+its pieces usually take is quiet: it is asked for nothing until something arrives. After several failures in a row
+(strikes) a donor is dropped. Times are arguments, in seconds.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from peerd.machine.state.quorum import Claim
 
-UNKNOWN_PIECE_S = 3.0  # what a piece may take from a donor that has given none yet, before it counts as late
-FIRST_PIECES = 2  # asked at once of a donor that has given none yet
-LEAST_PIECE_S = 0.2  # below this, lateness says nothing: schedulers and bursts
+UNKNOWN_PIECE_S = 3.0  # assumed time of a piece from a donor that has sent none yet
+FIRST_PIECES = 2  # pieces in flight from a donor that has sent none yet
+LEAST_PIECE_S = 0.2  # shorter delays are not late: schedulers and bursts cause them
 _LATE_FACTOR = 3.0
-_MEMORY = 0.7  # share of the old estimate of speed when a new sample comes
-_HORIZON_S = 2.0  # how much work to have in flight at a donor
+_MEMORY = 0.7  # weight of the old estimate of speed against a new sample
+_HORIZON_S = 2.0  # seconds of work to have in flight at a donor
 
 
 class DonorStanding(enum.Enum):
@@ -27,57 +27,57 @@ class DonorStanding(enum.Enum):
     NEW = "to be asked for its claim"
     ASKED = "asked for its claim"
     CLAIMS = "vouches for a state"
-    GONE = "lost, or no use"
+    GONE = "lost or useless"
     LIAR = "was caught lying"
 
 
 @dataclass(slots=True)
 class PieceInFlight:
-    """A piece that was asked of a donor."""
+    """A piece that was requested from a donor."""
 
     ask: int
     piece: int
     donor: Donor
     asked_at: float
-    expected: float  # when it should be here
-    due: float  # later than that it is late
+    expected: float  # expected time of arrival
+    due: float  # after this time it is late
 
 
 @dataclass(slots=True)
 class Donor:
-    """See the module's header."""
+    """One donor of a download."""
 
     name: str
     standing: DonorStanding = DonorStanding.NEW
     claim: Claim | None = None
     flights: list[PieceInFlight] = field(default_factory=list)
-    piece_s: float | None = None  # seconds between the pieces that it gives
-    heard_at: float = 0.0  # last sign of life that pieces under way are measured from
+    piece_s: float | None = None  # seconds between its pieces
+    heard_at: float = 0.0  # last arrival, from which pieces in flight are measured
     not_before: float = 0.0
     strikes: int = 0
-    asked: int = 0  # how often, for its claim
-    why: str = ""  # it is of no use
+    asked: int = 0  # number of requests for its claim
+    why: str = ""  # reason of its last failure
 
     @property
     def usable(self) -> bool:
         return self.standing not in (DonorStanding.GONE, DonorStanding.LIAR)
 
     def takes_s(self, pieces: int) -> float:
-        """Expected seconds for so many pieces, as far as known."""
+        """Expected seconds for `pieces` pieces."""
         return pieces * (UNKNOWN_PIECE_S if self.piece_s is None else self.piece_s)
 
     def window(self, most: int) -> int:
-        """Number of pieces to have in flight: work for some seconds, and never none."""
+        """Number of pieces to have in flight: work for some seconds, at least one."""
         if self.piece_s is None or self.strikes:
             return 1 if self.strikes else min(FIRST_PIECES, most)
         return max(1, min(most, round(_HORIZON_S / max(self.piece_s, 1e-6))))
 
     def quiet_at(self) -> float:
-        """Time at which the donor counts as quiet if nothing arrives before; only while something is under way."""
+        """Time at which the donor counts as quiet if nothing arrives before; valid while something is in flight."""
         return self.heard_at + max(LEAST_PIECE_S, _LATE_FACTOR * self.takes_s(1))
 
     def depart(self, now: float, ask: int, piece: int) -> PieceInFlight:
-        """A piece is asked of it."""
+        """Record that a piece is requested from it."""
         if not self.flights:
             self.heard_at = now
         takes_s = self.takes_s(len(self.flights) + 1)
@@ -86,7 +86,7 @@ class Donor:
         return flight
 
     def arrived(self, now: float, flight: PieceInFlight) -> None:
-        """The piece is here."""
+        """Record that the piece has arrived."""
         self.flights.remove(flight)
         sample = now - self.heard_at
         self.piece_s = sample if self.piece_s is None else _MEMORY * self.piece_s + (1 - _MEMORY) * sample
@@ -94,7 +94,7 @@ class Donor:
         self.strikes = 0
 
     def failed(self, now: float, most_strikes: int, pause_s: float, why: str) -> None:
-        """It did not answer: wait a while, or give it up."""
+        """Record that it did not answer: pause it, or drop it."""
         self.strikes += 1
         self.why = why
         self.not_before = now + pause_s * 2 ** (self.strikes - 1)

@@ -1,15 +1,16 @@
-"""Plan of one download, sans-IO: what to ask of which donor, so that a state comes from several at once.
+"""Plan of one download, sans-IO: which donor to ask for what, so that a state is downloaded from several at once.
 
-First each donor is asked what it vouches for, then the best camp is chosen (machine/state/quorum), then one of its
-donors gives the digests of all pieces, then all of them give pieces: each has a few in flight, by its speed, and a
-donor that is done early takes over what slower ones owe. A donor whose answer is wrong is a liar: it is named, and
-never asked again; one that fails is asked again a few times, after pauses. What is there stays: nothing but a change of
-camp (a larger one at the same position appears) makes the download begin anew.
+First each donor is asked for its claim, then the best camp is chosen (machine/state/quorum), then one of its donors
+sends the digests of all pieces, then all of them send pieces. Each has a few in flight, by its speed, and a donor that
+finishes early takes over pieces that slower ones owe. A donor with a wrong answer is a liar: it is reported, and never
+asked again; one that fails is asked again a few times, after pauses. Received pieces are kept: only a change of camp (a
+larger one at the same position appears) restarts the download.
 
-The driver performs `Ask` and answers each with one event, unless it was called off by `Cancel`; it checks digests and
-pieces itself and says whether they were right. Invariants (`check`): a piece that is there is not asked again; a piece
-is asked of two donors at most, and of the second only when the first is late or much slower; the windows hold; after
-`Done` or `GaveUp` nothing follows. Every wait has an end: without a new piece for `stall_s` the download gives up.
+The driver performs each `AskDonor` and reports one event for it, unless it was cancelled by `Cancel`; it checks digests
+and pieces itself and reports whether they were correct. Invariants (`check`): a received piece is not requested again;
+a piece is requested from at most two donors, and from the second only if the first is late or much slower; the windows
+are kept; after `Downloaded` or `GaveUp` nothing follows. Every wait ends: without a new piece for about `_STALL_S` the
+download gives up.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from peerd.core.limits import (
 from peerd.machine.rate.backoff import backoff_s
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.donors import FIRST_PIECES, LEAST_PIECE_S, UNKNOWN_PIECE_S, Donor, DonorStanding, PieceInFlight
-from peerd.machine.state.quorum import VOUCHERS, Claim, Poll, camps, meeting_step
+from peerd.machine.state.quorum import VOUCHERS, Claim, StateQuorum, camps, meeting_step
 
-_MANIFEST_TIMEOUT_S = 120.0  # a donor copies and hashes its state first,
-_COPY_PIECE_S = 0.05  # each piece of it on a slow machine
-_PIECE_TIMEOUT_S = 30.0  # beside what the pieces under way take on a slow line
-_STALL_S = 120.0  # likewise
-_DIGEST_BYTES = 32  # of a piece
-_SLOW_PIECE_S = STATE_PIECE_BYTES / RPC_LEAST_BYTES_PER_S  # a piece by itself on such a line
-_PAUSE_S = 0.5  # after the first failure of a donor; then twice as long each time
-_AGAIN_S = 0.05  # before donors that stand at different steps are asked again; then twice as long
-_MOST_PAUSE_S = 10.0  # whatever a donor says about when to come back
+_MANIFEST_TIMEOUT_S = 120.0  # includes the time in which a donor copies and hashes its state
+_COPY_PIECE_S = 0.05  # time to copy and hash one piece on a slow machine
+_PIECE_TIMEOUT_S = 30.0  # in addition to the time of the pieces in flight on a slow line
+_STALL_S = 120.0  # time without a new piece before giving up, in addition to the same
+_DIGEST_BYTES = 32  # size of the digest of one piece
+_SLOW_PIECE_S = STATE_PIECE_BYTES / RPC_LEAST_BYTES_PER_S  # one piece alone on a slow line
+_PAUSE_S = 0.5  # after the first failure of a donor; doubles each time
+_AGAIN_S = 0.05  # before donors at different steps are asked again; doubles each time
+_MOST_PAUSE_S = 10.0  # even if a donor asks for a longer one
 _STRIKES = 3
-_UNHEARD_S = 0.5  # when others do what a donor owes that has never given a piece, and all else is done
+_UNHEARD_S = 0.5  # delay before others take over the last pieces of a donor that has never sent one
 
 
 class Download:
-    """See the module's header."""
+    """The plan of one download; the driver passes events to `handle` and carries out the outputs."""
 
     def __init__(
         self,
@@ -64,16 +65,16 @@ class Download:
         self._rng = rng
         self._kept = kept or dl.PartialState()
         self._donors = {name: self._donor(name) for name in donors}
-        self._poll = Poll(now, self._copy_s)
-        self._meet = 0  # the step for which donors wait before they say what they vouch for
+        self._poll = StateQuorum(now, self._copy_s)
+        self._meet = 0  # the step that donors wait for before they report their claim
         self.undecided = ""  # why no state is chosen yet
         self._now = now
         self._moved_at = now  # last progress
         self._asks: dict[int, tuple[Donor, int, PieceInFlight | None]] = {}
         self._next_ask = 1
-        self._pending = 0  # donors that may still say what they vouch for
+        self._pending = 0  # donors that may still report their claim
         self._digests_due = now
-        self._gone = 0  # donors that let go of the chosen state
+        self._gone = 0  # donors that have dropped the chosen state
         self._over = False
         self._wakes: list[float] = []
         self.chosen: Claim | None = None
@@ -82,10 +83,10 @@ class Download:
         self._missing: deque[int] = deque()
         self._flying: dict[int, list[PieceInFlight]] = {}
 
-    # --- what the driver calls --------------------------------------------------------------------------------
+    # --- for the driver ---------------------------------------------------------------------------------------
 
     def add(self, now: float, donors: Iterable[str]) -> list[dl.Output]:
-        """More donors, now known; those that were given up are not tried again."""
+        """Add donors; those that were dropped are not tried again."""
         donors = list(donors)
         self._named = len(donors)
         for name in donors:
@@ -93,7 +94,7 @@ class Download:
         return self.wake(now)
 
     def handle(self, now: float, event: dl.Event) -> list[dl.Output]:
-        """An ask has ended. What is not under way any more is ignored."""
+        """Process the end of a request; events of requests that are no longer in flight are ignored."""
         under_way = self._asks.pop(event.ask, None)
         if under_way is None or self._over:
             return []
@@ -102,7 +103,7 @@ class Download:
         if flight is not None and not isinstance(event, dl.Arrived):
             self._lost(flight)
         match event:
-            case dl.Vouched(_, claim):
+            case dl.ClaimReceived(_, claim):
                 self._vouched(donor, claim)
             case dl.Arrived():
                 self._arrived(now, piece, flight, out)
@@ -113,7 +114,7 @@ class Download:
         return out + self.wake(now)
 
     def wake(self, now: float) -> list[dl.Output]:
-        """Decide what is to be done now; call it at `wake_at` and at the start."""
+        """Decide what to do now; call it at `wake_at` and at the start."""
         out: list[dl.Output] = []
         self._now = now
         self._wakes = [self._stalls_at]
@@ -127,7 +128,7 @@ class Download:
         return out
 
     def piece_s(self) -> dict[str, float]:
-        """Seconds of a piece by donor, where that is known."""
+        """Seconds per piece by donor, if known."""
         return {name: donor.piece_s for name, donor in self._donors.items() if donor.piece_s is not None}
 
     def claims(self) -> dict[str, Claim]:
@@ -138,7 +139,7 @@ class Download:
         return Donor(name, piece_s=self._kept.piece_s.get(name))
 
     def wake_at(self) -> float:
-        """Time at which `wake` is due; inf: only after an event."""
+        """Time at which `wake` is due; infinity if only after an event."""
         return math.inf if self._over else min((t for t in self._wakes if t > self._now), default=math.inf)
 
     # --- claims -----------------------------------------------------------------------------------------------
@@ -173,10 +174,12 @@ class Download:
         rivals = camps((name, claim) for name, claim in claims.items() if claim.position == self.chosen.position)
         size = next((camp.size for camp in rivals if camp.claim == self.chosen), 0)
         if rivals and rivals[0].size >= max(size + 1, VOUCHERS):
-            self._begin(rivals[0].claim, rivals[0].donors, "more donors vouch for it than for the first choice", out)
+            self._begin(rivals[0].claim, rivals[0].donors, "more donors have it than the first choice", out)
 
     def _ask_again(self, now: float, names: Iterable[str], out: list[dl.Output]) -> bool:
-        """Ask these donors again, all at the same moment or for the same step; False when there is nobody."""
+        """Ask these donors for their claims again, at the same moment or for the same step; returns False if none is
+        left.
+        """
         again = [self._donors[name] for name in names if self._donors[name].standing is DonorStanding.CLAIMS]
         rounds = min((donor.asked for donor in again), default=1)
         if again and self.chosen is None:
@@ -218,7 +221,7 @@ class Download:
             self._help_out(now, givers, out)
 
     def _send_for_digests(self, now: float, givers: list[Donor], out: list[dl.Output]) -> None:
-        """Ask one donor for the digests; one more whenever those asked are late."""
+        """Ask one donor for the digests, and one more whenever those asked are late."""
         asked = [donor for donor, piece, _ in self._asks.values() if piece == dl.DIGESTS]
         others = [donor for donor in givers if donor not in asked]
         if others and (not asked or now >= self._digests_due):
@@ -228,7 +231,7 @@ class Download:
             self._wakes.append(self._digests_due)
 
     def _givers(self, now: float) -> list[Donor]:
-        """Donors that can be asked for a piece now, the quick ones first."""
+        """Donors that can be asked for a piece now, fastest first."""
         found = []
         for donor in self._donors.values():
             if donor.standing is DonorStanding.CLAIMS and donor.claim == self.chosen and self._may_ask(now, donor):
@@ -240,14 +243,14 @@ class Download:
         return sorted(found, key=lambda d: d.takes_s(1))
 
     def _next_giver(self, givers: list[Donor]) -> Donor | None:
-        """The donor with room that would be done with one more piece first."""
+        """The donor with room that would finish one more piece first."""
         if self._in_flight >= STATE_PIECES_IN_FLIGHT:
             return None
         free = [d for d in givers if len(d.flights) < d.window(STATE_PIECES_PER_DONOR)]
         return min(free, key=lambda d: (d.takes_s(len(d.flights) + 1), len(d.flights)), default=None)
 
     def _help_out(self, now: float, givers: list[Donor], out: list[dl.Output]) -> None:
-        """Nothing is left but what others owe: ask for it a second time where that promises to be quicker."""
+        """Request the last pieces, which all are in flight, from a second donor if that is likely to be faster."""
         owed = sorted((f[0] for f in self._flying.values() if len(f) == 1), key=lambda flight: flight.due)
         for flight in owed:
             giver = self._next_giver([d for d in givers if d is not flight.donor])
@@ -256,7 +259,7 @@ class Download:
             mine_s = giver.takes_s(len(giver.flights) + 1)
             late_at = flight.due
             if giver.piece_s is None:
-                pass  # nothing says that it would be quicker: it may be our own line that takes so long
+                pass  # no evidence that it would be faster: our own line may be the slow one
             elif flight.donor.piece_s is None:
                 late_at = min(late_at, flight.asked_at + max(_UNHEARD_S, 4 * mine_s))
             elif flight.expected - now > 2 * mine_s + LEAST_PIECE_S:
@@ -286,7 +289,7 @@ class Download:
                 self._call_off(other.ask, out)
 
     def _lost(self, flight: PieceInFlight) -> None:
-        """Note that nothing will come of it: somebody else has to bring the piece."""
+        """Record that this request will not be answered: another donor must send the piece."""
         flight.donor.flights.remove(flight)
         left = self._flying.get(flight.piece, [])
         left.remove(flight)
@@ -327,14 +330,14 @@ class Download:
         elif event.gone:
             donor.standing, donor.why = DonorStanding.GONE, event.why
             self._gone += piece != dl.MANIFEST
-        elif now >= donor.not_before:  # one failure of many calls at once counts once
+        elif now >= donor.not_before:  # concurrent failures count once
             donor.failed(now, _STRIKES, _PAUSE_S, event.why)
         if piece == dl.MANIFEST and not donor.usable and donor.claim != self.chosen:
             donor.claim = None
 
     def _give_up_when_hopeless(self, now: float, out: list[dl.Output]) -> None:
         if now >= self._stalls_at:
-            self._end(dl.GaveUp(self._reason(f"nothing has come for {now - self._moved_at:.0f} s")), out)
+            self._end(dl.GaveUp(self._reason(f"nothing has arrived for {now - self._moved_at:.0f} s")), out)
         elif self.chosen is not None and not self._pending:
             givers = [d for d in self._donors.values() if d.standing is DonorStanding.CLAIMS and d.claim == self.chosen]
             if not givers:
@@ -350,22 +353,22 @@ class Download:
         self._over = True
         out.append(last)
 
-    # --- small things -----------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------------------
 
     @property
     def _in_flight(self) -> int:
-        """Number of pieces asked for, counting those asked of two donors twice."""
+        """Number of pieces requested, counting those requested from two donors twice."""
         return sum(map(len, self._flying.values()))
 
     @property
     def _sharing(self) -> int:
-        """Number of pieces that may share our line at any time: those asked for, or the first ones of all donors."""
+        """Number of pieces that may share our line at any time: those requested, or the first ones of all donors."""
         donors = sum(donor.usable for donor in self._donors.values())
         return max(self._in_flight, min(STATE_PIECES_IN_FLIGHT, FIRST_PIECES * donors))
 
     @property
     def _stalls_at(self) -> float:
-        """Time at which the download is given up if no piece comes before: those under way may share a slow line."""
+        """Time at which the download gives up if no piece arrives before; pieces in flight may share a slow line."""
         silent_s = _STALL_S + self._sharing * _SLOW_PIECE_S
         return self._moved_at + silent_s + (self._copy_s if self.chosen is None else 0.0)
 
@@ -391,14 +394,14 @@ class Download:
         return True
 
     def check(self) -> None:
-        """The invariants of the module's header; AssertionError names the broken one."""
+        """Assert the invariants of the module's header."""
         flying = self._flying
-        assert not self.have & flying.keys(), "a piece that is there is under way"
-        assert all(1 <= len(flights) <= 2 for flights in flying.values()), "a piece is asked of more than two"
+        assert not self.have & flying.keys(), "a received piece is in flight"
+        assert all(1 <= len(flights) <= 2 for flights in flying.values()), "a piece is requested from more than two"
         assert all(len({f.donor.name for f in flights}) == len(flights) for flights in flying.values())
         assert sum(map(len, flying.values())) <= STATE_PIECES_IN_FLIGHT, "too much in flight"
-        assert all(len(d.flights) <= STATE_PIECES_PER_DONOR for d in self._donors.values()), "a window does not hold"
+        assert all(len(d.flights) <= STATE_PIECES_PER_DONOR for d in self._donors.values()), "a window is exceeded"
         assert all(not d.flights for d in self._donors.values() if d.standing is DonorStanding.LIAR), "a liar is asked"
         if self.chosen is not None and not self._over:
             whole = sorted([*self.have, *flying, *self._missing])
-            assert whole == list(range(self._pieces)), "a piece is forgotten, or twice in the books"
+            assert whole == list(range(self._pieces)), "a piece is missing or counted twice"

@@ -1,7 +1,4 @@
-"""Events and outputs of a download: values only.
-
-`machine/state/download` has the rules.
-"""
+"""Events and outputs of a download, as plain values; the rules are in `machine/state/download`."""
 
 from __future__ import annotations
 
@@ -10,27 +7,25 @@ from typing import Final
 
 from peerd.machine.state.quorum import Claim
 
-DIGESTS: Final = -1  # in place of a piece's number
+DIGESTS: Final = -1  # used instead of a piece's number
 MANIFEST: Final = -2
 
 
 @dataclass(slots=True)
 class PartialState:
-    """Remains of an earlier download: the digests of its pieces, the pieces that are there, and how fast donors
-    were.
-    """
+    """Remains of an earlier download: the root of its state, the pieces that are there, and the donors' speeds."""
 
-    root: bytes = b""  # empty: nothing of any state
+    root: bytes = b""  # empty: no state
     have: set[int] = field(default_factory=set)
-    piece_s: dict[str, float] = field(default_factory=dict)  # by donor: what one of these pieces would have taken
+    piece_s: dict[str, float] = field(default_factory=dict)  # by donor: seconds per piece
 
 
 # --- events ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Vouched:
-    """The answer to a MANIFEST."""
+class ClaimReceived:
+    """The answer to a MANIFEST request."""
 
     ask: int
     claim: Claim
@@ -38,14 +33,14 @@ class Vouched:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Digests or a piece came, and are right, and kept."""
+    """Digests or a piece have arrived, are correct, and are stored."""
 
     ask: int
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """The donor lies: its answer is not what it vouched for, or no answer at all."""
+    """The donor lied: its answer contradicts its claim, or is no valid answer."""
 
     ask: int
     why: str
@@ -53,7 +48,7 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class DonorFailed:
-    """No answer. `gone`: the donor no longer has what it vouched for; `retry_after_s`: it is busy, no fault."""
+    """No answer. `gone`: the donor no longer has its claimed state; `retry_after_s`: it is busy, not at fault."""
 
     ask: int
     why: str
@@ -61,7 +56,7 @@ class DonorFailed:
     retry_after_s: float | None = None
 
 
-Event = Vouched | Arrived | Wrong | DonorFailed
+Event = ClaimReceived | Arrived | Wrong | DonorFailed
 
 
 # --- outputs -----------------------------------------------------------------------------------------------------
@@ -69,25 +64,25 @@ Event = Vouched | Arrived | Wrong | DonorFailed
 
 @dataclass(frozen=True, slots=True)
 class AskDonor:
-    """Ask `donor` for a piece, or DIGESTS or MANIFEST."""
+    """Ask `donor` for a piece, DIGESTS or MANIFEST."""
 
     ask: int
     donor: str
     piece: int
     timeout_s: float
-    meet: int = 0  # of a MANIFEST: the step to wait for
+    meet: int = 0  # for MANIFEST: the step that the donor should wait for
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The answer is no longer wanted, and no event either."""
+    """The answer is no longer needed; report no event for it."""
 
     ask: int
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """From now on this is fetched; what there is of another state is of no use."""
+    """This state is downloaded from now on; data of another state is useless."""
 
     claim: Claim
     donors: tuple[str, ...]
@@ -104,12 +99,12 @@ class BlameDonor:
 
 @dataclass(frozen=True, slots=True)
 class Downloaded:
-    """Every piece is there."""
+    """All pieces are there."""
 
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """It cannot be done now. `moved_on`: the donors let go of the state, the swarm stands elsewhere."""
+    """The download is impossible for now. `moved_on`: donors have dropped the state, and the swarm is elsewhere."""
 
     why: str
     moved_on: bool = False

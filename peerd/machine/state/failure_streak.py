@@ -1,8 +1,8 @@
-"""FailureStreak: failures in a row of one task, when to try again, and which of them to log.
+"""FailureStreak: consecutive failures of one task, when to try again, and which of them to log.
 
-The pause grows with each failure. A cause is logged when it appears for the first time, and after that once in
-REMIND_S at most, with the number of failures since the line before: a task that fails all day writes few lines. Pure
-bookkeeping: times are arguments, in seconds; a cause is any key, such as the name of an error's type.
+The pause grows with each failure. A cause is logged at its first occurrence, and after that at most once per REMIND_S,
+with the number of failures since the last line: a task that fails all day writes few lines. Pure bookkeeping: times are
+arguments, in seconds; a cause is any key, such as the name of an error's type.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FailureStreak:
         return backoff_s(self.count, self._first_s, self._longest_s) if self.count else 0.0
 
     def failed(self, now: float, cause: Hashable, reason: str) -> int | None:
-        """Count a failure. Returns the failures of this cause that a log line now stands for, or None for no line."""
+        """Count a failure. Returns the number of failures of this cause to log in one line, or None for no line."""
         self.count += 1
         self.reason = reason
         known = self._causes.get(cause)
@@ -49,6 +49,6 @@ class FailureStreak:
         return unlogged if due else None
 
     def succeeded(self) -> int:
-        """End the streak; returns how many failures it had. Causes stay known: each is still logged seldom."""
+        """End the streak; returns its number of failures. Causes are kept, so that each is still logged rarely."""
         count, self.count, self.reason = self.count, 0, None
         return count

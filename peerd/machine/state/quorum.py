@@ -1,13 +1,13 @@
-"""Quorum for state download: donors that vouch for the same root form a camp, and the largest camp is believed.
+"""Quorum for state download: donors that report the same root form a camp, and the largest camp is believed.
 
-A camp that wins has as many donors as asked for, when so many answer at all, or are named at all where the conductor
-names them: an attacker that silences all honest donors but one must not be believed alone. Ties go to the higher
-position, then to the greater root, so that all newcomers decide alike. A donor that was caught lying does not count;
-one that was lost after it vouched does. Decisions come with a reason. Times are arguments, in seconds.
+A winning camp has as many donors as required, provided that enough donors answer, or are known at all if the conductor
+names them: an attacker that silences all honest donors but one must not be believed alone. Ties are decided by the
+higher position, then by the greater root, so that all newcomers decide alike. A donor that was caught lying does not
+count; one that was lost after its claim does. Decisions come with a reason. Times are arguments, in seconds.
 
-A hostile donor may: vouch for a state of its own making (it stays alone, unless it has as many friends as there are
-honest donors), name a position far ahead (that breaks ties only), or not answer (nobody waits longer than
-GATHER_S once a camp stands, and in all PATIENCE_S beyond the time that honest donors need to copy the state).
+A hostile donor may report a state of its own making (it stays alone, unless it has as many accomplices as there are
+honest donors), report a position far ahead (this only breaks ties), or not answer (the wait is at most GATHER_S once a
+camp is large enough; in total at most PATIENCE_S plus the time in which honest donors copy the state).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Final, NamedTuple
 
 from peerd.core.messages.swarm import Position
 
-VOUCHERS: Final = 2  # donors that have to agree, where so many answer
-GATHER_S: Final = 10.0  # how long to wait for more answers once such a camp stands
-PATIENCE_S: Final = 60.0  # how long to wait for such a camp, beside the donors' copying, before a smaller one is taken
-_FURTHEST: Final = 64  # steps that donors may be asked to make before they answer
+VOUCHERS: Final = 2  # donors that must agree, if that many answer
+GATHER_S: Final = 10.0  # how long to wait for more answers once a camp has that many donors
+PATIENCE_S: Final = 60.0  # how long to wait for such a camp, in addition to `copy_s`, before a smaller one is accepted
+_FURTHEST: Final = 64  # most steps that donors may be asked to make before they answer
 
 
 class Claim(NamedTuple):
-    """A donor's claim to a state."""
+    """A donor's claim to have a state."""
 
     position: Position
     root: bytes
 
 
 class Camp(NamedTuple):
-    """Donors with one claim; the greatest camp is the best."""
+    """Donors with the same claim; the greatest camp is the best."""
 
     size: int
     claim: Claim
@@ -40,7 +40,7 @@ class Camp(NamedTuple):
 
 
 class QuorumVerdict(NamedTuple):
-    """`camp` is chosen; or `hopeless` says that it never will be; or `again`: ask all once more; or wait."""
+    """The decision: choose `camp`, give up (`hopeless`), ask all donors again (`again`), or wait."""
 
     camp: Camp | None
     why: str
@@ -49,7 +49,7 @@ class QuorumVerdict(NamedTuple):
 
 
 def camps(claims: Iterable[tuple[str, Claim]]) -> list[Camp]:
-    """All camps, the best first."""
+    """All camps, best first."""
     by_claim: dict[Claim, list[str]] = {}
     for donor, claim in claims:
         by_claim.setdefault(claim, []).append(donor)
@@ -58,19 +58,19 @@ def camps(claims: Iterable[tuple[str, Claim]]) -> list[Camp]:
 
 
 def meeting_step(claims: Iterable[Claim], rounds: int) -> int:
-    """The step at which donors that do not agree should copy their states, after so many rounds; 0: at once.
+    """The step at which disagreeing donors should copy their states, after `rounds` rounds; 0 for at once.
 
-    Where steps are slow, asking all once more is enough, and quicker. After that, ahead of most of them, further with
-    each round: a step that is over when they are asked brings nothing. The median, so that a donor that names a step
-    far ahead does not make the others wait for it.
+    If steps are slow, asking all once more is enough, and faster. After that, the step is ahead of most donors, and
+    farther with each round: a step that is over when they are asked is useless. The median is used so that one donor
+    that names a step far ahead does not make the others wait for it.
     """
     return median_low(claim.position.step for claim in claims) + min(2**rounds, _FURTHEST) if rounds >= 2 else 0
 
 
-class Poll:
-    """The count of one download's claims: `decide` whenever something has changed, and at `due`.
+class StateQuorum:
+    """The count of one download's claims. Call `decide` whenever something has changed, and at `due`.
 
-    `copy_s`: seconds in which an honest donor copies and hashes its state before it can vouch for it.
+    `copy_s`: seconds that an honest donor needs to copy and hash its state before it can answer.
     """
 
     def __init__(self, now: float, copy_s: float = 0.0) -> None:
@@ -83,7 +83,7 @@ class Poll:
         return self._patience_until if self._gather_until is None else min(self._gather_until, self._patience_until)
 
     def decide(self, now: float, claims: dict[str, Claim], pending: int, named: int = 0) -> QuorumVerdict:
-        """`pending`: donors that may still answer; `named`: those that are known to have the state."""
+        """Decide on these claims. `pending`: donors that may still answer; `named`: donors known to have the state."""
         ranked = camps(claims.items())
         needed = min(VOUCHERS, max(1, len(claims), named))
         best = ranked[0] if ranked else None
@@ -99,8 +99,8 @@ class Poll:
         if pending and not late:
             return QuorumVerdict(None, f"{pending} donors have not answered yet")
         if best is None:
-            return QuorumVerdict(None, "no donor answers", hopeless=True)
-        moving = len({claim.position for claim in claims.values()}) > 1  # they step while they are asked
+            return QuorumVerdict(None, "no donor has answered", hopeless=True)
+        moving = len({claim.position for claim in claims.values()}) > 1  # they make steps while they are asked
         why = f"no {needed} donors agree: " + "; ".join(
             f"{', '.join(d[-6:] for d in c.donors)} at step {c.claim.position.step}, {c.claim.root.hex()[:8]}"
             for c in ranked[:4]

@@ -1,1 +1,1 @@
-"""Events, orders and members: what the conductor's parts share."""
+"""Events, outputs, posts and the roster: what the conductor's parts share."""

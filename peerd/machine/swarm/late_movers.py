@@ -1,10 +1,11 @@
-"""The wait for members that do not say that they made a step which others have made: measured, and not a constant.
+"""Deadline for members that do not confirm a step which others have made, derived from measured times.
 
-A commit is an optimizer step. Once each stage has a member that made it, and half of all members have, the rest may
-take three times as long as that half, or three times as long as they took themselves before. Members that are later
-than that are lost to the step: the others go on, and a late member catches up when it reports again. Decides only;
-times are arguments, in seconds. Hostile input: a member that says at once that it has made the step shortens the wait
-for others, but to `_LEAST_S` at least.
+A commit is an optimizer step. Once each stage has a member that made it, and half of all members have, the others may
+take three times as long as that half took, or three times as long as they took themselves before. Members that are
+later are dropped: the others go on, and a late member catches up when it reports again. Decides only; times are
+arguments, in seconds.
+
+Hostile input: a member that confirms the step at once shortens the wait for others, but to no less than `_LEAST_S`.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ _FACTOR = 3.0
 
 
 class LateMovers:
-    """See the module's header. One conductor's; `begin` starts the wait for one step's movers."""
+    """The members that one conductor orders to step; `begin` starts the wait for one step."""
 
     def __init__(self) -> None:
-        self._took_s = BoundedDict[str, float](MAX_MEMBERS)  # member -> seconds from the order to its answer, of late
+        self._took_s = BoundedDict[str, float](MAX_MEMBERS)  # member -> seconds from its last order to its answer
         self._began, self._most = 0.0, 0.0
         self._stages: dict[str, int] = {}  # mover -> its stage
         self._arrived: set[str] = set()
-        self._lacking: set[int] = set()  # stages of which nobody has arrived
+        self._lacking: set[int] = set()  # stages of which no member has arrived
 
     def begin(self, now: float, movers: Iterable[tuple[str, int]]) -> None:
-        """These members, each with its stage, are ordered to make the step."""
+        """Start the wait for these members, each given with its stage, which are ordered to make the step."""
         self._stages = dict(movers)
         self._began, self._most, self._arrived = now, math.inf, set()
         self._lacking = set(self._stages.values())
 
     def arrived(self, now: float, mover: str) -> None:
-        """A member has made the step."""
+        """Record that a member has made the step."""
         if mover not in self._stages:
             return
         took_s = now - self._began
@@ -47,11 +48,11 @@ class LateMovers:
             self._most = max(_LEAST_S, _FACTOR * took_s)
 
     def late(self, now: float, moving: Iterable[str]) -> list[str]:
-        """Those of the members on their way that are too late, sorted."""
+        """The members among `moving` that are too late, sorted."""
         return sorted(mover for mover in moving if mover in self._stages and now >= self._until(mover))
 
     def due(self, moving: Iterable[str]) -> float:
-        """The time at which the next of the members on their way is too late; infinite: none is."""
+        """Time at which the next of the `moving` members is too late, or infinity if there is none."""
         return min((self._until(mover) for mover in moving if mover in self._stages), default=math.inf)
 
     def _until(self, mover: str) -> float:

@@ -1,12 +1,13 @@
-"""Choice of a stage: for a peer that joins, and for one that idles while another stage has no peer.
+"""Choice of a stage: for a peer that joins, and for one that could serve a stage that has no peer.
 
-`place` deals peers that join at the same moment to the stages, in the order of their arrival, so that two do not fill
-one gap; all see the same list. A state of its own is a reason, not a command: it decides between equally needy stages,
-and comes first only where nobody else has that stage's state. `Vacancies` watches the conductor's list; of the peers of
-the best-staffed stages one at a time has its turn to move to a stage that has no peer (`Move`). Decides only: the
-evidence that a stage is empty, and that ours can spare us, is the driver's to get. Hostile input: any list, any
-arrivals; what they can do is that a peer chooses another stage, and that it moves once in a while, never twice within
-MOVE_AGAIN_S, and never from a stage that the list says has no other peer.
+`place` assigns peers that join at the same moment to the stages in order of their arrival, so that two do not fill one
+gap; all of them see the same list. A peer's own checkpoint is a reason, not a command: it decides between equally needy
+stages, and has priority only if no other peer has that stage's state. `VacancyWatch` watches the conductor's list. When
+a stage has no peer, the peers of the best-staffed stages get a turn, one at a time, to move there (`Move`). Decides
+only: the caller verifies that the stage is empty and that its own stage can spare the peer.
+
+Hostile input: any list, any arrivals. These can make a peer choose another stage, and move once in a while, but never
+twice within MOVE_AGAIN_S, and never from a stage that has no other peer by the list.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from typing import Final
 
 from peerd.core.messages.swarm import MemberInfo
 
-EMPTY_S: Final = 5.0  # a stage is without a peer for so long before one moves there: a newcomer, or its own, may come
+EMPTY_S: Final = 5.0  # time without a peer before one moves there: a newcomer may join, or its own peer may return
 TURN_S: Final = 15.0  # for one peer to move; then it is the next one's turn
-MOVE_AGAIN_S: Final = 300.0  # a peer that has moved stays at least so long
-CHOOSING_S: Final = 15.0  # for a peer that has just come to choose
-TAKING_S: Final = 30.0  # for it to build the stage that it has chosen
-_SAME: Final = 1.1  # times the least: as needy
+MOVE_AGAIN_S: Final = 300.0  # a peer that has moved stays at least this long
+CHOOSING_S: Final = 15.0  # for a peer that has just joined to choose a stage
+TAKING_S: Final = 30.0  # for it to load the stage that it has chosen
+_SAME: Final = 1.1  # times the least capacity: stages up to this are equally needy
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A post that a living peer holds."""
+    """A post of a live peer: a stage that it serves."""
 
     peer: str
     stage: int
@@ -36,7 +37,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A peer about to serve a stage. `has`: stages that it has a state of, the newest first; `takes`: its choice."""
+    """A peer about to serve a stage. `has`: stages of which it has a state, newest first; `takes`: its choice."""
 
     since: float
     peer: str
@@ -44,14 +45,15 @@ class Arrival:
     takes: int | None = None
 
     def counts(self, wall: float) -> bool:
-        """False when it has taken so long that it will not come."""
+        """False if it has taken so long that it will probably not come."""
         return wall - self.since < (CHOOSING_S if self.takes is None else TAKING_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The need for peers: the posts that there are, the stages whose state somebody has, and the microbatches a second
-    that each stage can do (empty: not known, and a stage can do as much as it has peers).
+    """Need for peers. `seats`: existing posts; `held`: stages whose state somebody has.
+
+    `capacity`: microbatches per second of each stage. Empty if unknown; then the number of peers counts instead.
     """
 
     stages: int
@@ -61,7 +63,7 @@ class Need:
 
 
 class _Staff:
-    """The peers that the stages have, and will have with those that are on their way."""
+    """Peers of each stage, including those on their way."""
 
     def __init__(self, need: Need, seats: Sequence[Seat]) -> None:
         self._stages = range(need.stages)
@@ -72,11 +74,11 @@ class _Staff:
         self._each = [each[stage] / self._count[stage] if self._count[stage] else mean for stage in self._stages]
 
     def add(self, stage: int) -> None:
-        """One more will serve it, who does as much as its others."""
+        """Add a peer to the stage. It is assumed to do as much as the others there."""
         self._count[stage] += 1
 
     def neediest(self, arrival: Arrival) -> tuple[int, str]:
-        """The stage that can do least, and the reason; of several one that the peer has a checkpoint of."""
+        """The stage with the least capacity, and the reason. Among equals, one of which the peer has a checkpoint."""
         can = [self._count[stage] * self._each[stage] for stage in self._stages]
         needy = [stage for stage in self._stages if can[stage] <= _SAME * min(can)]
         own = next((stage for stage in arrival.has if stage in needy), None)
@@ -87,7 +89,7 @@ class _Staff:
         if not count:
             return stage, "it has no peer"
         if self._knows:
-            return stage, f"it can do {can[stage]:.3g} microbatches a second, and no stage fewer"
+            return stage, f"it does {can[stage]:.3g} microbatches a second, and no stage does fewer"
         return stage, f"it has {count} peer{'s' * (count > 1)}, and no stage has fewer"
 
 
@@ -112,7 +114,7 @@ def place(need: Need, arrivals: Iterable[Arrival], own: str) -> tuple[int, str]:
 
 
 def _with_the_only_state(need: Need, waiting: Sequence[Arrival]) -> dict[str, tuple[int, str]]:
-    """The arrivals that have a state which nobody who serves has, each with that stage: one for each stage."""
+    """Arrivals with a state that no serving peer has, each with that stage; at most one for each stage."""
     chosen: dict[str, tuple[int, str]] = {}
     lacking = set(range(need.stages)) - need.held
     for one in waiting:
@@ -125,17 +127,17 @@ def _with_the_only_state(need: Need, waiting: Sequence[Arrival]) -> dict[str, tu
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """This peer's turn to go from one stage to another, which has been empty for `empty_s`. `mates` stay behind."""
+    """This peer's turn to move from stage `source` to `target`, empty for `empty_s` seconds. `mates` stay behind."""
 
     source: int
     target: int
     empty_s: float
     mates: tuple[str, ...]
-    ready: frozenset[str]  # those of the mates that have the current state, by the list
+    ready: frozenset[str]  # mates that have the current state, by the list
 
 
-class Vacancies:
-    """The watch of stages without peers, by the list of one conductor; see the module's header."""
+class VacancyWatch:
+    """Watches the list of one conductor for stages without peers."""
 
     def __init__(self, own: str, stages: int) -> None:
         self._own, self._stages = own, range(stages)
@@ -144,17 +146,17 @@ class Vacancies:
         self._stays_until = float("-inf")
 
     def forget(self) -> None:
-        """The list is not to be relied on: there is no conductor, or a new one that gathers its members."""
+        """Start again, because the list is unreliable: there is no conductor, or a new one that gathers its members."""
         self._empty_since.clear()
         self._turns.clear()
 
     def moved(self, now: float) -> None:
-        """This peer has moved, or begun to."""
+        """Record that this peer has moved, or has begun to."""
         self._stays_until = now + MOVE_AGAIN_S
         self.forget()
 
     def look(self, now: float, members: Iterable[MemberInfo]) -> Move | None:
-        """This peer's move, if it has its turn now."""
+        """This peer's move if it has the turn now, otherwise None."""
         posts = [member for member in members if member.since and member.stage in self._stages]
         empty = [stage for stage in self._stages if all(post.stage != stage for post in posts)]
         self._empty_since = {stage: self._empty_since.get(stage, now) for stage in empty}
@@ -170,11 +172,11 @@ class Vacancies:
                 ready = frozenset(mate.peer for mate in mates if mate.ready)
                 empty_s = now - self._empty_since[stage]
                 move = Move(source, stage, empty_s, tuple(mate.peer for mate in mates), ready)
-            posts = [post for post in posts if post.peer != peer]  # for further empty stages it is not there
+            posts = [post for post in posts if post.peer != peer]  # it cannot fill further empty stages
         return move
 
     def _turn(self, now: float, stage: int, posts: Sequence[MemberInfo]) -> str | None:
-        """The peer that has its turn to move to `stage`; None: nobody has. It stays the same for the turn's time."""
+        """The peer whose turn it is to move to `stage`, or None. It stays the same for TURN_S."""
         waited_s = now - self._empty_since[stage] - EMPTY_S
         if waited_s < 0:
             return None
@@ -187,8 +189,8 @@ class Vacancies:
 def _in_turn(posts: Sequence[MemberInfo]) -> list[str]:
     """Peers that their stages can spare, in the order in which they move.
 
-    Those of the best-staffed stage come first; in it those that lack the current state, and then the latest to come.
-    A peer that holds several posts stays.
+    Those of the best-staffed stage come first; within it those that lack the current state, then the latest to join. A
+    peer with several posts stays.
     """
     staff = Counter(post.stage for post in posts)
     several = {peer for peer, held in Counter(post.peer for post in posts).items() if held > 1}

@@ -1,7 +1,7 @@
-"""Posts: a peer may serve or help several stages of one run, each as a post of its own.
+"""Names of posts. A post is one stage that a peer of a run serves or helps; a peer may have several posts.
 
-The conductor's machines know posts, by opaque names; messages name peers and stages. Names of one stage's posts sort as
-their peers do.
+To the conductor's machines, post names are opaque; messages name peers and stages. Posts of one stage sort like their
+peers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ def post_name(peer: str, stage: int) -> str:
 
 
 def peer_of(post: str) -> str:
-    """The peer that holds a post; a peer's own name stays as it is."""
+    """The peer that has a post. The name of a peer itself is returned unchanged."""
     return post.partition("/")[0]
 
 
 def stage_of(post: str) -> int:
-    """The stage of a post; 0 where the name is a peer's alone."""
+    """The stage of a post, or 0 if the name is that of a peer."""
     return int(post.partition("/")[2] or 0)
 
 
 def short(name: str) -> str:
-    """The end of a peer's name, as people read it; of a post, its peer's."""
+    """Abbreviation of a peer's name for people (its end), also for a post."""
     return f"…{peer_of(name)[-8:]}"

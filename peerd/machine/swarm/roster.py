@@ -1,9 +1,9 @@
-"""The roster of a run: its living members, where each stands and what it holds, and the lines that peers state.
+"""The roster of a run: its live members, their positions and microbatches, and the network lines that peers declare.
 
-A member is a peer at one stage (a post); a helper only sums for a stage, and is known by its line alone. `version`
-numbers what members are told: it grows with each change of it. Bookkeeping only: who is let in, who is ready for what
-and who must go, its conductor decides. Hostile input: hellos of any content; each tells of its sender's post only, and
-there are never more than MAX_MEMBERS members.
+A member is a peer at one stage (a post). A helper only sums for a stage, and is known only by its line. `version`
+increases with each change of what members see. Bookkeeping only: the conductor decides who is admitted, ready or
+removed. Hostile input: hellos of any content; each affects only its sender's post, and there are never more than
+MAX_MEMBERS members.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, Mb, MemberInfo, Position
-from peerd.machine.averaging.work_split import Lines
+from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.machine.swarm.events import MemberHello
 from peerd.machine.swarm.posts import peer_of
 
-_NEWS: Final = 1.5  # times more, or less: another rate
+_NEWS: Final = 1.5  # ratio of rates above which a change is published
 START = Position(0, b"")  # where every peer begins: parameters are a pure function of the run's seed
 
 
@@ -36,12 +36,12 @@ class RosterEntry:
     addrs: tuple[str, ...]
     early: frozenset[Mb] = frozenset()
     since: float = 0.0
-    digest: bytes = b""  # of the last mean it has
-    seen: frozenset[Position] = frozenset()  # positions of the swarm that it took part in, or was told of
+    digest: bytes = b""  # of its last mean
+    seen: frozenset[Position] = frozenset()  # positions of the swarm that it stepped to, or received from a conductor
 
     @classmethod
     def of(cls, hello: MemberHello) -> RosterEntry:
-        """The entry of a member that has just said all this."""
+        """The entry of a member, from its hello."""
         return cls(
             stage=hello.stage,
             session=hello.session,
@@ -59,27 +59,28 @@ class RosterEntry:
 
     @property
     def reach(self) -> set[Position]:
-        """Positions where the member says that it stands, or could go."""
+        """Positions that the member claims to have or to be able to reach."""
         return {self.position, *self.saved, *([self.prepared] if self.prepared else [])}
 
     def has(self, position: Position) -> bool:
-        """True when the member says that it stands there, or has saved it: it did more than prepare the step there."""
+        """True if the member claims to be there or to have saved it, and not only to have prepared the step there."""
         return position == self.position or position in self.saved
 
     @property
     def saw(self) -> set[Position]:
-        """Positions that it bears out: those it could go to, and those it has seen."""
+        """Positions that the member confirms: those that it can reach, and those that it has seen."""
         return self.reach | self.seen
 
     @property
     def is_anywhere(self) -> bool:
-        """True when it says that it is, or could be, anywhere but at the start."""
+        """True if the member claims to be, or to be able to get, anywhere but at the start."""
         return self.reach != {START}
 
     def move(self, position: Position, *, stepped: bool) -> None:
-        """Arrival at `position`. `stepped`: by this conductor's own step, of which trainers tell what it holds early.
+        """Record the arrival at `position`. `stepped`: by this conductor's own step.
 
-        Else, where it goes on from what it had prepared, what it held early is of the step under way now.
+        After such a step, trainers report the member's early microbatches. Otherwise, if the member continues from its
+        prepared step, its early microbatches become those of the current step.
         """
         goes_on = position == self.prepared and not stepped
         self.held, self.early = self.early if goes_on else frozenset(), frozenset()
@@ -93,27 +94,27 @@ class Roster:
         self.stages, self._delayed = range(stages), delayed
         self.entries: dict[str, RosterEntry] = {}  # by post
         self._at: list[dict[Position, dict[str, None]]] = [{} for _ in self.stages]  # posts by stage and position
-        self.lines = Lines()
-        self._rates: dict[str, float] = {}  # of posts, as the list of members has them
-        self._helped = BoundedDict[str, None](MAX_MEMBERS)  # peers that helped to make a step
+        self.lines = WorkSplitter()
+        self._rates: dict[str, float] = {}  # of posts, as published in the member list
+        self._helped = BoundedDict[str, None](MAX_MEMBERS)  # peers that have helped to make a step
         self.version = 1  # of what members see
-        self.listed = 1  # of these, the last that may be a change of the list of members,
-        self._listed_of = 0, 0  # and the numbers of changes of lines and stands then
-        self.stands = 0  # number of changes of where members are, or could go
-        self._witnesses: dict[Position, set[str]] = {}  # the posts that bear each position out,
-        self._bears_out: dict[str, set[Position]] = {}  # and the positions of each post, as they are in there
-        self._stood = set[str]()  # posts that have moved since
-        self._lagging = list[int]()  # the stages without a member at a position, and when this was found for which
-        self._lagged: tuple[int, Position | None] = (-1, None)
+        self.listed = 1  # version of the last change that may affect the member list,
+        self._listed_of = 0, 0  # and the counts of changes of lines and positions at that time
+        self.stands = 0  # number of changes of members' positions, present and reachable
+        self._witnesses: dict[Position, set[str]] = {}  # the posts that confirm each position,
+        self._bears_out: dict[str, set[Position]] = {}  # and the positions that each post confirms, as indexed there
+        self._stood = set[str]()  # posts whose positions have changed since
+        self._lagging = list[int]()  # cache of `lagging_stages`,
+        self._lagged: tuple[int, Position | None] = (-1, None)  # and the `stands` and position that it is for
 
     # --- changes ----------------------------------------------------------------------------------------------
 
     def has_room(self, peer: str) -> bool:
-        """May this peer have an entry?"""
+        """True if this peer has an entry, or may get one."""
         return peer in self.entries or len(self.entries) < MAX_MEMBERS
 
     def enter(self, hello: MemberHello) -> RosterEntry:
-        """The member's entry, made anew from its hello."""
+        """Create the member's entry from its hello, in place of an older entry."""
         self._leave(hello.peer)
         entry = self.entries[hello.peer] = RosterEntry.of(hello)
         self._at[entry.stage].setdefault(entry.position, {})[hello.peer] = None
@@ -124,7 +125,7 @@ class Roster:
         return entry
 
     def remove(self, peer: str) -> RosterEntry | None:
-        """The entry of a member that is gone; None: it had none, it may have been a helper."""
+        """Remove a peer. Returns its entry, or None if it had none, as a helper."""
         self._leave(peer)
         entry = self.entries.pop(peer, None)
         self._rates.pop(peer, None)
@@ -134,7 +135,7 @@ class Roster:
         return entry
 
     def move(self, peer: str, position: Position, *, stepped: bool) -> None:
-        """A member has arrived at `position`; see `RosterEntry.move`."""
+        """Record that a member has arrived at `position`; see `RosterEntry.move`."""
         self._leave(peer)
         entry = self.entries[peer]
         entry.move(position, stepped=stepped)
@@ -142,7 +143,7 @@ class Roster:
         self._at[entry.stage].setdefault(position, {})[peer] = None
 
     def note_helped(self, post: str) -> None:
-        """The peer of this post has helped to make a step."""
+        """Record that the peer of this post has helped to make a step."""
         self._helped[peer_of(post)] = None
 
     def _stands(self, peer: str) -> None:
@@ -158,19 +159,19 @@ class Roster:
                 del there[entry.position]
 
     def note_saved(self, peer: str, positions: Iterable[Position]) -> None:
-        """The checkpoints that a member has now."""
+        """Record the checkpoints that a member has now."""
         entry, saved = self.entries.get(peer), frozenset(positions)
         if entry is not None and entry.saved != saved:
             entry.saved = saved
             self._stands(peer)
 
     def note_line(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...]) -> None:
-        """The line of a member, or of a helper of `stage`, as it states it."""
+        """Record the network line that a member, or a helper of `stage`, declares."""
         if self.lines.tell(peer, stage, line, addrs):
             self.change()
 
     def note_rates(self, rates: Mapping[str, float]) -> None:
-        """The rates that members are believed to have, for the list of members: small changes are no news."""
+        """Record members' estimated rates for the member list; small changes are ignored."""
         news = {
             post: rate
             for post, rate in rates.items()
@@ -181,21 +182,21 @@ class Roster:
             self.change()
 
     def change(self, *, listed: bool = True) -> None:
-        """A change of what members are told of; `listed`: perhaps of the list of members, or of who serves."""
+        """Record a change of what members see. `listed`: it may affect the member list, or which members serve."""
         self.version += 1
-        now = self.lines.changes, self.stands  # alone they are no news, and are told of with the next ones
+        now = self.lines.changes, self.stands  # such changes are published with the next other change
         if listed or now != self._listed_of:
             self.listed, self._listed_of = self.version, now
 
     # --- views ------------------------------------------------------------------------------------------------
 
     def witnesses(self, position: Position) -> Set[str]:
-        """The posts of the members that bear `position` out (`RosterEntry.saw`)."""
+        """Posts of the members that confirm `position` (`RosterEntry.saw`)."""
         self._note_witnesses()
         return self._witnesses.get(position, frozenset())
 
     def witnessed(self) -> Set[Position]:
-        """The positions that members bear out."""
+        """Positions that members confirm."""
         self._note_witnesses()
         return self._witnesses.keys()
 
@@ -214,38 +215,38 @@ class Roster:
         self._stood.clear()
 
     def session(self, peer: str) -> int | None:
-        """The session of a living member; None: it is none."""
+        """Session number of a live member, or None if the peer is not a member."""
         return entry.session if (entry := self.entries.get(peer)) is not None else None
 
     def since(self, peer: str) -> float:
-        """The moment at which a member joined its stage; 0 where it is none."""
+        """Time at which a member joined its stage, or 0 if the peer is not a member."""
         return entry.since if (entry := self.entries.get(peer)) is not None else 0.0
 
     def of_stage(self, stage: int) -> list[str]:
-        """A stage's members, sorted."""
+        """The members of a stage, sorted."""
         return sorted(peer for posts in self._at[stage].values() for peer in posts)
 
     def at(self, stage: int, position: Position | None) -> list[str]:
-        """A stage's members that stand at `position`, sorted."""
+        """The members of a stage that are at `position`, sorted."""
         return sorted(self._at[stage].get(position, ())) if position is not None else []
 
     def empty_stages(self) -> list[int]:
-        """Stages without any member."""
+        """Stages without members."""
         return [] if all(self._at) else [stage for stage in self.stages if not self._at[stage]]
 
     def held_stages(self) -> list[int]:
-        """Stages with a member that is, or could go, anywhere but to the start."""
+        """Stages with a member that is, or could get, anywhere but at the start."""
         return sorted({entry.stage for entry in self.entries.values() if entry.is_anywhere})
 
     def lagging_stages(self, position: Position | None) -> list[int]:
-        """Stages of which no member stands at `position`."""
-        if self._lagged != (self.stands, position):  # each report asks, and members seldom move
+        """Stages without a member at `position`."""
+        if self._lagged != (self.stands, position):  # every report asks, and members rarely move
             lagging = [stage for stage in self.stages if position is None or position not in self._at[stage]]
             self._lagged, self._lagging = (self.stands, position), lagging
         return list(self._lagging)
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken: posts by stage and position are those of the entries."""
+        """Raise AssertionError unless the indexes match the entries."""
         found = {(s, p, peer) for s, there in enumerate(self._at) for p, posts in there.items() for peer in posts}
         assert found == {(entry.stage, entry.position, peer) for peer, entry in self.entries.items()}
         assert all(posts for there in self._at for posts in there.values())
@@ -254,15 +255,16 @@ class Roster:
         assert bears_out == {(position, post) for position, posts in self._witnesses.items() for post in posts}
 
     def batch_before(self, target: Position, part_of_run: Container[str]) -> set[Mb]:
-        """The batch that led to `target`, from what members remember of it: those that were part of the run before, if
-        any of them has that mean, for trainers do not compute again what counts.
+        """The batch that led to `target`, as far as members remember it. Trainers do not compute it again.
+
+        If any member of the `part_of_run` has that mean, only such members count.
         """
-        has = {post: m for post, m in self.entries.items() if target == (m.prepared or m.position)}  # the last mean
+        has = {post: m for post, m in self.entries.items() if target == (m.prepared or m.position)}  # last mean
         known = [m for post, m in has.items() if post in part_of_run and m.counted]
         return set[Mb]().union(*(entry.counted for entry in known or has.values()))
 
     def members(self, serves: Callable[[str, Position], bool], resting: Container[str] = ()) -> list[MemberInfo]:
-        """Every living member, sorted by post, and then the helpers. `serves`: is one that stands there ready?"""
+        """All live members, sorted by post, then the helpers. `serves(post, position)`: True if it is ready."""
         members = [
             MemberInfo(
                 peer=peer,

@@ -1,1 +1,1 @@
-"""Home routers: port mapping by UPnP and NAT-PMP."""
+"""Port mapping by home routers, with UPnP or NAT-PMP."""

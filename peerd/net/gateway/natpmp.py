@@ -1,8 +1,7 @@
-"""NAT-PMP (RFC 6886): asking the router for a port in one UDP exchange of 12 bytes.
+"""NAT-PMP (RFC 6886): requests a port mapping from the router in a UDP exchange of 12 bytes.
 
-Small enough to be spoken without a library. Hostile input: only the gateway's own address and port can answer (the
-socket is connected), answers have one of two exact lengths, and what they promise is believed only so far that others
-test it.
+Small enough to need no library. Hostile input: only the gateway's own address and port can answer (the socket is
+connected), answers have one of two exact lengths, and other peers test the mapping before it is used.
 """
 
 from __future__ import annotations
@@ -19,38 +18,38 @@ from peerd.net.gateway.router import Mapped, NoMapping
 
 PORT: Final = 5351
 FIRST_WAIT_S: Final = 0.25  # RFC 6886, section 3.1: doubled with each repeat
-_TRIES: Final = 4  # the RFC's nine take a minute; a router at home answers within milliseconds
+_TRIES: Final = 4  # the RFC's nine take a minute; a home router answers within milliseconds
 _EXTERNAL: Final = 0
 _MAP_TCP: Final = 2
 _ANSWER: Final = 128
 _ANSWER_BYTES: Final = {_EXTERNAL: 12, _MAP_TCP: 16}
 _RESULTS: Final = {
-    1: "it speaks another version",
+    1: "it supports another version only",
     2: "port mapping is switched off",
     3: "it has no address itself",
-    4: "it has no port left",
-    5: "it does not know what we asked",
+    4: "it has no free port",
+    5: "it does not know this request",
 }
 
 
 def external_request() -> bytes:
-    """Request for the router's public address."""
+    """A request for the router's public address."""
     return struct.pack("!BB", 0, _EXTERNAL)
 
 
 def map_request(port: int, wanted: int, lease_s: int) -> bytes:
-    """Give us `wanted`, or any port, for our `port`; lease 0: take it back."""
+    """A request to map the router's port `wanted`, or any other, to our `port`. A lease of 0 removes the mapping."""
     return struct.pack("!BBHHHI", 0, _MAP_TCP, 0, port, wanted, lease_s)
 
 
 def parse_external(answer: bytes) -> ipaddress.IPv4Address:
-    """The public address; NoMapping says what is wrong."""
+    """Parse the router's public address. Raises NoMapping with the reason."""
     _check(answer, _EXTERNAL)
     return ipaddress.IPv4Address(answer[8:12])
 
 
 def parse_mapped(answer: bytes, port: int) -> tuple[int, int]:
-    """Port outside and lease in seconds of the mapping of our `port`; NoMapping says what is wrong."""
+    """Parse the answer about our `port`; returns the router's port and the lease in seconds. Raises NoMapping."""
     _check(answer, _MAP_TCP)
     inside, outside, lease_s = struct.unpack_from("!HHI", answer, 8)
     if inside != port:
@@ -59,13 +58,13 @@ def parse_mapped(answer: bytes, port: int) -> tuple[int, int]:
 
 
 def _is_answer(answer: bytes, operation: int) -> bool:
-    """True when this answers that question, be it with an error (which may be shorter)."""
+    """True if this is an answer to that operation; an error may be shorter than a result."""
     return len(answer) >= 4 and answer[0] == 0 and answer[1] == _ANSWER + operation
 
 
 def _check(answer: bytes, operation: int) -> None:
     if not _is_answer(answer, operation):
-        raise NoMapping("what answers at the router's port is not NAT-PMP")
+        raise NoMapping("the router's answer is not NAT-PMP")
     result = int.from_bytes(answer[2:4], "big")
     if result:
         raise NoMapping(f"the router refuses: {_RESULTS.get(result, f'error {result}')}")
@@ -74,19 +73,19 @@ def _check(answer: bytes, operation: int) -> None:
 
 
 class NatPmp:
-    """A router that speaks NAT-PMP."""
+    """The router, by NAT-PMP."""
 
     kind: Final = "NAT-PMP"
 
     def __init__(self, gateway: Callable[[], str | None], port: int = PORT) -> None:
-        """`gateway`: the router's address at the moment."""
+        """`gateway` returns the router's current address, or None if it is unknown."""
         self._gateway, self._port = gateway, port
 
     async def map(self, port: int, lease_s: int) -> Mapped:
         ip = parse_external(await self._ask(external_request(), _EXTERNAL))
         outside, granted_s = parse_mapped(await self._ask(map_request(port, port, lease_s), _MAP_TCP), port)
-        if not outside or not granted_s:  # the form of an answer to `unmap`
-            raise NoMapping("the router's answer names no port, or no time for which it is ours")
+        if not outside or not granted_s:  # looks like the answer to `unmap`
+            raise NoMapping("the router's answer has no port, or no lease")
         return Mapped(ip, outside, granted_s)
 
     async def unmap(self, port: int) -> None:

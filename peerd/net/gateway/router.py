@@ -1,6 +1,6 @@
-"""Port mapping by a home router: it sends connections to a port of its public address to this machine.
+"""Port mapping: a home router forwards connections to a port of its public address to this machine.
 
-Kinds of router are in `natpmp` and `upnp`; when to ask is `service/connectivity/port_mapping`'s affair.
+The protocols are in `natpmp` and `upnp`; `service/connectivity/port_mapping` decides when to use them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from peerd.core.errors import PeerdError
 
 
 class NoMapping(PeerdError):
-    """No router answered, or it does not do that; the text says which."""
+    """The port was not mapped: no router answered, or it refused. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A router's promise: its own address and port, and for how long (0: until it is told otherwise)."""
+    """A port mapping: the router's public address and port, and the lease in seconds (0: until `unmap`)."""
 
     ip: Ip
     port: int
@@ -26,7 +26,7 @@ class Mapped:
 
 
 class Router(Protocol):
-    """One way to talk to the router. Calls raise NoMapping, and may be cancelled."""
+    """A client of the router, for one protocol. Calls raise NoMapping, and may be cancelled."""
 
     @property
     def kind(self) -> str:
@@ -34,9 +34,9 @@ class Router(Protocol):
         ...
 
     async def map(self, port: int, lease_s: int) -> Mapped:
-        """Have TCP connections from outside come to `port` of this machine; again before the lease ends."""
+        """Have the router forward a public TCP port to `port` of this machine; repeat before the lease ends."""
         ...
 
     async def unmap(self, port: int) -> None:
-        """Undo `map`."""
+        """Remove the mapping."""
         ...

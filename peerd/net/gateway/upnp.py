@@ -1,8 +1,8 @@
-"""UPnP Internet Gateway Devices, through the library miniupnpc: the optional extra `peerd[portmap]`.
+"""UPnP Internet Gateway Devices, by the library miniupnpc: the optional extra `peerd[portmap]`.
 
-The library blocks: all of it runs in one worker thread at a time, which a caller whose patience ends leaves behind
-(its own time limits end it). Hostile input: whoever is in the local network can answer as a router; what it promises
-is believed only so far that others test it.
+The library blocks, so all calls run in one worker thread at a time. A cancelled caller abandons the thread, which the
+library's own timeouts end. Hostile input: any host in the local network can answer as a router; other peers test the
+mapping before it is used.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from peerd.net.gateway.router import Mapped, NoMapping
 T = TypeVar("T")
 
 _DISCOVERY_MS: Final = 1000  # for each of seven kinds of router, until one answers
-_FURTHER_PORTS: Final = 4  # tried when the port is taken, be it by another machine of the same home
+_FURTHER_PORTS: Final = 4  # tried if the port is taken, such as by another machine in the same home
 _TAKEN: Final = ("ConflictInMappingEntry", "ConflictWithOtherMechanisms")
-_FOR_EVER_ONLY: Final = "OnlyPermanentLeasesSupported"  # older routers: we take it back when we leave
+_FOR_EVER_ONLY: Final = "OnlyPermanentLeasesSupported"  # older routers; the mapping is removed on exit
 
 
 def available() -> bool:
-    """True when the library is installed."""
+    """True if the library miniupnpc is installed."""
     return importlib.util.find_spec("miniupnpc") is not None
 
 
 class _Failing:
-    """The library raises bare `Exception`, and nothing else is its doing: as NoMapping, with its words."""
+    """Converts the bare `Exception` that the library raises into NoMapping with the same message."""
 
     def __enter__(self) -> None:
         pass
@@ -43,16 +43,16 @@ class _Failing:
             raise NoMapping("no UPnP router answers" if text in ("", "Success") else f"UPnP: {text}") from error
 
 
-class Igd:
-    """A router that speaks UPnP."""
+class UpnpRouter:
+    """The router, by UPnP."""
 
     kind: Final = "UPnP"
 
     def __init__(self, rng: random.Random, description_url: str | None = None) -> None:
-        """`description_url`: where the router describes itself; None: found by asking the local network."""
+        """`description_url`: URL of the router's device description. If None, it is discovered in the local network."""
         self._rng, self._url = rng, description_url
         self._limiter = trio.CapacityLimiter(1)
-        self._outside: dict[int, int] = {}  # our port -> the router's
+        self._outside: dict[int, int] = {}  # our port -> the router's port
         self._last: Any = None  # the router that was found last
 
     async def map(self, port: int, lease_s: int) -> Mapped:
@@ -65,9 +65,7 @@ class Igd:
         return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._limiter)
 
     def _router(self) -> Any:
-        """The router that is there now: this machine may be elsewhere since, and asking happens every few
-        minutes only.
-        """
+        """Discover the current router: this machine may have changed networks since the last call, minutes ago."""
         igd = importlib.import_module("miniupnpc").UPnP()
         igd.discoverdelay = _DISCOVERY_MS
         with _Failing():
@@ -92,7 +90,7 @@ class Igd:
             self._outside[port] = outside
             with _Failing():
                 return Mapped(_ip(igd.externalipaddress()), outside, granted_s)
-        raise NoMapping("UPnP: every port that was asked for is taken")
+        raise NoMapping("UPnP: all requested ports are taken")
 
     def _unmap(self, port: int) -> None:
         outside = self._outside.pop(port, None)
@@ -102,7 +100,7 @@ class Igd:
 
 
 def _add(igd: Any, outside: int, port: int, lease_s: int) -> int:
-    """Seconds of the lease that the router granted; 0: for ever."""
+    """Add a mapping; returns the granted lease in seconds, 0 for a permanent one."""
     try:
         with _Failing():
             igd.addportmapping(outside, "TCP", igd.lanaddr, port, "peerd", "", lease_s)

@@ -1,1 +1,1 @@
-"""The host: all links of one peer, dialing, listening, identify."""
+"""The host: one peer's links, dialing, listening and identify."""

@@ -1,8 +1,8 @@
-"""Addresses of one host: where it listens, what else was announced, what is withheld, and the networks around.
+"""Addresses of one host: listen addresses, further announced ones, withheld ones, and this machine's networks.
 
-Holds addresses and tells of changes; decides nothing about them (`machine.connectivity.reachability` does) and dials
-nowhere. Invariants: each source replaces its own announcement only; withheld addresses are named to nobody, and whoever
-waits for a change hears of each. Takes nothing from peers directly: what is announced was checked by its source.
+Stores addresses and reports changes; `machine.connectivity.reachability` decides about them. Does not dial. Invariants:
+each source replaces only its own announcement; withheld addresses are sent to nobody; every waiting task is notified of
+each change. No input from peers: each source has checked the addresses that it announces.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import ip_of, is_relayed, reach, with_peer
 from peerd.core.ids import PeerId
-from peerd.machine.connectivity.happy_eyeballs import IpNetwork, Surroundings
+from peerd.machine.connectivity.happy_eyeballs import IpNetwork, NetworkSurroundings
 from peerd.net.tcp.listen import open_listeners
 from peerd.net.transport import Listener, RoamingTransport, Transport, close_surely, roaming
 
-CONFIGURED = "configured"  # the source of addresses that the user announces: named first, and never withheld
+CONFIGURED = "configured"  # source of the addresses that the user announces: listed first, and never withheld
 
 _log = logging.getLogger("peerd.net")
 
 
-class Whereabouts:
+class HostAddresses:
     """The addresses of one host, with its transports."""
 
     def __init__(self, own: PeerId, transports: Sequence[Transport], changed: Callable[[], None]) -> None:
-        """`changed` is called when `addrs` may be others; it must not block."""
+        """`changed` is called when the result of `addrs` may have changed; it must not block."""
         self.candidates: list[Multiaddr] = []  # public addresses that are probably ours, for hole punching
         self._own, self._transports, self._changed = own, transports, changed
         self._listeners: list[Listener] = []
@@ -37,19 +37,20 @@ class Whereabouts:
         self._relocations, self._readdressed = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
 
     async def listen(self, addrs: Sequence[Multiaddr]) -> list[Listener]:
-        """Open these places, all or none; ConfigError names the one that cannot be had."""
+        """Listen on all these addresses, or raise ConfigError with the address that failed."""
         self._listeners = await open_listeners(addrs, self._transports)
         return self._listeners
 
     async def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         await close_surely(*self._listeners)
         self._listeners.clear()
 
     def addrs(self) -> list[Multiaddr]:
-        """Addresses at which this host can be reached, with /p2p/<id>: where it listens and what was announced, less
-        what is known to lead nowhere. Those that the user announces first, then public addresses, then those of this
-        network, then ways over relays, then loopback.
+        """Addresses at which this host can be reached, with /p2p/<id>: listen addresses and announced ones, without
+        withheld ones.
+
+        Order: addresses that the user announces, public ones, those of this network, relayed ones, loopback.
         """
         configured = self.announced(CONFIGURED)
         found = [*configured, *self._announced_all(), *self.listen_addrs()]
@@ -58,36 +59,35 @@ class Whereabouts:
         return [with_peer(addr, self._own) for addr in ranked]
 
     def listen_addrs(self) -> list[Multiaddr]:
-        """Addresses on which this host listens, without /p2p; wildcard addresses are spelled out."""
+        """Concrete addresses on which this host listens, without /p2p."""
         return list(dict.fromkeys(addr for listener in self._listeners for addr in listener.addrs))
 
     def networks(self) -> tuple[IpNetwork, ...]:
-        """Networks that this machine is in; empty when they are not known."""
+        """The networks that this machine is in; empty if unknown."""
         return tuple(net for way in roaming(self._transports) for net in way.networks())
 
-    def surroundings(self) -> Surroundings:
-        """Network surroundings, on which the order of dials depends."""
+    def surroundings(self) -> NetworkSurroundings:
+        """This machine's networks and addresses, which determine the order of dials."""
         own = self.listen_addrs()
         seen = [addr for addr in (*own, *self._announced_all(), *self.candidates) if reach(addr) == 2]
         public = frozenset(ip for addr in seen if not is_relayed(addr) and (ip := ip_of(addr)) is not None)
-        return Surroundings(self.networks(), frozenset(own), public)
+        return NetworkSurroundings(self.networks(), frozenset(own), public)
 
     def announce(self, source: str, addrs: Sequence[Multiaddr]) -> None:
-        """Further addresses of this host, such as those that relays or routers give it, instead of those that `source`
-        announced before."""
+        """Set this host's further addresses from `source`, such as relays or the router. Replaces its earlier ones."""
         if self._announced.get(source, []) != list(addrs):
             self._announced[source] = list(addrs)
             self._tell()
 
     def announced(self, source: str) -> list[Multiaddr]:
-        """Addresses that `source` announced last."""
+        """The addresses of the last `announce` of `source`."""
         return list(self._announced.get(source, ()))
 
     def _announced_all(self) -> list[Multiaddr]:
         return [addr for addrs in self._announced.values() for addr in addrs]
 
     def withhold(self, addrs: Iterable[Multiaddr]) -> None:
-        """Name these addresses to nobody: others have tried them in vain. Replaces what was withheld before."""
+        """Set the addresses that are not sent to anybody, because others cannot reach them; replaces earlier ones."""
         withheld = frozenset(addrs)
         if self._withheld != withheld:
             self._withheld = withheld
@@ -96,15 +96,15 @@ class Whereabouts:
     # --- changes -----------------------------------------------------------------------------------------------
 
     async def readdressed(self) -> None:
-        """Wait for the next change of `addrs`, for whoever tells them to others."""
+        """Wait for the next change of `addrs`."""
         await self._readdressed.park()
 
     async def relocated(self) -> None:
-        """Wait for this machine's next change of addresses: another network, an interface that comes or goes."""
+        """Wait for the next change of this machine's own addresses, such as another network or interface."""
         await self._relocations.park()
 
     async def follow(self, moved: Callable[[], None]) -> None:
-        """Notice, until cancelled, when this machine is elsewhere; `moved` hears of it before anybody else."""
+        """Detect changes of this machine's addresses until cancelled; calls `moved` before it notifies others."""
         async with trio.open_nursery() as nursery:
             for transport in roaming(self._transports):
                 nursery.start_soon(self._follow, transport, moved)
@@ -123,5 +123,5 @@ class Whereabouts:
 
 
 def _rank(addr: Multiaddr) -> int:
-    """Sort key of our addresses: the order in which others should try them."""
+    """Sort key of our addresses, in the order in which others should try them."""
     return (3, 1, 0)[reach(addr)] if not is_relayed(addr) else 2

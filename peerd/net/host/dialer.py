@@ -1,10 +1,10 @@
-"""Reaching peers: the address book, and one dial per peer at a time however many callers wait for it.
+"""Dialing of peers: the address book, and one dial per peer at a time, shared by all its callers.
 
-The order and the pace of the attempts are decided in `machine/connectivity/happy_eyeballs.py`; the first authenticated
-link wins and the other attempts are dropped, except that a relayed link lets direct attempts end. Knows nothing of
-sockets: `attempt` is given. Addresses that were only heard of are dialed within the bounds of
-`machine/connectivity/hearsay.py`. Invariants: a dial lives while somebody waits for it; callers get each address's
-reason; the book is bounded per peer and in peers.
+`machine/connectivity/happy_eyeballs.py` decides the order and timing of the attempts. The first authenticated link
+wins and the other attempts are cancelled, but if it is relayed, direct attempts may finish. Has no sockets: the owner
+passes `attempt`. Hearsay addresses are dialed within the limits of `machine/connectivity/dial_quota.py`. Invariants: a
+dial runs only while some caller waits for it; callers receive the reason of each failed address; the book is bounded in
+peers and in addresses per peer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER, PEERS_KNOWN
 from peerd.machine.budget.book import Book, User
-from peerd.machine.connectivity.happy_eyeballs import STAGGER_S, Past, Surroundings, order
-from peerd.machine.connectivity.hearsay import Restraint
+from peerd.machine.connectivity.dial_quota import DialQuota
+from peerd.machine.connectivity.happy_eyeballs import STAGGER_S, AddressHistory, NetworkSurroundings, order
 from peerd.net.faults import Faults
 from peerd.net.race import RaceRun
 
@@ -31,60 +31,60 @@ __all__ = ["STAGGER_S", "AddressBook", "Dialer"]
 
 
 class AddressBook:
-    """Addresses per peer, without their /p2p part, and how each has fared."""
+    """Addresses of each peer, without /p2p, with their history of dials."""
 
     def __init__(self) -> None:
-        self._book = BoundedDict[PeerId, dict[Multiaddr, Past]](PEERS_KNOWN)
+        self._book = BoundedDict[PeerId, dict[Multiaddr, AddressHistory]](PEERS_KNOWN)
         self._successes = 0
 
     def learn(self, peer: PeerId, addrs: Iterable[Multiaddr], heard: User | None = None) -> None:
-        """Add addresses; those that name another peer or cannot be dialed are left out.
+        """Add addresses, except those of another peer and those that cannot be dialed.
 
-        `heard`: the user that told them; None: they are from our own configuration.
+        `heard`: the user that reported them, or None if they are from our own configuration.
         """
         known = self._book.pop(peer, {})
         for addr in addrs:
             bare, named = split_peer(normal(addr))
             if named not in (None, peer) or not is_dialable(bare):
                 continue
-            past = known.pop(bare, None) or Past(heard=heard)
+            past = known.pop(bare, None) or AddressHistory(heard=heard)
             past.heard = past.heard and heard
             known[bare] = past
             while len(known) > ADDRS_PER_PEER:
-                # The oldest that never worked, else the oldest.
+                # The oldest that has never worked, else the oldest.
                 del known[next((a for a, past in known.items() if not past.worked), next(iter(known)))]
         if known:
-            self._book[peer] = known  # now the youngest entry
+            self._book[peer] = known  # now the newest entry
 
     def worked(self, peer: PeerId, addr: Multiaddr) -> None:
-        """Record that `addr` led to `peer`."""
+        """Record that a dial of `addr` reached `peer`."""
         bare = split_peer(normal(addr))[0]
         if bare not in self._book.get(peer, {}):
             self.learn(peer, [bare])
         if bare in self._book.get(peer, {}):
             self._successes += 1
-            self._book[peer][bare] = Past(self._successes, heard=self._book[peer][bare].heard)
+            self._book[peer][bare] = AddressHistory(self._successes, heard=self._book[peer][bare].heard)
 
     def failed(self, peer: PeerId, addr: Multiaddr, now: float) -> None:
-        """Record that `addr` did not lead to `peer`."""
+        """Record that a dial of `addr` did not reach `peer`."""
         past = self._book.get(peer, {}).get(addr)
         if past is not None:
             past.failed_s = now
 
     def unproven(self, peer: PeerId, addr: Multiaddr) -> User | None:
-        """The user that told us that `addr` leads to `peer`; None if it ever did, or our configuration says so."""
+        """The user that reported `addr` of `peer`; None if it has ever worked, or is from our configuration."""
         past = self._book.get(peer, {}).get(addr)
         return None if past is None or past.worked else past.heard
 
     def forget_failures(self) -> None:
-        """This machine is elsewhere now: what failed before says nothing."""
+        """Forget failed dials, because this machine has changed networks."""
         for known in self._book.values():
             for past in known.values():
                 past.failed_s = -math.inf
 
-    def addrs(self, peer: PeerId, around: Surroundings | None = None, now: float = math.inf) -> list[Multiaddr]:
-        """The most promising first."""
-        return order(self._book.get(peer, {}), around or Surroundings(), now)
+    def addrs(self, peer: PeerId, around: NetworkSurroundings | None = None, now: float = math.inf) -> list[Multiaddr]:
+        """Addresses of `peer`, the most promising first."""
+        return order(self._book.get(peer, {}), around or NetworkSurroundings(), now)
 
 
 @dataclass(eq=False)
@@ -97,29 +97,32 @@ class _Flight:
 
 
 class Dialer:
-    """Single flight per peer over the book's addresses."""
+    """Dials peers at the book's addresses, with a single flight per peer."""
 
     def __init__(
         self,
         book: AddressBook,
         attempt: Callable[[Multiaddr, PeerId], Awaitable[object]],
-        surroundings: Callable[[], Surroundings] = Surroundings,
-        restraint: Restraint | None = None,
+        surroundings: Callable[[], NetworkSurroundings] = NetworkSurroundings,
+        restraint: DialQuota | None = None,
         faults: Faults | None = None,
     ) -> None:
-        """`attempt(address, peer)` returns once an authenticated link stands, or raises Unreachable."""
+        """`attempt(address, peer)` returns once there is an authenticated link, or raises Unreachable."""
         self._book, self._attempt, self._surroundings = book, attempt, surroundings
-        self._restraint, self._faults = restraint or Restraint(Book()), faults or Faults()
+        self._restraint, self._faults = restraint or DialQuota(Book()), faults or Faults()
         self._flights: dict[PeerId, _Flight] = {}
 
     def learn(self, peer: PeerId, addrs: Iterable[Multiaddr], heard: User | None = None) -> None:
-        """Add to the book; a dial that is under way uses it, too."""
+        """Add addresses to the book; a running dial uses them, too."""
         self._book.learn(peer, addrs, heard)
         if peer in self._flights:
             self._flights[peer].race.learned()
 
     async def reach(self, peer: PeerId, nursery: trio.Nursery) -> None:
-        """Wait for the one dial to `peer`; it runs in `nursery`, so that a caller may leave without ending it."""
+        """Wait until `peer` is connected, or raise Unreachable with the reasons.
+
+        All callers share one dial. It runs in `nursery`, so that it continues if one of several callers is cancelled.
+        """
         flight = self._flights.get(peer)
         if flight is None:
             flight = self._flights[peer] = _Flight(self._race(peer))
@@ -137,7 +140,7 @@ class Dialer:
             raise Unreachable(f"cannot connect to {peer}: {reasons}", peer)
 
     def connected(self, peer: PeerId, *, relayed: bool = False) -> None:
-        """A link to `peer` stands, whoever made it: the flight is over."""
+        """End the dial of `peer`, because there is a link to it, from the dial or from elsewhere."""
         flight = self._flights.get(peer)
         if flight is not None:
             flight.landed = True

@@ -1,12 +1,11 @@
-"""Failover: another path to a peer that has fallen silent on the one in use, before that is given up.
+"""Failover: another path to a peer that is silent on the current one, before that link is declared dead.
 
-A doubted link keeps some seconds, since bulk makes a ping wait; of a line that went dead, callers would wait for all of
-them, and for a dial after that. So a doubted peer that stays silent is dialed anew, over a relay where nothing else
-leads to it. Once another link stands new streams take that one, and what waits on the silent one waits not much longer:
-who is heard on one path, and says nothing on another where it was asked, is not there. What cut one peer off may have
-cut off more, so that the others are asked as well, and those that are silent, too, are not found one after the other. A
-link that is heard again is as good as before. Invariants: one search for each link at a time, and few dials; without
-another path nothing changes.
+A suspected link has some seconds to answer, since bulk data delays pings. If the path is dead, callers would wait for
+all that time and then for a dial. So a suspected peer that stays silent is dialed again, over a relay if there is no
+other way. Once there is another link, new streams use it, and the silent link times out early: a peer that answers on
+one path but not to a ping on another is not reachable there. As the same cause may have cut off other peers, the peers
+of all other silent links are pinged at the same time. A link on which the peer answers again is used as before.
+Invariants: one search per link at a time, a bounded number of dials; without another path nothing changes.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from peerd.net.host.link_table import Links
 from peerd.net.link.link import Link
 
 _log = logging.getLogger("peerd.net")
-_SILENT_S: Final = 1.0  # that a peer has to answer before another path is looked for; more where round trips are long
+_SILENT_S: Final = 1.0  # time to answer before another path is searched; longer for long round trips
 _SILENT_RTTS: Final = 4
-_ALL_AGAIN_S: Final = 1.0  # between two times that all others are asked
-_DIAL_S: Final = 4.0  # then the silent link has ended, or it is tried afresh: an old dial keeps others from a new one
-_DIALS: Final = 16  # at once: our own line may have gone dead
+_ALL_AGAIN_S: Final = 1.0  # minimum interval of pinging all other links
+_DIAL_S: Final = 4.0  # timeout of the dial, since a stuck dial would block new ones
+_DIALS: Final = 16  # concurrent dials: if our own line is dead, all peers are silent
 
 
 class Failover:
-    """See the module's header."""
+    """Searches other paths to the silent peers of one host."""
 
     def __init__(self, links: Links, dialer: Dialer) -> None:
         self._links, self._dialer = links, dialer
@@ -40,14 +39,14 @@ class Failover:
         self._asked_all_at = float("-inf")
 
     def begins(self, link: Link) -> bool:
-        """True when `search` is to be called for this link: the first time that it is doubted."""
+        """Register a suspected link. True if no search for it is running, so that the caller must run `search`."""
         if link in self._searches:
             return False
         self._searches.add(link)
         return True
 
     async def search(self, link: Link, nursery: trio.Nursery) -> None:
-        """Give the peer a moment; if it stays silent, have another path to it. A dial runs in `nursery`."""
+        """Wait for an answer; if the peer stays silent, find another path to it. A dial runs in `nursery`."""
         try:
             if not await self._stays_silent(link):
                 return
@@ -55,7 +54,7 @@ class Failover:
             self._ask_others(link)
             async with self._dials:
                 if self._links.best(link.peer) is link and link.silence.doubted:
-                    _log.debug("%s is silent: another path is looked for", link)
+                    _log.debug("%s is silent; searching another path", link)
                     with trio.move_on_after(_DIAL_S), suppress(Unreachable):
                         await self._dialer.reach(link.peer, nursery)
             best = self._links.best(link.peer)
@@ -67,12 +66,12 @@ class Failover:
             self._searches.discard(link)
 
     async def _stays_silent(self, link: Link) -> bool:
-        """Wait until the peer had its moment to answer; True: it says nothing, and has not since it was asked."""
+        """Wait for the time to answer; True if the peer has been silent since it was pinged."""
         moment_s = max(_SILENT_S, _SILENT_RTTS * (link.rtt_s or 0.0))
         while link.usable and (asked_at := link.silence.doubted_at) is not None:
             if trio.current_time() >= asked_at + moment_s:
                 return True
-            await trio.sleep_until(asked_at + moment_s)  # it may be heard meanwhile, and asked again
+            await trio.sleep_until(asked_at + moment_s)  # in the meantime it may answer and be pinged again
         return False
 
     def _ask_others(self, silent: Link) -> None:

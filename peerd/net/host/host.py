@@ -1,10 +1,10 @@
-"""Host: this peer on the network. Listens, dials, opens streams, hands incoming streams to handlers by protocol name.
+"""Host: this peer on the network. Listens, dials, opens streams, and passes incoming streams to handlers by protocol.
 
-Composition only: transports carry bytes, `upgrade` authenticates, `Link` runs a connection, `Links` counts and tells,
-`Dialer` finds the way and `Failover` another one, `Whereabouts` knows where we are, `Reception` admits connections. A
-fault of ours costs the stream, the link or the connection that met it, not the host (see `faults`). Invariants: every
-task lives in `run`'s nursery; cancelling `run` says goodbye on every link and ends in bounded time; a stranger holds
-one of a bounded number of half-open places until it has proven an identity.
+It composes transports (bytes), `upgrade` (authentication), `Link` (one connection), `Links` (table and events),
+`Dialer` and `Failover` (paths to peers), `HostAddresses` (own addresses) and `InboundGate` (incoming connections). An
+unexpected exception ends only the stream, link or connection that it occurs in (see `faults`). Invariants: every task
+runs in `run`'s nursery; cancelling `run` closes every link properly and ends in bounded time; the number of incoming
+connections that have not authenticated yet is bounded.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.version import VERSION
 from peerd.machine.budget.book import Book, user_at
-from peerd.machine.connectivity.hearsay import NOBODY, Restraint, blocks_of, common, rule_of
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.dial_quota import NOBODY, DialQuota, blocks_of, common, rule_of
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.mux.stream import WindowBudget
 from peerd.machine.rate.access_line import AccessLine
 from peerd.machine.secure.noise import Secrets
 from peerd.net.faults import Faults, first_of
 from peerd.net.host import identify
-from peerd.net.host.addresses import Whereabouts
+from peerd.net.host.addresses import HostAddresses
 from peerd.net.host.dialer import AddressBook, Dialer
 from peerd.net.host.failover import Failover
 from peerd.net.host.identify import PeerInfo
-from peerd.net.host.identify_service import Introductions
-from peerd.net.host.inbound import Reception
-from peerd.net.host.link_table import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerTold, PeerUp
+from peerd.net.host.identify_service import IdentifyService
+from peerd.net.host.inbound import InboundGate
+from peerd.net.host.link_table import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerIdentified, PeerUp
 from peerd.net.link.config import LinkConfig
 from peerd.net.link.link import Buffers, Link, Stream
 from peerd.net.link.rails import OFFERS, attach_rail, is_rail, secure_rail
 from peerd.net.link.unread import Unread
-from peerd.net.link.upgrade import Secured, recognise, upgrade
+from peerd.net.link.upgrade import UpgradedLink, recognise, upgrade
 from peerd.net.transport import RawLink, Transport, close_surely
 
-__all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerInfo", "PeerTold", "PeerUp"]
+__all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerIdentified", "PeerInfo", "PeerUp"]
 
 _log = logging.getLogger("peerd.net")
 Handler = Callable[[Stream], Awaitable[None]]
@@ -55,22 +55,22 @@ Handler = Callable[[Stream], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostConfig:
-    """Limits and times of one host, in bytes and seconds."""
+    """Limits and timeouts of one host, in bytes and seconds."""
 
     links: LinkLimits = field(default_factory=LinkLimits)
     link: LinkConfig = field(default_factory=LinkConfig)
-    half_open: int = limits.HALF_OPEN  # inbound hand-shakes at once
+    half_open: int = limits.HALF_OPEN  # concurrent inbound hand-shakes
     unread_link_bytes: int = limits.UNREAD_BYTES_LINK
     unread_host_bytes: int = limits.UNREAD_BYTES_HOST
     handshake_s: float = 10.0
-    dial_s: float = 15.0  # one address, hand-shake included
+    dial_s: float = 15.0  # per address, including the hand-shake
     identify_s: float = 20.0
     shutdown_s: float = 2.0
     agent: str = f"peerd/{VERSION}"
 
 
 class Host:
-    """This peer. Nothing moves until `run`."""
+    """This peer on the network. It opens no connections before `run`."""
 
     def __init__(
         self,
@@ -80,41 +80,41 @@ class Host:
         config: HostConfig | None = None,
         buffers: Buffers | None = None,
     ) -> None:
-        """`buffers`: of this host alone unless given; hosts of one process may share them."""
+        """`buffers` may be shared by the hosts of one process. If None, this host creates its own."""
         self.id: PeerId = keypair.peer_id
-        self.book = Book()  # what each peer, place and region has of this host's means
-        self.sign = keypair.sign  # for statements that others may show on our behalf: see core/messages/proof
+        self.book = Book()  # resources used by each peer, place and region
+        self.sign = keypair.sign  # for signed statements that other peers may forward: see core/messages/proof
         self.config = config or HostConfig()
-        self.faults = Faults()  # of this whole process: other layers note theirs here, too
+        self.faults = Faults()  # of this whole process: other layers record theirs here, too
         self.links = Links(self.config.links, self.id, self.book, self.faults)
         self._clock, self._transports = clock, list(transports)
         self._secrets = Secrets(keypair, clock.secure_bytes(32))
         self._handlers: dict[str, Handler] = {}
         self._book = AddressBook()
-        self._introductions = Introductions(self)
-        self.whereabouts = Whereabouts(self.id, self._transports, self._introductions.changed)
-        restraint = Restraint(self.book)
+        self._introductions = IdentifyService(self)
+        self.whereabouts = HostAddresses(self.id, self._transports, self._introductions.changed)
+        restraint = DialQuota(self.book)
         self._dialer = Dialer(self._book, self._dial, self.whereabouts.surroundings, restraint, self.faults)
         self._failover = Failover(self.links, self._dialer)
-        self._reception = Reception(self.config.half_open, self.config.handshake_s, self._welcome, self.faults)
-        self.line = AccessLine()  # what passes our line; known where a LineMeter runs
-        self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
-        self.punching: set[PeerId] = set()  # peers that are dialing us through their routers, as we are them
+        self._gate = InboundGate(self.config.half_open, self.config.handshake_s, self._welcome, self.faults)
+        self.line = AccessLine()  # measured rate of this machine's line, if a LineMeter runs
+        self.takes_inbound = True  # others can connect, directly or over a relay; False: this peer only dials
+        self.punching: set[PeerId] = set()  # peers with which a hole punch is in progress
         self._buffers = buffers or Buffers()
         self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
         self.unread = Unread(self.config.unread_link_bytes, self.config.unread_host_bytes)
         self._nursery: trio.Nursery | None = None  # handlers, dials, hand-shakes
-        self._link_nursery: trio.Nursery | None = None  # outlives the other, for the goodbye
+        self._link_nursery: trio.Nursery | None = None  # outlives the other, so that links can be closed properly
         self.handle(identify.IDENTIFY, self._introductions.serve)
         self.handle(identify.IDENTIFY_PUSH, self._introductions.serve_push)
         self.handle(identify.PING, identify.answer_pings)
 
-    # --- what others use -----------------------------------------------------------------------------------
+    # --- public interface ----------------------------------------------------------------------------------
 
     async def run(
         self, listen: Sequence[Multiaddr] = (), *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Listen on `listen` and keep connections until cancelled; ConfigError when an address cannot be had."""
+        """Listen on `listen` and run until cancelled. Raises ConfigError if an address cannot be listened on."""
         try:
             listeners = await self.whereabouts.listen(listen)
             async with trio.open_nursery() as nursery:
@@ -122,7 +122,7 @@ class Host:
                 self._nursery = nursery
                 try:
                     for listener in listeners:
-                        nursery.start_soon(self._reception.serve, listener)
+                        nursery.start_soon(self._gate.serve, listener)
                     nursery.start_soon(self._introductions.run)
                     nursery.start_soon(self.links.run)
                     nursery.start_soon(self.whereabouts.follow, self._book.forget_failures)
@@ -139,12 +139,12 @@ class Host:
 
     @property
     def identify_s(self) -> float:
-        """Time-out of an introduction."""
+        """Timeout of identify, in seconds."""
         return self.config.identify_s
 
     @property
     def agent(self) -> str:
-        """The name and version that this host gives of its program."""
+        """Name and version of this program, for identify."""
         return self.config.agent
 
     def addrs(self) -> list[Multiaddr]:
@@ -152,11 +152,11 @@ class Host:
         return self.whereabouts.addrs()
 
     def listen_addrs(self) -> list[Multiaddr]:
-        """Addresses on which this host listens, without /p2p; wildcard addresses are spelled out."""
+        """Concrete addresses on which this host listens, without /p2p."""
         return self.whereabouts.listen_addrs()
 
     def add_transport(self, transport: Transport) -> None:
-        """One more way to dial; asked after those that were there before."""
+        """Add a transport; earlier ones have precedence."""
         self._transports.append(transport)
 
     def protocols(self) -> list[str]:
@@ -164,23 +164,23 @@ class Host:
         return sorted(self._handlers)
 
     def handle(self, protocol: str, handler: Handler) -> None:
-        """Serve `protocol`: `handler` runs in its own task per incoming stream, which is closed when it returns."""
+        """Serve `protocol`: `handler` runs in its own task for each incoming stream, which is closed afterwards."""
         if not 0 < len(protocol.encode()) <= limits.PROTOCOL_BYTES:
             raise LocalError(f"a protocol name has 1 to {limits.PROTOCOL_BYTES} bytes")
         self._handlers[protocol] = handler
         self._introductions.changed()
 
     def unhandle(self, protocol: str) -> None:
-        """Stop serving `protocol`; running handlers go on."""
+        """Stop serving `protocol`; running handlers continue."""
         self._handlers.pop(protocol, None)
         self._introductions.changed()
 
     def learn(
         self, peer: PeerId, addrs: Iterable[Multiaddr], *, by: PeerId | None = None, checked: bool = False
     ) -> None:
-        """Add to the address book what `by` says (None: the source is unknown), as far as it may be dialed.
+        """Add addresses that `by` reported (None if unknown) to the address book, except those that may not be dialed.
 
-        `checked`: all of it was `believed` before.
+        `checked`: the addresses are a result of `believed`, so they are not filtered again.
         """
         if peer != self.id:
             told = list(addrs) if checked else self.believed(addrs, by)
@@ -188,21 +188,21 @@ class Host:
             self._dialer.learn(peer, told, links[-1].user if links else NOBODY)
 
     def believed(self, addrs: Iterable[Multiaddr], by: PeerId | None = None) -> list[Multiaddr]:
-        """Those addresses that may be dialed although we only heard of them, from `by`: see `connectivity/hearsay`."""
+        """The addresses reported by `by` that may be dialed as hearsay: see `machine/connectivity/dial_quota`."""
         may = self.hearing(by)
         return [addr for addr in addrs if may(addr.to_bytes())]
 
     def hearing(self, by: PeerId | None) -> Callable[[bytes], bool]:
-        """As `believed`, for many addresses in their binary form that are told at one moment."""
+        """The filter of `believed`, for many addresses in binary form. Use it at once, since the links may change."""
         links = self.links.to(by) if by is not None else []
         if not links and not self.links.blocks:
-            return lambda raw: True  # nobody was ever here to tell us anything: the user did
+            return lambda raw: True  # no peer was ever connected, so the addresses are from the user
         blocks = blocks_of(link.remote for link in links) if links else common(self.links.blocks)
         around = self.whereabouts.surroundings()
         return rule_of(around, blocks)
 
     def trust(self, peer: PeerId, addrs: Iterable[Multiaddr]) -> None:
-        """Add to the address book what our own configuration says: it is dialed wherever it leads."""
+        """Add addresses from our own configuration to the address book; they are dialed without restrictions."""
         for addr in addrs:
             circuit = circuit_place(addr)
             if circuit is not None and circuit.addr is not None:
@@ -215,7 +215,10 @@ class Host:
         return self._book.addrs(peer)
 
     async def connect(self, peer: PeerId, addrs: Iterable[Multiaddr] = (), *, checked: bool = False) -> None:
-        """Have a link to `peer`; Unreachable with each address's reason. Of `addrs` we only heard: see `learn`."""
+        """Connect to `peer` unless it is connected. Raises Unreachable with the reason of each address.
+
+        `addrs` are added to the address book as hearsay: see `learn`.
+        """
         if peer == self.id:
             raise Unreachable("that is this peer itself", peer)
         self.learn(peer, addrs, checked=checked)
@@ -223,9 +226,9 @@ class Host:
             await self._dialer.reach(peer, self._running())
 
     async def connect_addr(self, addr: Multiaddr) -> PeerId:
-        """Have a link to whoever is at `addr`; with /p2p it must be that peer, else Unreachable names both.
+        """Connect to an address from our own configuration; returns the peer there.
 
-        For addresses from our own configuration, which may lead anywhere.
+        If `addr` has a /p2p, raises Unreachable if another peer answers.
         """
         bare, peer = split_peer(addr)
         if peer is None:
@@ -237,15 +240,17 @@ class Host:
         return peer
 
     async def dial_at(self, addr: Multiaddr, peer: PeerId) -> Link:
-        """One more link to `peer`, however many stand; Unreachable says why not. The address book does not change."""
+        """Dial a further link to `peer`, even if it is connected. Raises Unreachable. Does not use the address book."""
         return await self._dial(addr, peer)
 
     async def raw_link(self, addr: Multiaddr) -> RawLink:
-        """A raw link to whoever is at `addr`, for `join`; Unreachable says why not."""
+        """Dial `addr` without authentication, for `join`. Raises Unreachable."""
         return await self._raw_link(addr, None)
 
-    async def join(self, raw: RawLink, way: Way, *, initiator: bool = False, expected: PeerId | None = None) -> Link:
-        """Authenticate a raw link that was made elsewhere and use it; Unreachable says why not, and `raw` is closed."""
+    async def join(
+        self, raw: RawLink, way: PathKind, *, initiator: bool = False, expected: PeerId | None = None
+    ) -> Link:
+        """Authenticate a raw link and add it to the host's links. On failure, closes `raw` and raises Unreachable."""
         adopted = False
         try:
             with trio.move_on_after(self.config.handshake_s):
@@ -263,10 +268,9 @@ class Host:
                 await close_surely(raw)
 
     async def probe(self, addr: Multiaddr, peer: PeerId) -> None:
-        """Test, as a stranger, that `peer` is reachable at `addr`: connect from a fresh port, have it prove itself,
-        close.
+        """Test whether strangers can reach `peer` at `addr`: connect from a fresh port, verify its identity, close.
 
-        Unreachable says why not. Neither a link nor the address book changes, here or there.
+        Raises Unreachable with the reason. Creates no link on either side, and does not change the address book.
         """
         raw = await self._raw_link(addr, peer, fresh=True)
         try:
@@ -280,23 +284,23 @@ class Host:
             await close_surely(raw)
 
     async def open_stream(self, peer: PeerId, protocol: str) -> Stream:
-        """A stream that speaks `protocol`, over a new link if need be. Refused comes with the first receive."""
+        """Open a stream; connects if needed. If the peer refuses `protocol`, the first receive raises Refused."""
         link = self.links.best(peer)
         if link is None:
             await self.connect(peer)
             link = self.links.best(peer)
             if link is None:
-                raise Unreachable("the connection was lost as soon as it stood", peer)
+                raise Unreachable("the connection was lost right after it was made", peer)
         return await link.open(protocol)
 
     def pace(self, peer: PeerId, bytes_per_s: float) -> None:
-        """Let what goes to this peer leave evenly, at this rate at most, where the system can; inf: no more."""
+        """Send to this peer evenly, at this rate at most, if the system supports it; inf: no limit."""
         link = self.links.best(peer)
         if link is not None:
             link.pace(bytes_per_s)
 
     async def ping(self, peer: PeerId) -> float:
-        """Round trip in seconds, through libp2p's ping protocol."""
+        """Round trip to `peer` in seconds, by libp2p's ping protocol."""
         stream = await self.open_stream(peer, identify.PING)
         try:
             return await identify.ping(stream, self._clock.secure_bytes(identify.PING_BYTES))
@@ -308,27 +312,28 @@ class Host:
         return self.links.peers()
 
     def info(self, peer: PeerId) -> PeerInfo | None:
-        """A connected peer's description of itself; None until it has come."""
+        """A connected peer's identify description, or None before it has arrived."""
         return self._introductions.infos.get(peer)
 
     async def introduction(self, peer: PeerId, timeout_s: float) -> PeerInfo | None:
-        """The result of `info`, waiting for it; None after `timeout_s`, or when the peer is not connected."""
+        """Like `info`, but waits for the description, for at most `timeout_s`."""
         return await self._introductions.wait(peer, timeout_s)
 
     def watch(self, *, told: bool = False) -> AbstractContextManager[trio.MemoryReceiveChannel[PeerEvent]]:
-        """PeerUp and PeerDown, and PeerTold if `told`, from now on, at once and in order; bounded (see Links.watch)."""
+        """A channel of PeerUp, PeerDown and, if `told`, PeerIdentified events in order; see Links.watch."""
         return self.links.watch(told=told)
 
     def when_moved(self, told: Callable[[PeerId], None]) -> None:
-        """Call `told` when new streams to a peer begin to take another link, the first one included."""
+        """Call `told` whenever the best link to a peer changes, and for its first link."""
         self.links.when_moved(told)
 
     @property
     def window_bytes_lent(self) -> int:
-        """Bytes that all links together let their peers send beyond the windows that streams begin with."""
+        """Bytes of flow-control window granted on all links together, beyond the initial windows."""
         return self._budget.used_bytes
 
     def traffic(self) -> HostTraffic:
+        """Traffic counters of the host and of each connected peer."""
         return self.links.traffic()
 
     # --- links ---------------------------------------------------------------------------------------------
@@ -355,11 +360,11 @@ class Host:
             nursery.start_soon(self.supervise, work, lambda: f"the search for another path to {link.peer}")
 
     async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool:
-        """Run `work` for a peer: what it raises is noted in `faults`, and goes no further. True: it returned."""
+        """Run `work`; an exception is recorded in `faults` and suppressed. Returns True if `work` returned."""
         return await self.faults.contain(work, about)
 
     async def _supervise(self, stream: Stream, handler: Handler) -> None:
-        """One incoming stream: whatever the handler does, the stream ends and the host goes on."""
+        """Run the handler of an incoming stream. The stream ends with it, and its exceptions do not reach the host."""
         served = False
 
         async def serve() -> None:
@@ -380,8 +385,8 @@ class Host:
             else:
                 stream.reset()
 
-    def _adopt(self, secured: Secured, way: Way) -> Link:
-        """Put an authenticated connection to use; Unreachable says why not."""
+    def _adopt(self, secured: UpgradedLink, way: PathKind) -> Link:
+        """Run an authenticated connection as a link. Raises Unreachable with the reason if that is impossible."""
         peer = secured.session.peer
         if peer == self.id:
             raise Unreachable("that is this peer itself", peer)
@@ -394,11 +399,11 @@ class Host:
         link = Link(secured, self, self.config.link, self._buffers, budget, way)
         self.links.add(link)
         self._link_nursery.start_soon(self._run_link, link)
-        self._dialer.connected(peer, relayed=way == Way.RELAYED)
+        self._dialer.connected(peer, relayed=way == PathKind.RELAYED)
         self._nursery.start_soon(self.supervise, lambda: self._introductions.ask(link), lambda: f"identify with {peer}")
         return link
 
-    async def open_rail(self, link: Link) -> Secured:
+    async def open_rail(self, link: Link) -> UpgradedLink:
         with trio.move_on_after(self.config.dial_s):
             raw = await self._raw_link(link.remote, link.peer, fresh=True)
             return await secure_rail(raw, self._secrets.fresh(self._clock.secure_bytes(32)), link, self.links)
@@ -413,7 +418,7 @@ class Host:
             _log.debug("%s ended: %s", link, link.reason)
 
     async def _keep_links(self, *, task_status: trio.TaskStatus[trio.Nursery]) -> None:
-        """Run the links, beyond the reach of `run`'s cancellation until goodbye is said."""
+        """Run the links, shielded from the cancellation of `run` until they are closed properly."""
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
                 task_status.started(nursery)
@@ -421,12 +426,12 @@ class Host:
 
     async def _say_goodbye(self) -> None:
         await self.whereabouts.close()
-        await trio.lowlevel.cancel_shielded_checkpoint()  # handlers see their cancellation first
+        await trio.lowlevel.cancel_shielded_checkpoint()  # so that handlers are cancelled first
         with trio.move_on_after(self.config.shutdown_s):
-            for relayed in (True, False):  # those that go over another link say it while that one stands
+            for relayed in (True, False):  # relayed links first, while the links to their relays are open
                 async with trio.open_nursery() as nursery:
                     for link in self.links:
-                        if (link.way == Way.RELAYED) is relayed:
+                        if (link.way == PathKind.RELAYED) is relayed:
                             nursery.start_soon(link.close, "this peer left")
 
     # --- in and out ----------------------------------------------------------------------------------------
@@ -437,18 +442,18 @@ class Host:
         return self._nursery
 
     async def _welcome(self, raw: RawLink) -> None:
-        """Authenticate an incoming connection, and keep it as a link or as a part of one."""
+        """Authenticate an incoming connection, and use it as a link or as a rail of one."""
         fresh = self._secrets.fresh(self._clock.secure_bytes(32))
         secured = await upgrade(raw, fresh, initiator=False, muxers=OFFERS)
         way = way_to(raw.remote)
         if is_rail(secured):
             await attach_rail(secured, self.links)
         else:
-            punched = way == Way.DIRECT and secured.session.peer in self.punching
-            self._adopt(secured, Way.PUNCHED if punched else way)
+            punched = way == PathKind.DIRECT and secured.session.peer in self.punching
+            self._adopt(secured, PathKind.PUNCHED if punched else way)
 
     async def _dial(self, addr: Multiaddr, peer: PeerId | None) -> Link:
-        """Connect and authenticate; every failure is Unreachable with its reason."""
+        """Connect and authenticate. Every failure raises Unreachable with the reason."""
         with trio.move_on_after(self.config.dial_s):
             raw = await self._raw_link(addr, peer)
             try:
@@ -460,14 +465,14 @@ class Host:
     async def _raw_link(self, addr: Multiaddr, peer: PeerId | None, *, fresh: bool = False) -> RawLink:
         transport = next((t for t in self._transports if t.can_dial(addr)), None)
         if transport is None:
-            raise Unreachable("no transport speaks that kind of address", peer)
+            raise Unreachable("no transport supports that kind of address", peer)
         if peer is not None and is_relayed(addr):
-            addr = with_peer(addr, peer)  # the relay has to be told which peer
+            addr = with_peer(addr, peer)  # the relay needs the destination
         return await transport.dial(addr, fresh=fresh)
 
 
-def way_to(addr: Multiaddr) -> Way:
-    """The kind of way that leads to this address, or came from it."""
+def way_to(addr: Multiaddr) -> PathKind:
+    """Kind of path of a connection to or from this address."""
     if is_relayed(addr):
-        return Way.RELAYED
-    return Way.DIRECT if reach(addr) == 2 else Way.LOCAL
+        return PathKind.RELAYED
+    return PathKind.DIRECT if reach(addr) == 2 else PathKind.LOCAL

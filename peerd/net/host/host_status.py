@@ -1,4 +1,4 @@
-"""A host's part of `peerd status`: faults of ours, and the users of most of what it shares out."""
+"""A host's part of `peerd status`: internal errors, and the largest users of each resource."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peerd.net.faults import Faults
 
 
 def faults_told(faults: Faults) -> dict[str, Any]:
-    """Number of faults, the place of the last one, and each place with what it ended last."""
+    """Status of internal errors: their number, the place of the last one, and for each place its last error."""
     places = [
         {"place": place, "count": fault.count, "ended": fault.where, "error": fault.error}
         for place, fault in faults.places.items()
@@ -18,7 +18,7 @@ def faults_told(faults: Faults) -> dict[str, Any]:
 
 
 def budgets_told(book: Book) -> list[dict[str, Any]]:
-    """Use of each resource, and the fullest peer, place and region with what each of them may have."""
+    """Use of each resource, and the peer, place and region that use most of it, with their limits."""
     rows: list[dict[str, Any]] = []
     for use in book.told():
         bounds = use.bounds

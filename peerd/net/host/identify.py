@@ -1,8 +1,7 @@
-"""identify, identify push and ping: what libp2p peers tell each other about themselves.
+"""libp2p's identify, identify push and ping, as async functions over a Stream.
 
-Plain async functions over a Stream. What a peer says of itself is kept bounded and believed only as a hint: addresses
-are tried, never trusted. Hostile input: messages without end, foreign keys, junk addresses.
-Sources: libp2p specs `identify/README.md`, `ping/ping.md`.
+A peer's description of itself is bounded and only a hint: its addresses are tried, never trusted. Hostile input:
+endless messages, other peers' keys, junk addresses. Sources: libp2p specs `identify/README.md`, `ping/ping.md`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ IDENTIFY_PUSH = "/ipfs/id/push/1.0.0"
 PING = "/ipfs/ping/1.0.0"
 PROTOCOL_VERSION = "peerd/1"
 PING_BYTES = 32
-_MORE_S = 2.0  # after a whole message: some peers send further parts, some forget to close
+_MORE_S = 2.0  # wait for further parts after a message: some peers send them, some never close the stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +33,23 @@ class PeerInfo:
 
     agent: str
     protocols: tuple[str, ...]
-    addrs: tuple[Multiaddr, ...]  # where it listens, as it says
-    observed: Multiaddr | None  # our address as it sees us, on the link on which it said all this
+    addrs: tuple[Multiaddr, ...]  # its listen addresses
+    observed: Multiaddr | None  # our address as the peer sees it, on the link of the message
 
     def after(self, before: PeerInfo) -> PeerInfo:
-        """This description as an update of the one before: what it leaves out has not changed."""
+        """This description as an update of `before`: fields that it lacks are unchanged."""
         agent, protocols = self.agent or before.agent, self.protocols or before.protocols
         return PeerInfo(agent, protocols, self.addrs or before.addrs, self.observed)
 
 
 async def send_identify(stream: Stream, message: Identify) -> None:
-    """Answer identify, or push."""
+    """Send an identify message, as an answer or as a push, and close the stream."""
     await send_message(stream, message.encode())
     await stream.aclose()
 
 
 async def receive_identify(stream: Stream) -> PeerInfo:
-    """Read all parts of the peer's message, joined as protobuf joins: lists add up, later single values win."""
+    """Receive all parts of the peer's message, merged as in protobuf: lists are concatenated, later values win."""
     joined = b""
     for _ in range(IDENTIFY_PARTS):
         part = None
@@ -74,11 +73,11 @@ def _addr_or_none(raw: bytes) -> Multiaddr | None:
     try:
         return normal(decode_addr(raw))
     except ProtocolViolation:
-        return None  # a kind of address that is not known here
+        return None  # an unknown kind of address
 
 
 async def answer_pings(stream: Stream) -> None:
-    """Echo 32 bytes at a time until the peer has enough."""
+    """Echo 32 bytes at a time until the peer ends the stream."""
     while data := await stream.receive_some(PING_BYTES):
         if len(data) < PING_BYTES:
             data += await stream.receive_exactly(PING_BYTES - len(data))
@@ -86,9 +85,9 @@ async def answer_pings(stream: Stream) -> None:
 
 
 async def ping(stream: Stream, payload: bytes) -> float:
-    """Seconds until the peer echoed `payload`, 32 unpredictable bytes."""
+    """Send `payload`, 32 unpredictable bytes; returns the seconds until the peer has echoed them."""
     begin = trio.current_time()
     await stream.send(payload)
     if await stream.receive_exactly(PING_BYTES) != payload:
-        raise ProtocolViolation("the ping came back changed", stream.peer)
+        raise ProtocolViolation("the answer to a ping has other bytes", stream.peer)
     return trio.current_time() - begin

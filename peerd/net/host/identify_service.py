@@ -1,7 +1,8 @@
-"""Introductions: both sides of every link learn who the other is, where it listens and what it serves.
+"""The identify service: on every link, both sides learn the other's addresses and protocols.
 
-Asks right after connecting, answers when asked, and pushes when this host's protocols change. What peers say is kept
-while they are connected and goes into the address book as a hint. Loopback addresses are told on loopback links only.
+Sends a request after connecting, answers requests, and pushes when this host's addresses or protocols change. Peers'
+answers are kept while they are connected, and their addresses are added to the address book as hearsay. Loopback
+addresses are sent only on loopback links.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from peerd.net.link.link import Link
 from peerd.net.link.stream import Stream, StreamOwner
 
 _log = logging.getLogger("peerd.net")
-_TOGETHER_S = 0.05  # changes of one moment travel in one push
+_TOGETHER_S = 0.05  # changes within this time are sent in one push
 
 
-class Introduced(Protocol):
-    """The host that is introduced, as far as it matters here."""
+class IdentifiedPeer(Protocol):
+    """The part of the host that this service uses."""
 
     id: PeerId
     links: Links
@@ -48,40 +49,40 @@ class Introduced(Protocol):
     async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool: ...
 
 
-class Introductions:
-    """Introductions of one host: its own to its peers, and theirs to it."""
+class IdentifyService:
+    """Exchanges identify messages between one host and its peers."""
 
-    def __init__(self, host: Introduced) -> None:
+    def __init__(self, host: IdentifiedPeer) -> None:
         self.infos: dict[PeerId, PeerInfo] = {}  # of connected peers
         self._host = host
         self._news = trio.Event()
         self._arrived = trio.lowlevel.ParkingLot()
 
     async def wait(self, peer: PeerId, timeout_s: float) -> PeerInfo | None:
-        """Description of `peer` by itself, as soon as it has come; None after `timeout_s`."""
+        """Wait for the description of `peer`; returns None after `timeout_s`."""
         with trio.move_on_after(timeout_s):
             while peer not in self.infos:
                 await self._arrived.park()
         return self.infos.get(peer)
 
     def changed(self) -> None:
-        """Note that our own introduction is not what we said: it is sent anew."""
+        """Push this host's new description to all peers, because it has changed."""
         self._news.set()
 
     def forget(self, peer: PeerId) -> None:
         self.infos.pop(peer, None)
 
     async def serve(self, stream: Stream) -> None:
-        """The handler of identify."""
+        """Handle an identify request."""
         await send_identify(stream, self._describe(stream.link))
 
     async def serve_push(self, stream: Stream) -> None:
-        """The handler of identify push."""
+        """Handle an identify push."""
         with trio.move_on_after(self._host.identify_s):
             self._believe(stream.link, await receive_identify(stream), update=True)
 
     async def ask(self, link: Link) -> None:
-        """Have the peer introduce itself; a peer that does not is no reason to drop the link."""
+        """Request the peer's description. The link is kept if the peer does not answer."""
         with trio.move_on_after(self._host.identify_s):
             try:
                 stream = await link.open(IDENTIFY)
@@ -95,7 +96,7 @@ class Introductions:
                 _log.debug("identify of %s: %s", link.peer, error)
 
     async def run(self) -> None:
-        """Push news to the peers that take them."""
+        """Push changes to the peers that support it, until cancelled."""
         while True:
             await self._news.wait()
             await trio.sleep(_TOGETHER_S)
@@ -130,9 +131,9 @@ class Introductions:
         )
 
     def _believe(self, link: StreamOwner, info: PeerInfo, *, update: bool = False) -> None:
-        """Take what the peer says of itself. `update`: a push, which may leave out what has not changed.
+        """Store a peer's description. `update`: from a push, which may lack unchanged fields.
 
-        Some programs never push the address at which they see us: it stays as known, for each link by itself.
+        Some implementations never push the address at which they see us; the last one is kept for each link.
         """
         if self._host.links.best(link.peer) is not None:
             link.observed = info.observed or link.observed

@@ -1,9 +1,9 @@
-"""Incoming connections, up to the moment when the other side has proven its identity.
+"""Incoming connections until they are authenticated.
 
-Accepts, and gives each connection a bounded time in one of a bounded number of places; what a proof is, and what comes
-of it, is the Host's (`prove`). Hostile input: strangers who connect and say nothing, from one address or many: when
-all is full the oldest of that region (a /24, a /48) and in it of that place (an address, an IPv6 /64) that sent most
-gives way, so that none can lock us.
+Accepts connections and bounds their number and the time of each one's hand-shake; the Host authenticates (`prove`).
+Hostile input: strangers that connect and send nothing, from one address or many. If the limit is reached, the oldest
+connection of the fullest place (an address, an IPv6 /64) in the fullest region (a /24, a /48) is closed, so that no one
+can block all others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from peerd.net.transport import Listener, RawLink, close_surely
 _log = logging.getLogger("peerd.net")
 
 
-class Reception:
-    """Admission of connections to one host, for all its listeners."""
+class InboundGate:
+    """Accepts incoming connections of one host, for all its listeners."""
 
     def __init__(
         self,
@@ -32,13 +32,17 @@ class Reception:
         prove: Callable[[RawLink], Awaitable[None]],
         faults: Faults | None = None,
     ) -> None:
-        """`prove` authenticates a connection and keeps it, or raises RemoteError; then, or late, it is closed."""
+        """`places`: maximum number of unauthenticated connections, each for at most `within_s` seconds.
+
+        `prove` authenticates a connection and takes it over, or raises RemoteError. On an error or timeout the
+        connection is closed.
+        """
         self._places, self._within_s, self._prove = places, within_s, prove
         self._faults = faults or Faults()
         self._half_open: dict[RawLink, tuple[User, trio.CancelScope]] = {}  # oldest first
 
     async def serve(self, listener: Listener) -> None:
-        """Accept connections, until the listener is closed."""
+        """Accept connections until the listener is closed."""
         async with trio.open_nursery() as nursery:
             while True:
                 try:
@@ -56,7 +60,7 @@ class Reception:
             regions, places = Counter(user.region for user in users), Counter(user.place for user in users)
             most = max(users, key=lambda user: (regions[user.region], places[user.place]))
             oldest = next(raw for raw, (user, _) in self._half_open.items() if user == most)
-            self._half_open.pop(oldest)[1].cancel()  # at once: the next may be here before that one has left
+            self._half_open.pop(oldest)[1].cancel()  # removed at once, before its task has ended
 
     async def _supervise(self, raw: RawLink, scope: trio.CancelScope) -> None:
         await self._faults.contain(lambda: self._welcome(raw, scope), lambda: f"the connection from {raw.remote}")

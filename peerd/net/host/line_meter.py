@@ -1,9 +1,9 @@
-"""Counts what passes this machine's line, for `machine.rate.access_line`: looks at every TCP connection a few times a
-second.
+"""Measures the traffic of this machine's access line for `machine.rate.access_line`, by reading the counters of every
+TCP connection a few times per second.
 
-Bytes count when the other side has acknowledged them, or when they have come; a link's rails are connections like its
-first one. Connections within the machine or its own networks do not use the line and are left out, and circuits are
-counted on the connection to their relay. Where the system does not say what was acknowledged nothing is measured.
+Sent bytes count once they are acknowledged, received bytes once they have arrived; rails count like other connections.
+Connections within the machine or its own networks do not use the line and are excluded. Circuits are counted on the
+connection to their relay. Without the system's counters, nothing is measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 import trio
 
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.rate.access_line import Count
 from peerd.net.host.host import Host
 from peerd.net.link.link import Link
@@ -24,12 +24,12 @@ PERIOD_S: Final = 0.25
 
 
 def over_the_line(link: Link) -> bool:
-    """True when a connection leaves the machine's own networks."""
-    return link.way is not Way.LOCAL
+    """True if the link leaves this machine's own networks."""
+    return link.way is not PathKind.LOCAL
 
 
 class LineMeter:
-    """Meter of one host's access line; what it finds is `host.line`."""
+    """Meter of one host's access line; it updates `host.line`."""
 
     def __init__(self, host: Host, counts: Callable[[Link], bool] = over_the_line) -> None:
         self._host, self._counts = host, counts
@@ -44,7 +44,7 @@ class LineMeter:
             await trio.sleep(PERIOD_S)
 
     def _look(self) -> Count:
-        """Bytes that have passed since the last look; a connection's first look says where it begins."""
+        """Bytes sent and received since the last call. A connection counts from its second call on."""
         sent = received = 0
         waited = 0.0
         seen: dict[CountedLink, TcpInfo] = {}

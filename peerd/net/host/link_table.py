@@ -1,12 +1,13 @@
-"""The table of links: connected peers, bounds, the link in use to each, watchers, and the bytes that have passed.
+"""The table of links: connected peers, limits, the best link to each peer, watchers, and traffic counters.
 
-Does not dial or accept. Of several links to a peer new streams take the best (`machine.connectivity.path_selection`),
-one that is silent while others are not last of all (`net.host.failover`); the others are superseded, stand by for its
-end, and are closed once they have been idle for some seconds. Invariants: a
-peer is up exactly while it has a usable link, and every change is told to watchers at once and in order; limits hold
-for every link; those that came in are in the book, and where that, or the table, is full, the fullest place there makes
-room (see `make_room`): no number of identities, open streams or idle hours lets one place keep out the others. Links
-that we dialed are not ended for incoming ones.
+Does not dial or accept. If there are several links to a peer, new streams use the best one
+(`machine.connectivity.path_selection`); a link that is silent while others are not is the last choice
+(`net.host.failover`). The others are superseded: they remain as a reserve until they have been idle for some seconds.
+
+Invariants: a peer is up exactly while it has a usable link, and watchers receive every change at once and in order;
+every link is within the limits. Incoming links are accounted in the book. If the book's limits or the table's are
+reached, the fullest place makes room (see `make_room`), so that no place can keep out the others by many identities,
+open streams or long idle connections. Links that this host dialed are never closed for incoming ones.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import trio
 
 from peerd.core import limits
 from peerd.core.ids import PeerId
-from peerd.machine.budget.book import EVERYBODY, REGION, Book, Means, User
-from peerd.machine.connectivity.hearsay import blocks_of
-from peerd.machine.connectivity.path_selection import Path, Way, choose
+from peerd.machine.budget.book import EVERYBODY, REGION, Book, Resource, User
+from peerd.machine.connectivity.dial_quota import blocks_of
+from peerd.machine.connectivity.path_selection import Path, PathKind, choose
 from peerd.net.faults import Faults
 from peerd.net.link.link import Link
 from peerd.net.link.stream import StreamOwner
@@ -34,44 +35,44 @@ _log = logging.getLogger("peerd.net")
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """The first link to this peer stands."""
+    """Event: the first link to this peer is established."""
 
     peer: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class PeerDown:
-    """The last link to this peer is gone, and why."""
+    """Event: the last link to this peer has ended, for this reason."""
 
     peer: PeerId
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class PeerTold:
-    """A connected peer introduced itself, or had news of itself: Host.info has it. `link` is where it said so."""
+class PeerIdentified:
+    """Event: an identify message of a connected peer arrived on `link`; `Host.info` returns its content."""
 
     peer: PeerId
     link: StreamOwner
 
 
-PeerEvent = PeerUp | PeerDown | PeerTold
+PeerEvent = PeerUp | PeerDown | PeerIdentified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLimits:
-    """Bounds on the number of links."""
+    """Limits on the number of links, and times in seconds."""
 
     total: int = limits.LINKS
     inbound: int = limits.LINKS_INBOUND
     per_peer: int = limits.LINKS_PER_PEER
-    idle_s: float = 10.0  # a link without streams for so long may be closed to make room
-    drain_s: float = 5.0  # a superseded link without streams for so long is closed; see Links.run
+    idle_s: float = 10.0  # a link without streams for this long may be closed to make room
+    drain_s: float = 5.0  # a superseded link without streams for this long is closed; see Links.run
 
 
 @dataclass(frozen=True, slots=True)
 class PeerTraffic:
-    """One connected peer: bytes on the wire over its present links, and what they look like."""
+    """Traffic and links of one connected peer; bytes are those on the wire over its current links."""
 
     peer: PeerId
     bytes_in: int
@@ -80,14 +81,14 @@ class PeerTraffic:
     links: int
     rtt_s: float | None
     remote: str
-    initiator: bool  # we dialed
-    way: str  # local, direct, punched or relayed: of the link in use, as is what stands above from rtt_s on
-    why: str  # that link and no other
+    initiator: bool  # this side dialed
+    way: str  # local, direct, punched or relayed; this and the fields from rtt_s on are of the best link
+    why: str  # reason for the choice of that link
 
 
 @dataclass(frozen=True, slots=True)
 class HostTraffic:
-    """Bytes on the wire since the start, and the connected peers."""
+    """Traffic of the host since its start, and of each connected peer; bytes on the wire."""
 
     bytes_in: int
     bytes_out: int
@@ -102,17 +103,17 @@ class Links:
     def __init__(self, bounds: LinkLimits, own: PeerId, book: Book, faults: Faults | None = None) -> None:
         self._bounds, self._own, self._book, self._faults = bounds, own, book, faults or Faults()
         self._usable: dict[PeerId, list[Link]] = {}  # newest last
-        self._best: dict[PeerId, tuple[Link, str]] = {}  # the one in use, and why
-        self._distrusted: set[Link] = set()  # those that were silent though the peer was asked; while it is
+        self._best: dict[PeerId, tuple[Link, str]] = {}  # the link for new streams, and the reason
+        self._distrusted: set[Link] = set()  # silent although the peer was pinged, until the peer answers
         self._moved: list[Callable[[PeerId], None]] = []
         self._news = Signal()  # a link was superseded
-        self._all: dict[Link, None] = {}  # oldest first, with those that are on their way out
-        self._booked: dict[Link, User] = {}  # those that came in, less those that made room
-        self._cut: set[Link] = set()  # those that made room, until they have ended
-        self._kept: dict[PeerId, int] = {}  # peers whose links are needed though nothing moves on them
-        self.blocks: frozenset[str] = frozenset()  # of addresses from which anybody was ever connected, as hearsay's
-        self._past_in = self._past_out = 0  # bytes of links that are gone
-        self._watchers: dict[int, tuple[trio.MemorySendChannel[PeerEvent], bool]] = {}  # and whether for PeerTold, too
+        self._all: dict[Link, None] = {}  # oldest first, including those that are ending
+        self._booked: dict[Link, User] = {}  # incoming links, without those that made room
+        self._cut: set[Link] = set()  # links that made room, until they have ended
+        self._kept: dict[PeerId, int] = {}  # peers whose idle links must not be closed; number of `keep` calls
+        self.blocks: frozenset[str] = frozenset()  # address blocks of all peers ever connected (dial_quota)
+        self._past_in = self._past_out = 0  # bytes of ended links
+        self._watchers: dict[int, tuple[trio.MemorySendChannel[PeerEvent], bool]] = {}  # channel, wants PeerIdentified
         self._next_watcher = 0
 
     def __len__(self) -> int:
@@ -122,7 +123,7 @@ class Links:
         return iter(list(self._all))
 
     def to(self, peer: PeerId) -> list[Link]:
-        """All that stand to this peer, the newest last."""
+        """All usable links to this peer, newest last."""
         return list(self._usable.get(peer, ()))
 
     def peers(self) -> list[PeerId]:
@@ -130,7 +131,7 @@ class Links:
         return list(self._usable)
 
     def best(self, peer: PeerId) -> Link | None:
-        """The link to use for a new stream."""
+        """The link to use for a new stream, or None if the peer is not connected."""
         found = self._best.get(peer)
         if found is not None and not found[0].usable:
             self._choose(peer)
@@ -138,7 +139,7 @@ class Links:
         return None if found is None else found[0]
 
     def when_moved(self, told: Callable[[PeerId], None]) -> None:
-        """Call `told` whenever new streams to a peer begin to take another link, the first one included."""
+        """Call `told` whenever the best link to a peer changes, and for its first link."""
         self._moved.append(told)
 
     def _choose(self, peer: PeerId) -> None:
@@ -163,28 +164,28 @@ class Links:
         if len(links) > 1:
             self._news.notify()
         if before is None or before[0] is not best:
-            _log.debug("new streams to %s take %s (%s)", peer, best, why)
+            _log.debug("new streams to %s use %s (%s)", peer, best, why)
             for told in self._moved:
-                with self._faults.guard(f"news of a link to {peer}"):
+                with self._faults.guard(f"a callback about the links to {peer}"):
                     told(peer)
 
     def distrust(self, link: Link) -> None:
-        """Have new streams take other links to its peer, if there are any, for as long as this one is silent."""
+        """Use other links to this link's peer for new streams, if there are any, while this link is silent."""
         if link in self._usable.get(link.peer, ()):
             self._distrusted.add(link)
             self._choose(link.peer)
 
     def ask_others(self, silent: Link) -> None:
-        """Ask the peers of all links in use that say nothing either: what took one away may have taken more."""
+        """Ping the peers of all other links with streams that are silent too: one cause may have cut off several."""
         for link in self:
             if link is not silent and link.streams and link.superseded_at is None:
                 link.doubt(patient=True)
 
     async def run(self) -> None:
-        """Close superseded links that are idle.
+        """Close superseded links that are idle, until cancelled.
 
-        Should the two sides ever disagree about which that is, the one with the smaller peer id decides: the other
-        waits three times as long.
+        If the two sides disagree on which link is superseded, the one with the smaller peer id decides, because the
+        other waits three times as long.
         """
         while True:
             due = min((self._due(link) for link in self._all), default=math.inf)
@@ -193,14 +194,14 @@ class Links:
                 continue
             for peer, links in list(self._usable.items()):
                 if len(links) > 1:
-                    self._choose(peer)  # round trips may have been measured by now
+                    self._choose(peer)  # round trips may have been measured since
             async with trio.open_nursery() as nursery:
                 for link in self:
                     if not link.streams and self._due(link) <= trio.current_time():
                         nursery.start_soon(link.close, "a better connection took over")
 
     def _due(self, link: Link) -> float:
-        """Time at which to look at a link again, or to close it, if it has no streams and the better one lives."""
+        """Time at which to check a link again, or to close it if it has no streams and the better link is alive."""
         if link.superseded_at is None or not link.usable:
             return math.inf
         wait_s = self._bounds.drain_s * (1 if self._own.raw < link.peer.raw else 3)
@@ -209,27 +210,28 @@ class Links:
         return (trio.current_time() if needed else max(link.idle_since, link.superseded_at)) + wait_s
 
     def direct(self, peer: PeerId) -> Link | None:
-        """As `best`, but None when that leads over a relay, as it does only where no other link stands and is heard."""
+        """Like `best`, but None if that is relayed, which happens only if no other link is alive."""
         best = self.best(peer)
-        return None if best is None or best.way == Way.RELAYED else best
+        return None if best is None or best.way == PathKind.RELAYED else best
 
     def keep(self, peer: PeerId) -> None:
-        """Never close this peer's links for being idle: once more than `let_go` was called."""
+        """Do not close this peer's idle links to make room, until `let_go` was called as often as `keep`."""
         self._kept[peer] = self._kept.get(peer, 0) + 1
 
     def let_go(self, peer: PeerId) -> None:
-        """One `keep` is over."""
+        """Undo one `keep`."""
         count = self._kept.pop(peer, 0) - 1
         if count > 0:
             self._kept[peer] = count
 
     def make_room(self, user: User, *, inbound: bool) -> str | None:
-        """Have room for one more link of `user`; the reason, if there is none.
+        """Make room for one more link of `user`. Returns the reason if that is impossible, else None.
 
-        For one that comes in, where a peer, place or region has all that it may have, one of its own gives way; where
-        the table is full, one of the fullest region's fullest place: strangers before members, of that place the one
-        that was idle longest, else the one that came last. A link in use gives way only to a place that has less, so
-        that nobody gains by replacing others, and members' links only to members'.
+        For an incoming link: if its peer, place or region has reached its limit, one of their own links is closed. If
+        the table is full, a link of the fullest place in the fullest region is closed: strangers' links before
+        members', in that place the one that was idle longest, or else the newest. A link in use is closed only for a
+        place that has fewer links, so that nobody gains by replacing others, and members' links only for members.
+        For an outgoing link, if the table is full: the link that was idle longest is closed.
         """
         if not inbound:
             if len(self._all) - len(self._cut) < self._bounds.total:
@@ -242,25 +244,25 @@ class Links:
         while (scope := self._full_scope(user)) is not None:
             link = self._to_give_way(user, scope)
             if link is None:
-                why = self._book.objection(Means.LINKS, user)
+                why = self._book.objection(Resource.LINKS, user)
                 return why or f"all together have {len(self._booked)}"
             self._end_for_room(link)
         return None
 
     def _full_scope(self, user: User) -> int | None:
         full = len(self._booked) >= self._bounds.inbound or len(self._all) - len(self._cut) >= self._bounds.total
-        return EVERYBODY if full else self._book.scope(Means.LINKS, user)
+        return EVERYBODY if full else self._book.scope(Resource.LINKS, user)
 
     def _to_give_way(self, user: User, scope: int) -> Link | None:
-        own = self._book.fullness(Means.LINKS, user)
+        own = self._book.fullness(Resource.LINKS, user)
 
         def worth(link: Link) -> tuple[bool, int, int, bool, int, float]:
-            strange, region, place, peer = self._book.fullness(Means.LINKS, link.user)
+            strange, region, place, peer = self._book.fullness(Resource.LINKS, link.user)
             idle = self._is_idle(link)
             return strange, region, place, idle, peer, -link.idle_since if idle else link.opened_at
 
         def may(link: Link) -> bool:
-            strange, region, place, _ = self._book.fullness(Means.LINKS, link.user)
+            strange, region, place, _ = self._book.fullness(Resource.LINKS, link.user)
             if strange < own[0]:
                 return False
             if scope < REGION or self._is_idle(link) or strange > own[0]:
@@ -285,11 +287,11 @@ class Links:
     def _give_back(self, link: Link) -> None:
         user = self._booked.pop(link, None)
         if user is not None:
-            self._book.give(Means.LINKS, user)
+            self._book.give(Resource.LINKS, user)
 
     def add(self, link: Link) -> None:
-        """Take a link that stands, after `make_room`. A peer with too many loses the oldest that is not in use."""
-        if not link.initiator and self._book.take(Means.LINKS, link.user) is None:
+        """Add an authenticated link, after `make_room`. If its peer has too many, ends the oldest except the best."""
+        if not link.initiator and self._book.take(Resource.LINKS, link.user) is None:
             self._booked[link] = link.user
         mine = self._usable.setdefault(link.peer, [])
         mine.append(link)
@@ -298,7 +300,7 @@ class Links:
         self._choose(link.peer)
         if not link.initiator:
             for other in mine[:-1]:
-                other.doubt()  # who dials again has perhaps lost what stood before, as when a router forgets it
+                other.doubt()  # a peer that dials again may have lost its earlier links, as when a NAT forgets them
         if len(mine) == 1:
             self._tell(PeerUp(link.peer))
         elif len(staying := [other for other in mine if other not in self._cut]) > self._bounds.per_peer:
@@ -306,7 +308,7 @@ class Links:
             next(other for other in staying if other is not best).abort("this peer has too many connections")
 
     def leaving(self, link: Link, reason: str) -> None:
-        """The link takes no new streams."""
+        """Stop using a link for new streams."""
         mine = self._usable.get(link.peer, [])
         self._distrusted.discard(link)
         if link in mine:
@@ -317,7 +319,7 @@ class Links:
                 self._tell(PeerDown(link.peer, reason))
 
     def remove(self, link: Link) -> None:
-        """The link has ended."""
+        """Remove a link that has ended."""
         self.leaving(link, link.reason or "closed")
         self._give_back(link)
         self._cut.discard(link)
@@ -327,15 +329,15 @@ class Links:
             self._past_out += link.bytes_out
 
     def told(self, link: StreamOwner) -> None:
-        """The peer introduced itself over `link`."""
+        """Notify watchers that the peer's identify message arrived on `link`."""
         if link.peer in self._usable:
-            self._tell(PeerTold(link.peer, link))
+            self._tell(PeerIdentified(link.peer, link))
 
     @contextmanager
     def watch(self, *, told: bool = False) -> Iterator[trio.MemoryReceiveChannel[PeerEvent]]:
-        """Events from now on, PeerTold if `told`.
+        """A channel of events from now on, with PeerIdentified only if `told`.
 
-        A watcher that leaves limits.WATCH_EVENTS unread loses the newest, with a warning.
+        If limits.WATCH_EVENTS events are unread, newer ones are dropped with a warning.
         """
         send, receive = trio.open_memory_channel[PeerEvent](limits.WATCH_EVENTS)
         number = self._next_watcher
@@ -349,14 +351,15 @@ class Links:
 
     def _tell(self, event: PeerEvent) -> None:
         for watcher, told in self._watchers.values():
-            if isinstance(event, PeerTold) and not told:
+            if isinstance(event, PeerIdentified) and not told:
                 continue
             try:
                 watcher.send_nowait(event)
             except trio.WouldBlock:
-                _log.warning("a watcher of connections does not keep up: %s is lost", event)
+                _log.warning("a watcher of connections does not keep up: %s is dropped", event)
 
     def traffic(self) -> HostTraffic:
+        """Traffic counters of the host and of each connected peer."""
         peers = {peer: self._traffic_of(peer, links) for peer, links in self._usable.items()}
         return HostTraffic(
             bytes_in=self._past_in + sum(link.bytes_in for link in self._all),

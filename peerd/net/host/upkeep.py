@@ -1,8 +1,8 @@
-"""Services that are kept running: a fault of ours in one ends that one, and begins it again after a pause.
+"""Supervision of services: if an unexpected exception ends one, it is restarted after a pause.
 
-Around each long-lived task of a peer that is no role: the directory, ways in, status, the control socket. Services
-call each other while one of them rests; what that raises ends the caller's call, stream or role, which begin again as
-well. A ConfigError passes: it is the user's to mend, and no restart mends it.
+For each long-lived task of a peer that is not a role: the directory, reachability, status, the control socket. If a
+service calls another that is down, the exception ends the caller's call, stream or role, which is restarted as well. A
+ConfigError is raised to the caller, since only the user can fix it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import trio
 from peerd.core.errors import ConfigError
 from peerd.net.faults import Faults, first_of
 
-PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # before each new try; the last one again and again
-HEALTHY_S: Final = 60.0  # a service that ran this long begins again after the first pause
+PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # before each restart; the last one repeats
+HEALTHY_S: Final = 60.0  # after a run of this length, the pauses start over
 
 
 class Service(Protocol):
-    """Runs until cancelled; says when it is ready for others."""
+    """An async function that runs until cancelled, and reports through `task_status` when it is ready."""
 
     def __call__(self, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]: ...
 
 
 class Upkeep:
-    """Supervisor of one process's services; `faults` counts what ended them."""
+    """Supervisor of one process's services; `faults` counts the exceptions that ended them."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -34,9 +34,9 @@ class Upkeep:
     async def run(
         self, name: str, service: Service, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Run `service` until it returns or is cancelled, again after each fault.
+        """Run `service` until it returns or is cancelled; restart it after each fault.
 
-        Started means: it is, or has failed: whoever waits for it goes on without it.
+        Calls `task_status.started` once the service is ready or has failed, so that no caller blocks on a failed start.
         """
         once, pauses = _Once(task_status), iter(PAUSES_S)
         while True:
@@ -51,7 +51,7 @@ class Upkeep:
             await trio.sleep(next(pauses, PAUSES_S[-1]))
 
     async def run_plain(self, name: str, service: Callable[[], Awaitable[None]]) -> None:
-        """`run`, for a service that nobody waits for."""
+        """Like `run`, for a service without `task_status`."""
 
         async def told(*, task_status: trio.TaskStatus[None]) -> None:
             await service()
@@ -60,7 +60,7 @@ class Upkeep:
 
 
 class _Once:
-    """Says started at the first time only: one who waits has gone on when the service begins again."""
+    """A `task_status` that forwards only the first `started`, since the service may start again."""
 
     def __init__(self, status: trio.TaskStatus[None]) -> None:
         self._status: trio.TaskStatus[None] | None = status

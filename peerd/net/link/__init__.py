@@ -1,1 +1,1 @@
-"""One authenticated connection and the streams on it."""
+"""Links: authenticated connections, and the streams on them."""

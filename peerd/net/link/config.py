@@ -1,4 +1,4 @@
-"""Times of a link, and the settings of its muxer."""
+"""Timeouts of a link, and the settings of its muxer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from peerd.machine.mux.stream import YamuxConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
-    """Times of a link, in seconds, and its muxer's settings."""
+    """Timeouts of a link, in seconds, and its muxer's settings."""
 
     yamux: YamuxConfig = field(default_factory=YamuxConfig)
-    negotiate_s: float = 10.0  # an incoming stream names its protocol, or is reset
-    linger_s: float = 1.0  # after a go-away: until the other side closes
-    leave_s: float = 10.0  # after the peer's go-away: until open streams are cut
-    stall_s: float = 60.0  # a send that the peer does not take
+    negotiate_s: float = 10.0  # until an incoming stream without a protocol is reset
+    linger_s: float = 1.0  # from our go-away until the connection is closed, if the peer does not close it
+    leave_s: float = 10.0  # from the peer's go-away until open streams are ended
+    stall_s: float = 60.0  # until a send that makes no progress ends the link

@@ -1,6 +1,6 @@
-"""Detection of ciphers that the processor has in hardware.
+"""Detection of AES support in the CPU, for the choice of a link's cipher.
 
-A guess that is wrong costs speed only: both ciphers that a link may use are always there.
+A wrong result only costs speed, since both ciphers are always available.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Final
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 _CPUINFO_BYTES: Final = 16 * 1024  # more than the first processor's entry
-# Of x86 and of ARM: AES itself, and the multiplication without carry that GCM needs.
+# On x86 and on ARM: AES, and the carry-less multiplication that GCM needs.
 _FLAGS: Final = ({"aes", "pclmulqdq"}, {"aes", "pmull"})
 
 
 @cache
 def has_aes() -> bool:
-    """True when AES-GCM runs in hardware, where it is faster than ChaCha20; False where nobody says."""
+    """True if the CPU supports AES-GCM, which is then faster than ChaCha20. False if unknown."""
     if sys.platform == "darwin":
-        return platform.machine() in ("arm64", "x86_64")  # each that Python still runs on
+        return platform.machine() in ("arm64", "x86_64")  # all Macs that Python supports have it
     try:
         with _CPUINFO.open() as file:
             return tells_aes(file.read(_CPUINFO_BYTES))
@@ -30,7 +30,7 @@ def has_aes() -> bool:
 
 
 def tells_aes(cpuinfo: str) -> bool:
-    """True when Linux's description of the first processor lists the instructions for AES-GCM."""
+    """True if `cpuinfo` (/proc/cpuinfo of Linux) lists the instructions for AES-GCM for the first CPU."""
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):

@@ -1,6 +1,6 @@
-"""One message with its length in front, on a stream: how libp2p's small protocols talk.
+"""Length-prefixed messages on a stream, as in libp2p's small protocols.
 
-Hostile input: lengths beyond what the caller takes, lengths without end; ProtocolViolation before a byte is allocated.
+Hostile input: lengths above the caller's limit, endless varints; ProtocolViolation before memory is allocated.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from peerd.net.link.stream import Stream
 
 
 async def send_message(stream: Stream, raw: bytes) -> None:
-    """Send `raw` with its length as a varint in front."""
+    """Send `raw`, prefixed with its length as a varint."""
     await stream.send(encode_varint(len(raw)) + raw)
 
 
 async def receive_message(stream: Stream, bytes_max: int) -> bytes:
-    """The next message; raises ProtocolViolation when it is longer than `bytes_max`, or does not come whole."""
+    """Receive the next message. Raises ProtocolViolation if it is longer than `bytes_max`, incomplete or missing."""
     raw = await next_message(stream, bytes_max)
     if raw is None:
-        raise ProtocolViolation(f"{stream.protocol} ends where a message was due", stream.peer)
+        raise ProtocolViolation(f"{stream.protocol} ended before a message", stream.peer)
     return raw
 
 
 async def next_message(stream: Stream, bytes_max: int) -> bytes | None:
-    """As `receive_message`, but None at the end of the stream."""
+    """Like `receive_message`, but returns None at the end of the stream."""
     head = bytearray(await stream.receive_some(1))
     if not head:
         return None

@@ -1,11 +1,11 @@
 """A Link: one authenticated connection, its three tasks, and the Streams on it.
 
-One task reads (socket -> Noise -> yamux -> inboxes), one writes (yamux -> Noise -> socket, everything that is ready in
-one send), one keeps time. No task or lock per frame: a stream that waits is woken by an event. The protocol is
-`machine.mux.session`'s; what the link's ending means is the Host's.
-Invariants: the socket is written by the writer alone, so that a cancelled caller never cuts a frame in two; every
-stream learns of the link's end; `run` returns only after the raw link is closed. A fault of ours in what runs here for
-one stream (a taker, a handler's start) resets that stream; any other ends the link, and nothing else (see `faults`).
+One task reads (socket -> Noise -> yamux -> inboxes), one writes (yamux -> Noise -> socket, all ready frames in one
+send), one handles timeouts. There is no task or lock per frame: a waiting stream is woken by an event. The protocol is
+in `machine.mux.session`; the Host handles the end of a link.
+Invariants: only the writer writes to the socket, so that a cancelled caller never cuts a frame in two; every stream is
+notified of the link's end; `run` returns only after the raw link is closed. An unexpected exception in code that runs
+here for one stream (a taker, a handler's start) resets that stream; any other ends only the link (see `faults`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from multiaddr import Multiaddr
 
 from peerd.core.errors import ProtocolViolation, Unreachable
 from peerd.core.ids import PeerId
-from peerd.machine.budget.book import Book, Means, user_at
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.budget.book import Book, Resource, user_at
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.mux.frames import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, Event, GoneAway, Opened
-from peerd.machine.mux.session import Yamux
+from peerd.machine.mux.session import YamuxSession
 from peerd.machine.mux.silence import Silence
 from peerd.machine.mux.stream import WindowBudget, YamuxStream
 from peerd.machine.mux.striping import PROTOCOL as RAIL
-from peerd.machine.mux.striping import Lane
-from peerd.machine.secure.multistream import HEADER, Proposal, Selector, hello
+from peerd.machine.mux.striping import StripedLane
+from peerd.machine.secure.multistream import HEADER, MultistreamSelector, Proposal, hello
 from peerd.net.faults import Faults
 from peerd.net.link.config import LinkConfig
 from peerd.net.link.rails import Rails
-from peerd.net.link.sealing import Buffers, Fill, Sealing
+from peerd.net.link.sealing import Buffers, Fill, FrameSealer
 from peerd.net.link.stream import Stream
 from peerd.net.link.unread import Unread
-from peerd.net.link.upgrade import Secured
+from peerd.net.link.upgrade import UpgradedLink
 from peerd.net.tcp_info import TcpInfo
 from peerd.net.timer import Timer
 from peerd.net.transport import CountedLink, LendingLink, LocatedLink, RankedLink, RawLink, counted
@@ -43,11 +43,11 @@ __all__ = ["Buffers", "Link", "LinkOwner", "Stream"]
 
 _log = logging.getLogger("peerd.net")
 _READ_BYTES = 256 * 1024
-_TOGETHER_S = 0.0002  # small messages closer than this share a frame and a system call
+_TOGETHER_S = 0.0002  # small messages within this time share a frame and a system call
 
 
 class LinkOwner(Protocol):
-    """The host, as a link uses it."""
+    """The part of the host that a link uses."""
 
     book: Book  # for the streams that the peer opens
     faults: Faults
@@ -56,45 +56,45 @@ class LinkOwner(Protocol):
     def speaks(self, protocol: str) -> bool: ...
 
     def accept(self, stream: Stream) -> None:
-        """A stream with an agreed protocol has come."""
+        """Serve an incoming stream whose protocol has been negotiated."""
 
     def link_leaving(self, link: Link, reason: str) -> None:
-        """The link is no longer to be used; called once."""
+        """Called once, when the link must no longer be used."""
 
     def link_doubted(self, link: Link) -> None:
-        """The peer, which has said nothing for a while, was asked on this link whether it is there."""
+        """Called when the peer has been silent for a while and was pinged on this link."""
 
-    async def open_rail(self, link: Link) -> Secured:
-        """A further connection to where `link` leads, authenticated; raises RemoteError."""
+    async def open_rail(self, link: Link) -> UpgradedLink:
+        """Dial and authenticate a further connection for `link`; raises RemoteError."""
         ...
 
 
 class Link:
-    """One connection to `peer`."""
+    """One connection to `peer`, with its rails and streams."""
 
     def __init__(
         self,
-        secured: Secured,
+        secured: UpgradedLink,
         owner: LinkOwner,
         config: LinkConfig,
         buffers: Buffers,
         budget: WindowBudget,
-        way: Way = Way.DIRECT,
+        way: PathKind = PathKind.DIRECT,
     ) -> None:
         session = secured.session
         self.way = way
         self.peer: PeerId = session.peer
         self.initiator = secured.initiator
         self.remote = secured.raw.remote
-        self.user = user_at(self.peer.text, self.remote)  # the user that the host's book knows it as
-        self.local = secured.raw.local if isinstance(secured.raw, LocatedLink) else None  # this end, where it is known
-        self.observed: Multiaddr | None = None  # this end as the peer sees it, once it has said so
+        self.user = user_at(self.peer.text, self.remote)  # its user in the host's book
+        self.local = secured.raw.local if isinstance(secured.raw, LocatedLink) else None  # this end's address, if known
+        self.observed: Multiaddr | None = None  # this end's address as the peer sees it, once reported
         self.opened_at = self.idle_since = trio.current_time()
         self.bytes_in = self.bytes_out = 0
-        self.paced = False  # what leaves is held back on purpose
-        self.superseded_at: float | None = None  # since then new streams take a better link to this peer
-        self.reason: str | None = None  # why it ended, or is about to
-        self.mux = Yamux(
+        self.paced = False  # sending is rate-limited by `pace`
+        self.superseded_at: float | None = None  # since then new streams use a better link to this peer
+        self.reason: str | None = None  # why it ended, or is about to end
+        self.mux = YamuxSession(
             initiator=secured.initiator,
             now=self.opened_at,
             config=config.yamux,
@@ -102,9 +102,9 @@ class Link:
             pool=buffers.received,
         )
         self.mux.rtt_min_s, self.mux.ready = secured.rtt_s, RAIL in session.offers  # peerd serves streams at once
-        self.streams: dict[Stream, None] = {}  # in the order of their opening
-        # Rails lead where this connection does: not through routers that let in this one only, nor over third peers.
-        self._opens_rails = secured.initiator and way in (Way.LOCAL, Way.DIRECT) and RAIL in session.offers
+        self.streams: dict[Stream, None] = {}  # oldest first
+        # Rails dial the same address again, which works neither through a punched NAT nor over a relay.
+        self._opens_rails = secured.initiator and way in (PathKind.LOCAL, PathKind.DIRECT) and RAIL in session.offers
         self.rails = Rails(self, session.binding)
         self.mux.takes_placed = self._opens_rails or not secured.initiator
         self._raw, self._opener, self._early = secured.raw, session.opener, secured.early
@@ -114,18 +114,18 @@ class Link:
         self._timer = Timer(lambda: min(self.mux.wake_at(), self._leave_at), self._tend)
         self._ended = trio.Event()
         self._work: trio.Event | None = None  # the writer waits on it
-        self._quiet: trio.Event | None = None  # set when everything is handed to the raw link
+        self._quiet: trio.Event | None = None  # set when everything is written to the raw link
         self._lending = secured.raw if isinstance(secured.raw, LendingLink) else None
-        self._sealing = Sealing(session.sealer, buffers.plain, self._lending)
+        self._sealing = FrameSealer(session.sealer, buffers.plain, self._lending)
         self.rank(secured.raw)
         self._nursery: trio.Nursery | None = None  # of its tasks, while it runs
         self._send_began: float | None = None
-        self._sent_now_at = 0.0  # when `flush_now` last did so
-        self._unsent = b""  # sealed, and not yet taken by the raw link
+        self._sent_now_at = 0.0  # time of the last `flush_now`
+        self._unsent = b""  # encrypted, and not yet written to the raw link
         self._openers = trio.lowlevel.ParkingLot()
-        self._look_at = 0  # received bytes at which the unread ones are counted next
+        self._look_at = 0  # value of `bytes_in` at which unread bytes are counted next
         self._violated = False  # the peer broke the protocol
-        self._told = False  # the owner knows that the link is not to be used
+        self._told = False  # `link_leaving` was called
 
     def __repr__(self) -> str:
         return f"<Link {'to' if self.initiator else 'from'} {self.peer.short} {self.remote}>"
@@ -136,27 +136,27 @@ class Link:
 
     @property
     def silence(self) -> Silence:
-        """The peer's, on this link and its rails: how long it lasts, and whether the peer was asked."""
+        """The peer's silence on this link and its rails: its duration, and whether the peer is suspected."""
         return self.mux.silence
 
     @property
     def rtt_s(self) -> float | None:
-        """Smoothed round trip, once one was measured."""
+        """Smoothed round trip in seconds, or None before the first measurement."""
         return self.mux.rtt_s
 
     def rank(self, raw: RawLink) -> None:
-        """Tell one of its connections which peer it belongs to, where it shares a limited line with others."""
+        """Give one of its connections priority on a rate-limited line while the peer is a member of the run."""
         if isinstance(raw, RankedLink):
             raw.rank_by(lambda: self.owner.book.is_member(self.user.peer))
 
     def tcp_infos(self) -> dict[CountedLink, TcpInfo]:
-        """The system's counters of each of its connections; nothing where it keeps none, and for circuits."""
+        """The system's counters of each of its TCP connections; empty for circuits, and if there are none."""
         return counted((self._raw, *self.rails.raws()))
 
     # --- for the host --------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Drive the connection until it ends; never raises for what the peer or the network does."""
+        """Run the connection until it ends. Never raises because of the peer or the network."""
         try:
             if not await self.owner.faults.contain(self._run, lambda: repr(self)):
                 self.reason = self.reason or "this side failed"
@@ -189,7 +189,7 @@ class Link:
             self._forget(stream)
 
     async def open(self, protocol: str) -> Stream:
-        """A new stream; the proposal travels with its first data. Waits while too many are open."""
+        """Open a stream. Waits while too many are open. The protocol proposal is sent with the first data."""
         while not self.mux.can_open or not self.usable:
             if not self.usable:
                 raise Unreachable(f"the connection ended: {self.reason}", self.peer)
@@ -203,9 +203,9 @@ class Link:
         return stream
 
     async def close(self, reason: str) -> None:
-        """Reset what is open, say goodbye, close within `linger_s`."""
+        """Reset all streams, send a go-away, and close within `linger_s`."""
         self.reason = self.reason or reason
-        with self.owner.faults.guard(f"the goodbye of {self}"):
+        with self.owner.faults.guard(f"closing {self}"):
             for stream in list(self.streams):
                 stream.reset()
             self.mux.go_away()
@@ -216,36 +216,36 @@ class Link:
         self.abort(reason)
         await self._ended.wait()
 
-    def attach(self, secured: Secured, early: list[bytes | memoryview]) -> None:
-        """Use a further connection that the peer opened for this link; Unreachable says why not."""
-        if self._nursery is None or self.initiator or self.way not in (Way.LOCAL, Way.DIRECT):
+    def attach(self, secured: UpgradedLink, early: list[bytes | memoryview]) -> None:
+        """Use a further connection that the peer opened for this link. Raises Unreachable if the link takes none."""
+        if self._nursery is None or self.initiator or self.way not in (PathKind.LOCAL, PathKind.DIRECT):
             raise Unreachable("this link takes no further connections", self.peer)
         self._nursery.start_soon(self.rails.add(secured, early).run)
 
     def pace(self, bytes_per_s: float) -> None:
-        """Let bytes leave evenly, at this rate at most; inf: no more. Rails find their own."""
+        """Send evenly, at this rate at most; inf: no limit. No effect while there are rails, which pace themselves."""
         self.paced = bytes_per_s < float("inf") and not self.rails
         if self._lending is not None and not self.rails:
             self._lending.pace(bytes_per_s)
 
-    async def open_rail(self) -> Secured:
-        """A further connection to where this one leads, authenticated; raises RemoteError."""
+    async def open_rail(self) -> UpgradedLink:
+        """Dial and authenticate a further connection to the peer; raises RemoteError."""
         return await self.owner.open_rail(self)
 
     def left_to_small(self, alone: bool) -> None:
-        """Tell the first connection that it carries small frames only: none of them waits for its measurements then."""
+        """Set whether the first connection carries small frames only, which must not wait for BBR's measurements."""
         if self._lending is not None:
             self._lending.never_rest(alone)
 
     def abort(self, reason: str) -> None:
-        """End the link now."""
+        """End the link at once."""
         self.reason = self.reason or reason
         self._scope.cancel()
 
     # --- for streams ---------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Wake the writer when there is something to send, and whoever waits to open a stream."""
+        """Wake the writer and the rails if there is something to send, and the callers that wait to open a stream."""
         if self._work is not None and self.mux.has_output:
             self._work.set()
             self._work = None
@@ -255,9 +255,9 @@ class Link:
             self._openers.unpark()
 
     def flush_now(self) -> None:
-        """Like `flush`, but a small message leaves within this turn of the loop, if the writer rests.
+        """Like `flush`, but sends a small message within this turn of the event loop if the writer is idle.
 
-        What follows closely is left to the writer: calls made together leave together.
+        Messages that follow closely are left to the writer, so that concurrent calls share a packet.
         """
         now = trio.current_time()
         raw = self._lending
@@ -284,13 +284,13 @@ class Link:
         self.flush()
 
     def agreed(self, stream: Stream) -> None:
-        """An incoming stream has named a protocol that we speak."""
+        """Called when an incoming stream has negotiated a protocol."""
         self.owner.accept(stream)
 
     def doubt(self, *, patient: bool = False) -> float:
-        """A call on this link was not answered in time: if the peer says nothing at all, it is soon taken for lost.
+        """Suspect the peer, because a call was not answered in time: it is pinged, and its deadline is shortened.
 
-        Returns the seconds since it was last heard. `patient`: no call was, and only `hurry` makes it soon.
+        Returns the seconds since its last bytes. `patient`: no call is overdue, so only `hurry` shortens the deadline.
         """
         silent_s = self.mux.doubt(trio.current_time(), patient=patient)
         self._timer.rearm()
@@ -300,12 +300,12 @@ class Link:
         return silent_s
 
     def hurry(self) -> None:
-        """Give a doubted peer little time to be heard here: it was heard elsewhere."""
+        """Shorten a suspected peer's deadline on this link, because it has answered on another link."""
         self.silence.hurry(trio.current_time(), self.rtt_s)
         self._timer.rearm()
 
     def release(self, stream: Stream) -> None:
-        """The user of this stream is done with it."""
+        """Remove a stream that its user has closed or reset."""
         self._forget(stream)
         if not self.streams:
             self.idle_since = trio.current_time()
@@ -318,7 +318,7 @@ class Link:
         if stream in self.streams:
             del self.streams[stream]
             if stream.mux.inbound:
-                self.owner.book.give(Means.STREAMS, self.user)
+                self.owner.book.give(Resource.STREAMS, self.user)
 
     # --- tasks ---------------------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class Link:
             await self.violated(error)
 
     async def violated(self, error: ProtocolViolation) -> None:
-        """Say so to the peer, and end: its streams at once, and nothing that still comes counts."""
+        """Handle a protocol violation: notify the peer, end the streams at once, ignore further data, end the link."""
         self.reason = self.reason or f"protocol violation: {error}"
         _log.warning("peer %s at %s broke the protocol: %s", self.peer, self.remote, error)
         self._violated = True
@@ -358,12 +358,12 @@ class Link:
         self.abort(self.reason)
 
     async def broke(self, error: Exception) -> None:
-        """End, but what the peer said last may still be unread: the reader has a moment to find it."""
+        """End the link after a failed send, with a delay in which the reader can receive the peer's last data."""
         await trio.sleep(self._config.linger_s)
         self.abort(f"the connection broke: {error}")
 
-    def take(self, plains: Iterable[bytes | memoryview], lane: Lane | None = None) -> None:
-        """Use what has come, on that lane of a rail or on the first connection."""
+    def take(self, plains: Iterable[bytes | memoryview], lane: StripedLane | None = None) -> None:
+        """Process received plaintext, from `lane` of a rail or from the first connection."""
         now = trio.current_time()
         for plain in plains:
             if self._violated:
@@ -371,7 +371,7 @@ class Link:
             events: list[Event] = []
             try:
                 self.mux.receive(plain, now, lane, events)
-            finally:  # what came before a violation has come
+            finally:  # data before a violation is still delivered
                 self._act(events)
             if isinstance(plain, memoryview) and not self.mux.pinned:
                 self.buffers.received.give(plain.obj)
@@ -389,7 +389,7 @@ class Link:
                 self._peer_leaves(event.code)
 
     def _tell(self, stream: object) -> None:
-        """Bytes or an end have come: what waits for them often runs here, in the link's own task."""
+        """Notify a stream of new bytes or its end. Its taker often runs here, in the link's own task."""
         if isinstance(stream, Stream):
             try:
                 stream.changed()
@@ -400,17 +400,17 @@ class Link:
                 stream.reset()
 
     def _greet(self, mux: YamuxStream) -> None:
-        """An incoming stream: our header goes out at once, as foreign peers expect."""
-        if mux.was_reset or self.owner.book.take(Means.STREAMS, self.user) is not None:
-            self.mux.reset(mux)  # in the same breath, so that nobody will hear of it; or there is no room for it
+        """Accept an incoming stream: send our multistream header at once, as other libp2p implementations expect."""
+        if mux.was_reset or self.owner.book.take(Resource.STREAMS, self.user) is not None:
+            self.mux.reset(mux)  # already reset by the peer, so no handler will do it; or above the peer's limit
             return
-        stream = Stream(self, mux, "", Selector(self.owner.speaks))
+        stream = Stream(self, mux, "", MultistreamSelector(self.owner.speaks))
         mux.owner = stream
         self.streams[stream] = None
         self.mux.write(mux, HEADER)
 
     def _peer_leaves(self, code: int) -> None:
-        word = {GONE_NORMAL: "the peer left", GONE_PROTOCOL: "the peer says we broke the protocol"}
+        word = {GONE_NORMAL: "the peer left", GONE_PROTOCOL: "the peer reports a protocol violation"}
         self.reason = self.reason or word.get(code, f"the peer left with code {code}")
         self._leave_at = trio.current_time() + self._config.leave_s
         self._leaving(self.reason)
@@ -430,8 +430,8 @@ class Link:
             self.reason = self.reason or f"the connection broke: {error}"
             await self.broke(error)
 
-    async def send_batch(self, sealing: Sealing, fill: Fill, send: Callable[[memoryview], Awaitable[None]]) -> bool:
-        """One batch on the first connection, or on a rail; whether there was anything to send."""
+    async def send_batch(self, sealing: FrameSealer, fill: Fill, send: Callable[[memoryview], Awaitable[None]]) -> bool:
+        """Send one batch on the first connection or a rail; returns whether there was anything to send."""
         pool = self.buffers.batches(sealing.alone)
         buffer = pool.take()
         batch = memoryview(buffer)
@@ -454,9 +454,9 @@ class Link:
         await self._work.wait()
 
     def filled(self, size: int) -> int:
-        """A batch of so many bytes was filled: wake the streams whose data is on its way, and other writers.
+        """Wake streams and other writers after a batch of `size` bytes was filled; returns `size`.
 
-        After an empty one, too: a stream whose data has grown meanwhile was left to them. Returns `size`.
+        Also after an empty batch, since it may have left a stream with new data to the other writers.
         """
         mux = self.mux
         if mux.drained:
@@ -470,14 +470,14 @@ class Link:
         return size
 
     async def _drain(self) -> None:
-        """Wait, but not for long, until all that is queued is handed over."""
+        """Wait until all queued data is written, for at most `linger_s`."""
         with trio.move_on_after(self._config.linger_s):
             while self.mux.has_output or self._unsent or self._send_began is not None:
                 self._quiet = trio.Event()
                 await self._quiet.wait()
 
     def _tend(self) -> None:
-        """Time has passed: end what takes too long."""
+        """Handle timeouts of the peer, of sends and of negotiations."""
         now = trio.current_time()
         for event in self.mux.wake(now):
             if isinstance(event, Dead):

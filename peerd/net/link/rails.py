@@ -1,14 +1,15 @@
-"""Rails: further connections of one link, which carry its bulk data side by side (see machine/mux/striping).
+"""Rails: further TCP connections of one link, which carry its bulk data in parallel (see machine/mux/striping).
 
-A rail is an encrypted connection of its own: the hand-shake proves the same peer, with `/peerd/rail/1` in the muxer's
-place, and its first frame names the link by the hash of the link's own hand-shake: a name and no secret, since only the
-link's own peer may use it. The side that dialed the link opens them when `machine.rate.rail_count` says so; both send
-on them. Each has one task that reads and one that writes; the writer takes the next batch when its socket has room, so
-that rails share the load by themselves. They send evenly: several connections that each send their window in bursts
-make short queues on the way overflow. Invariants: a rail that breaks ends its link, since what it carried is lost; one
-that both sides have declared over does not. Hostile input: rails for links of others or of none (closed at once), more
-than allowed, rails that carry nothing. All rails of a host are shared: neither a peer nor a place has more of them than
-are left to all others, so that nobody takes the last ones.
+Each rail is encrypted separately. Its hand-shake authenticates the same peer, with `/peerd/rail/1` in place of the
+muxer; its first frame contains the hash of the link's own hand-shake, which identifies the link. The hash need not be
+secret, since only the link's peer may use it. The side that dialed the link opens rails when `machine.rate.rail_count`
+decides so; both sides send on them. Each rail has a reading and a writing task; the writer takes the next batch when
+its socket has room, so that the load is balanced. Rails are paced, because bursts of several connections would overflow
+short queues on the path.
+
+Invariants: a broken rail ends its link, since its data is lost; a rail that both sides have closed does not. Hostile
+input: rails for links of others or for none (closed at once), too many rails, rails without data. The rails of a host
+are limited: no peer or place has more than remain free, so that nobody can take the last ones.
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ from peerd.core.limits import RAILS, RAILS_PER_LINK
 from peerd.machine.budget.book import User, user_at
 from peerd.machine.mux.frames import GO_AWAY, HEADER
 from peerd.machine.mux.frames import PROTOCOL as YAMUX
-from peerd.machine.mux.session import Yamux
-from peerd.machine.mux.striping import BINDING_BYTES, PROTOCOL, Lane
+from peerd.machine.mux.session import YamuxSession
+from peerd.machine.mux.striping import BINDING_BYTES, PROTOCOL, StripedLane
 from peerd.machine.rate.rail_count import RailPlan
 from peerd.machine.rate.rail_pacing import RailPace
 from peerd.machine.secure.noise import Secrets
-from peerd.net.link.sealing import Buffers, Fill, Sealing
-from peerd.net.link.upgrade import Secured, upgrade
+from peerd.net.link.sealing import Buffers, Fill, FrameSealer
+from peerd.net.link.upgrade import UpgradedLink, upgrade
 from peerd.net.tcp_info import TcpInfo
 from peerd.net.transport import CountedLink, LendingLink, RawLink, counted
 
 _log = logging.getLogger("peerd.net")
-OFFERS = (YAMUX, PROTOCOL)  # of the side that is dialed
-_WARM_ROUND_TRIPS = 8  # until a connection has found its rate, more or less
-_WARM_S = 0.1  # a round trip, if none was measured
+OFFERS = (YAMUX, PROTOCOL)  # offered by the side that is dialed
+_WARM_ROUND_TRIPS = 8  # until a connection has approximately found its rate
+_WARM_S = 0.1  # assumed round trip if none was measured
 _READ_BYTES = 256 * 1024
-_ASK_S = 0.01  # between two looks at the round trip: a queue should be seen before calls wait in it
+_ASK_S = 0.01  # interval of reading the round trip: a queue should be noticed before calls wait in it
 
 
 class RailOwner(Protocol):
-    """The link that a rail belongs to, as far as it matters here."""
+    """The part of a link that its rails use."""
 
     peer: PeerId
     remote: Multiaddr
     user: User
-    mux: Yamux
+    mux: YamuxSession
     buffers: Buffers
     bytes_in: int
     bytes_out: int
@@ -70,13 +71,15 @@ class RailOwner(Protocol):
 
     def tcp_infos(self) -> dict[CountedLink, TcpInfo]: ...
 
-    def take(self, plains: Iterable[bytes | memoryview], lane: Lane | None = None) -> None: ...
+    def take(self, plains: Iterable[bytes | memoryview], lane: StripedLane | None = None) -> None: ...
 
-    def attach(self, secured: Secured, early: list[bytes | memoryview]) -> None: ...
+    def attach(self, secured: UpgradedLink, early: list[bytes | memoryview]) -> None: ...
 
-    async def open_rail(self) -> Secured: ...
+    async def open_rail(self) -> UpgradedLink: ...
 
-    async def send_batch(self, sealing: Sealing, fill: Fill, send: Callable[[memoryview], Awaitable[None]]) -> bool: ...
+    async def send_batch(
+        self, sealing: FrameSealer, fill: Fill, send: Callable[[memoryview], Awaitable[None]]
+    ) -> bool: ...
 
     async def broke(self, error: Exception) -> None: ...
 
@@ -84,20 +87,20 @@ class RailOwner(Protocol):
 
 
 class Rail:
-    """One further connection."""
+    """One further connection of a link."""
 
-    def __init__(self, link: RailOwner, secured: Secured, early: list[bytes | memoryview]) -> None:
+    def __init__(self, link: RailOwner, secured: UpgradedLink, early: list[bytes | memoryview]) -> None:
         self._link, self.raw, self._opener, self._early = link, secured.raw, secured.session.opener, early
         self._lending = secured.raw if isinstance(secured.raw, LendingLink) else None
-        self._sealing = Sealing(secured.session.sealer, link.buffers.plain, self._lending)
+        self._sealing = FrameSealer(secured.session.sealer, link.buffers.plain, self._lending)
         link.rank(secured.raw)
         if self._lending is not None:
             self._lending.begin_small()
-            self._lending.pace(math.inf)  # evenly, at the rate that the system finds for itself
+            self._lending.pace(math.inf)  # evenly, at the rate of the system's congestion control
         self._opener.pool = link.buffers.received
-        self._lane = Lane(main=False)
+        self._lane = StripedLane(main=False)
         self._work: trio.Event | None = None
-        self._over = trio.Event()  # our goodbye is sent
+        self._over = trio.Event()  # our go-away is sent
         self.leaving = False  # sends no more data
         self.send_began: float | None = None
 
@@ -112,13 +115,13 @@ class Rail:
             self._lending.pace(bytes_per_s)
 
     def leave(self) -> None:
-        """Send nothing more; over once the other side has said the same."""
+        """Stop sending. The rail ends once the other side has stopped as well."""
         self.leaving = True
         self._link.rails.changed()
         self.wake()
 
     async def run(self) -> None:
-        """Read and write until it is over, or the link is."""
+        """Read and write until the rail or its link ends."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write)
@@ -175,36 +178,36 @@ class Rail:
 
 
 class Rails:
-    """The rails of one link, and when there are more or fewer."""
+    """The rails of one link: opens, closes and paces them."""
 
     def __init__(self, link: RailOwner, binding: bytes) -> None:
         self._link, self.binding = link, binding
         self._all: dict[Rail, None] = {}  # oldest first
-        self._total = 0.0  # bytes at which the plan looks again
-        self._much = math.inf  # bytes that wait at which it does, too
-        self._enough: trio.Event | None = None  # the plan waits for that
-        self._evenness, self._even_at = RailPace(), 0.0  # when it looks next
-        self._ask_at = 0.0  # when the system is asked for the round trip next
-        self._warm_at = float("inf")  # until then the first connection still helps: its start is behind it
+        self._total = 0.0  # bytes of the link, in and out, at which the plan is evaluated next
+        self._much = math.inf  # waiting bytes at which it is evaluated at once
+        self._enough: trio.Event | None = None  # set when one of them is reached
+        self._evenness, self._even_at = RailPace(), 0.0  # and the time of its next evaluation
+        self._ask_at = 0.0  # time of the next read of the round trip
+        self._warm_at = float("inf")  # until then the first connection, which is past slow start, still carries bulk
 
     def __len__(self) -> int:
         return len(self._all)
 
     def raws(self) -> list[RawLink]:
-        """The connections."""
+        """The rails' connections."""
         return [rail.raw for rail in self._all]
 
     def is_of(self, binding: bytes) -> bool:
-        """True when a rail that names `binding` belongs to this link."""
+        """True if a rail with this `binding` belongs to this link."""
         return hmac.compare_digest(binding, self.binding)
 
     def wake(self) -> None:
-        """There is something to send."""
+        """Wake the writers, because there is something to send."""
         for rail in self._all:
             rail.wake()
 
     def moved(self) -> None:
-        """Bytes have come or gone."""
+        """Called after bytes were sent or received: check whether plan, pacing or round trip need an update."""
         if self._enough is not None and self._link.bytes_in + self._link.bytes_out >= self._total:
             self._enough.set()
         if not self._all:
@@ -219,12 +222,12 @@ class Rails:
             self._ask_rtt(now)
 
     def filled(self) -> None:
-        """A batch is about to go; if what waits is much, the plan looks at once whether to open rails."""
+        """Called when a batch is about to be sent: if many bytes are waiting, evaluate the plan at once."""
         if self._enough is not None and self._much < math.inf and self._link.mux.waiting_bytes >= self._much:
             self._enough.set()
 
     def changed(self) -> None:
-        """A rail came, or is on its way out."""
+        """Called when a rail was added or is leaving: update the muxer and the first connection."""
         count = sum(not rail.leaving for rail in self._all)
         helping = trio.current_time() < self._warm_at < float("inf")
         self._link.mux.set_rails(count, helping=helping)
@@ -237,11 +240,11 @@ class Rails:
         self.changed()
 
     def stuck(self, now: float, stall_s: float) -> bool:
-        """True when the peer takes nothing on one of them."""
+        """True if a send on one of the rails has made no progress for `stall_s` seconds."""
         return any(rail.send_began is not None and now - rail.send_began > stall_s for rail in self._all)
 
-    def add(self, secured: Secured, early: list[bytes | memoryview]) -> Rail:
-        """A connection that stands, to be run; Unreachable when there are enough."""
+    def add(self, secured: UpgradedLink, early: list[bytes | memoryview]) -> Rail:
+        """Make a rail of an authenticated connection; the caller runs it. Unreachable if there are too many."""
         if len(self._all) >= RAILS_PER_LINK or not self._link.usable:
             raise Unreachable("no more connections for this link", self._link.peer)
         rail = Rail(self._link, secured, early)
@@ -253,7 +256,7 @@ class Rails:
         return rail
 
     async def tend(self, nursery: trio.Nursery) -> None:
-        """Open rails in `nursery`, and close them, as the plan says."""
+        """Open rails in `nursery` and close them, as the plan decides; runs until cancelled."""
         link = self._link
         plan = RailPlan(trio.current_time())
         while True:
@@ -266,7 +269,7 @@ class Rails:
             now = trio.current_time()
             wanted, why = plan.look(now, rtt_s, (link.bytes_in, link.bytes_out), len(self._all), link.mux.waiting_bytes)
             if wanted > len(self._all):
-                _log.debug("%s gets %d connections more: %s", link, wanted - len(self._all), why)
+                _log.debug("%s: opening %d more connections: %s", link, wanted - len(self._all), why)
                 if not await self._open(wanted - len(self._all), nursery):
                     plan.failed(trio.current_time())
             elif not wanted:
@@ -275,9 +278,9 @@ class Rails:
             await trio.sleep(plan.pause_s(rtt_s))
 
     def _ask_rtt(self, now: float) -> None:
-        """Tell the muxer the round trip of what comes in, by most rails: one that rests says how it was before.
+        """Report the receive-side round trip to the muxer: the median of the rails, since an idle rail's is outdated.
 
-        Not if it is much shorter than that of the link: a proxy between ends the connections that the system knows.
+        Not if it is much shorter than the link's, because then a proxy terminates the TCP connections.
         """
         self._ask_at = now + _ASK_S
         times = [info.receive_rtt_s for info in counted(self.raws()).values()]
@@ -286,7 +289,7 @@ class Rails:
             self._link.mux.pings.told(now, middle)
 
     def _even(self, now: float) -> None:
-        """Let no rail send much faster than its share of what the path carries; not where the system counts nothing."""
+        """Limit each rail to little more than its share of the path's rate. No effect without system counters."""
         infos = self._link.tcp_infos().values()
         rtt_s = self._distance_s(infos)
         self._even_at = now + self._evenness.pause_s(rtt_s)
@@ -296,16 +299,16 @@ class Rails:
                 rail.pace(rate)
 
     def _distance_s(self, infos: Iterable[TcpInfo]) -> float | None:
-        """The round trip of the idle path: queues are no distance, and neither is a busy machine, here or there.
+        """The minimum round trip of the path in seconds, without queues and without delays of busy machines.
 
-        Which is why the system, whose own answers wait for nobody, is asked as well.
+        So it includes the system's own measurements, whose acknowledgements do not wait for a process.
         """
         own = self._link.mux.rtt_min_s
         told = [info.min_rtt_s for info in infos if info.min_rtt_s > 0]
         return min(own, *told) if own is not None and told else own
 
     async def _open(self, count: int, nursery: trio.Nursery) -> bool:
-        """Dial so many at once; whether all stand."""
+        """Open `count` rails concurrently; returns True if all were opened."""
         before = len(self._all)
         async with trio.open_nursery() as dials:
             for _ in range(count):
@@ -318,7 +321,7 @@ class Rails:
             secured = await link.open_rail()
             adopted = False
             try:
-                sealing = Sealing(secured.session.sealer, link.buffers.plain, None)
+                sealing = FrameSealer(secured.session.sealer, link.buffers.plain, None)
                 await secured.raw.send_all(sealing.one(self.binding))
                 nursery.start_soon(self.add(secured, secured.early).run)
                 adopted = True
@@ -329,7 +332,7 @@ class Rails:
                     with trio.CancelScope(shield=True):
                         await secured.raw.aclose()
         except RemoteError as error:
-            _log.debug("no further connection for %s: %s", link, error)
+            _log.debug("%s: no further connection: %s", link, error)
 
 
 def _check_room(links: Iterable[RailOwner], peer: PeerId, remote: Multiaddr) -> None:
@@ -342,8 +345,8 @@ def _check_room(links: Iterable[RailOwner], peer: PeerId, remote: Multiaddr) -> 
         raise Unreachable("this host has too many connections, or too many from there", peer)
 
 
-async def secure_rail(raw: RawLink, secrets: Secrets, link: RailOwner, links: Iterable[RailOwner]) -> Secured:
-    """Authenticate a raw link that is to be a rail of `link`; RemoteError says why not, and `raw` is closed."""
+async def secure_rail(raw: RawLink, secrets: Secrets, link: RailOwner, links: Iterable[RailOwner]) -> UpgradedLink:
+    """Authenticate a raw link that will be a rail of `link`. On failure, closes `raw` and raises RemoteError."""
     stands = False
     try:
         _check_room(links, link.peer, link.remote)
@@ -356,33 +359,33 @@ async def secure_rail(raw: RawLink, secrets: Secrets, link: RailOwner, links: It
                 await raw.aclose()
 
 
-def is_rail(secured: Secured) -> bool:
+def is_rail(secured: UpgradedLink) -> bool:
     return secured.session.muxer == PROTOCOL
 
 
-async def attach_rail(secured: Secured, links: Iterable[RailOwner]) -> None:
-    """Give a further connection that a peer opened to the link that it names; RemoteError says why not."""
+async def attach_rail(secured: UpgradedLink, links: Iterable[RailOwner]) -> None:
+    """Attach a connection that a peer opened to the link that it identifies. Raises RemoteError with the reason."""
     binding, early = await _receive_binding(secured)
     peer = secured.session.peer
     _check_room(links, peer, secured.raw.remote)
     link = next((link for link in links if link.peer == peer and link.rails.is_of(binding)), None)
     if link is None:
-        raise Unreachable("a further connection for no link of its peer", peer)
+        raise Unreachable("a further connection for an unknown link", peer)
     link.attach(secured, early)
 
 
-async def _receive_binding(secured: Secured) -> tuple[bytes, list[bytes | memoryview]]:
-    """The link that a rail's first frame says it belongs to; and the plaintexts behind that frame."""
+async def _receive_binding(secured: UpgradedLink) -> tuple[bytes, list[bytes | memoryview]]:
+    """Receive a rail's first frame: the hash that identifies its link, and the plaintext after that frame."""
     early = list(secured.early)
     try:
         while not early:
             data = await secured.raw.receive_some(_READ_BYTES)
             if not data:
-                raise Unreachable("the connection ended before it named its link", secured.session.peer)
+                raise Unreachable("the connection ended before it identified its link", secured.session.peer)
             early = secured.session.opener.feed(data)
     except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-        raise Unreachable(f"the connection broke before it named its link: {error}", secured.session.peer) from error
+        raise Unreachable(f"the connection broke before its first frame: {error}", secured.session.peer) from error
     binding = bytes(early.pop(0))
     if len(binding) != BINDING_BYTES:
-        raise ProtocolViolation(f"a connection names its link with {len(binding)} bytes", secured.session.peer)
+        raise ProtocolViolation(f"a rail's first frame has {len(binding)} bytes", secured.session.peer)
     return binding, early

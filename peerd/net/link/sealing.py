@@ -1,6 +1,6 @@
-"""One connection's outgoing frames: what the muxer gives, sealed, as much at once as the connection likes to get.
+"""Encryption of a connection's outgoing frames, in batches of the size that the connection prefers.
 
-And the buffers that all connections of a host share for it.
+Also the buffers that all connections of a host share for it.
 """
 
 from __future__ import annotations
@@ -9,34 +9,34 @@ from collections.abc import Callable
 from typing import Final
 
 from peerd.machine.buffers import BufferPool
-from peerd.machine.mux.session import Yamux
+from peerd.machine.mux.session import YamuxSession
 from peerd.machine.secure.noise import PLAIN_BYTES, SEALED_BYTES, Sealer
 from peerd.net.transport import LendingLink
 
-Fill = Callable[[memoryview, int], int]  # of a Yamux: frames into a buffer; returns the bytes
+Fill = Callable[[memoryview, int], int]  # YamuxSession.fill: writes frames into a buffer; returns the bytes written
 
 BATCH_FRAMES: Final = 8  # full Noise frames sealed and sent at once
 _MALLOC_LESSON_BYTES: Final = 16 << 20
 
 
 class Buffers:
-    """Buffers that links of one host share: sealing never waits, and only sending links hold a batch."""
+    """Buffers that the links of one host share. Sealing does not yield, and only sending links hold a batch."""
 
     def __init__(self) -> None:
         self.plain = memoryview(bytearray(PLAIN_BYTES))
         self.received = BufferPool(SEALED_BYTES, keep=256)  # 16 MiB
         self._batches = BufferPool(BATCH_FRAMES * SEALED_BYTES, keep=8)
-        # glibc gives memory above twice the largest block ever freed back to the system, and then faults it in again
-        # for the next megabyte received. Freeing one large untouched block teaches it to keep what bulk data needs.
+        # glibc returns free memory above twice the largest block ever freed to the system, and then page-faults it in
+        # again for the next data received. Freeing one large untouched block raises this threshold for bulk data.
         bytes(_MALLOC_LESSON_BYTES)
 
     def batches(self, alone: bool) -> BufferPool:
-        """For batches to be sent, or for such as are one frame: many slow links hold one each for long."""
+        """The pool for batches to send. `alone`: batches of one frame, since many slow links each hold one for long."""
         return self.received if alone else self._batches
 
 
-class Sealing:
-    """Seals for one connection. `plain` may be shared: nothing is left in it."""
+class FrameSealer:
+    """Encrypts the frames of one connection. `plain` may be shared, since no call leaves data in it."""
 
     __slots__ = ("_lending", "_plain", "_sealer")
 
@@ -45,11 +45,11 @@ class Sealing:
 
     @property
     def alone(self) -> bool:
-        """True when a batch is one frame at most, for now."""
+        """True if a batch currently has at most one frame."""
         return self._lending is not None and self._lending.batch_bytes < 2 * PLAIN_BYTES
 
-    def batch(self, into: memoryview, fill: Fill, mux: Yamux) -> int:
-        """Seal what `fill` (of `mux`) gives, up to one batch that fits; returns the bytes written to `into`."""
+    def batch(self, into: memoryview, fill: Fill, mux: YamuxSession) -> int:
+        """Encrypt frames from `fill` (of `mux`) into one batch; returns the number of bytes written to `into`."""
         plain, sealer = self._plain, self._sealer
         at, left = 0, min(BATCH_FRAMES, len(into) // SEALED_BYTES)
         if self._lending is not None and (lot := self._lending.batch_bytes) < left * PLAIN_BYTES:
@@ -64,6 +64,6 @@ class Sealing:
         return at
 
     def one(self, text: bytes) -> bytes:
-        """One frame with this text."""
+        """Encrypt one frame with this content."""
         frame = memoryview(bytearray(SEALED_BYTES))
         return bytes(frame[: self._sealer.seal(text, frame)])

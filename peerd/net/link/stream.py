@@ -1,8 +1,8 @@
-"""A Stream: ordered bytes to one peer under one protocol name, with back-pressure both ways.
+"""A Stream: ordered bytes to and from one peer under one protocol, with back-pressure in both directions.
 
-Thin: the window and the order are `machine.mux.session`'s, the socket is the Link's. This file turns "not yet" into
-waiting. Invariants: cancelling a receive loses nothing; cancelling a send takes it back whole, or resets the stream
-when a part was already on its way; a stream is never left waiting on a link that has ended.
+A thin layer: `machine.mux.session` handles windows and order, the Link the socket; this module adds the waiting.
+Invariants: cancelling a receive loses nothing; cancelling a send withdraws all of its data, or resets the stream if a
+part was already sent; no stream waits for a link that has ended.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from multiaddr import Multiaddr
 from peerd.core.errors import LocalError, ProtocolViolation, Refused, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine.budget.book import User
-from peerd.machine.connectivity.path_selection import Way
-from peerd.machine.mux.session import Yamux
+from peerd.machine.connectivity.path_selection import PathKind
+from peerd.machine.mux.session import YamuxSession
 from peerd.machine.mux.stream import YamuxStream
-from peerd.machine.secure.multistream import Proposal, Selector
+from peerd.machine.secure.multistream import MultistreamSelector, Proposal
 
-_COPY_BYTES = 64 * 1024  # about a frame: smaller sends are copied; larger ones wait until no more than this is left
-_RECEIVE_BYTES = 256 * 1024  # one receive returns no more: larger blocks make the allocator go back to the system
-_OFFER_BYTES = 16 * 1024  # given at once to a reader of each piece: a thousand of the smallest calls
+_COPY_BYTES = 64 * 1024  # about a frame: smaller sends are copied; larger ones wait until at most this much is left
+_RECEIVE_BYTES = 256 * 1024  # maximum of one receive: larger blocks make the allocator call the system
+_OFFER_BYTES = 16 * 1024  # passed at once to `receive_each`: a thousand of the smallest calls
 _SEND_BUFFER_BYTES = 128 * 1024  # unsent bytes above which even small sends wait
 
 
 def _unheard(_: int) -> None:
-    """Ignore the pieces that land: no reader asked to hear of them."""
+    """Ignore progress of `receive_into`."""
 
 
 class StreamOwner(Protocol):
-    """The link of a stream: what the stream needs of it, and what the stream's users may know."""
+    """The part of a link that its streams and their users need."""
 
-    way: Way
+    way: PathKind
     peer: PeerId
     initiator: bool
     remote: Multiaddr
     local: Multiaddr | None
     observed: Multiaddr | None
     user: User
-    mux: Yamux
+    mux: YamuxSession
     superseded_at: float | None
 
     def flush(self) -> None: ...
@@ -60,7 +60,7 @@ class StreamOwner(Protocol):
 
 
 class Stream:
-    """One stream of a link. Each direction is used by one task at a time."""
+    """One stream of a link. At most one task sends and one receives at a time."""
 
     __slots__ = (
         "_ended",
@@ -78,18 +78,20 @@ class Stream:
         "protocol",
     )
 
-    def __init__(self, link: StreamOwner, mux: YamuxStream, protocol: str, negotiation: Proposal | Selector) -> None:
+    def __init__(
+        self, link: StreamOwner, mux: YamuxStream, protocol: str, negotiation: Proposal | MultistreamSelector
+    ) -> None:
         self.protocol = protocol
         self.opened_at = trio.current_time()
         self._link, self._mux = link, mux
-        self._negotiation: Proposal | Selector | None = negotiation
-        self._ended: str | None = None  # why nothing more can be done
-        self._refused = False  # that reason is the peer's refusal of the protocol
+        self._negotiation: Proposal | MultistreamSelector | None = negotiation
+        self._ended: str | None = None  # why the stream has ended
+        self._refused = False  # the reason is the peer's refusal of the protocol
         self._readable: trio.Event | None = None
         self._writable: trio.Event | None = None
-        self._over: trio.Event | None = None  # someone waits for the end
-        self._taker: Callable[[bytes], bool] | None = None  # the task that waits in `receive_each`
-        self._landed: Callable[[int], None] | None = None  # the task that waits in `receive_into`
+        self._over: trio.Event | None = None  # of tasks that wait for the end
+        self._taker: Callable[[bytes], bool] | None = None  # callback of the task in `receive_each`
+        self._landed: Callable[[int], None] | None = None  # callback of the task in `receive_into`
         self._sending = False
 
     @property
@@ -102,12 +104,12 @@ class Stream:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that were handed over, and have not left yet."""
+        """Bytes passed to `send` and not sent yet."""
         return self._mux.out_bytes
 
     @property
     def superseded(self) -> bool:
-        """True when a new stream would take a better link: whoever keeps this one for later had better open another."""
+        """True if a new stream would use a better link. Callers that keep a stream for later should open a new one."""
         return self._link.superseded_at is not None
 
     def __repr__(self) -> str:
@@ -116,11 +118,11 @@ class Stream:
     # --- sending -------------------------------------------------------------------------------------------
 
     async def send(self, data: bytes | bytearray | memoryview) -> None:
-        """Hand over all of `data`, waiting for the peer's window; raises Unreachable once the stream has ended.
+        """Send all of `data`, waiting for the peer's window. Raises Unreachable once the stream has ended.
 
-        Large data is sent from where it lies: it must not change until this returns.
+        Large data is not copied, so it must not change until this returns.
         """
-        while self._sending:  # another task's bytes go first, whole
+        while self._sending:  # another task's data is sent first, as a whole
             await self._wait_writable()
         self._check_writable()
         view = memoryview(data).cast("B")
@@ -138,7 +140,7 @@ class Stream:
             mux.low_water = _COPY_BYTES
             while self._ended is None and mux.low_water >= 0:
                 await self._wait_writable()
-            # The rest is copied, so that the caller goes on and its next bytes fill up the last frame of these.
+            # The rest is copied, so that the caller continues and its next bytes can fill the last frame.
             mux.own()
         except trio.Cancelled:
             if not mux.retract(piece):
@@ -152,7 +154,7 @@ class Stream:
             raise self._error(self._ended)
 
     def send_nowait(self, data: bytes) -> bool:
-        """Take small `data` at once and whole; False, and nothing taken, where `send` would wait or raise."""
+        """Send small `data` without waiting. Returns False, and sends nothing, if `send` would wait or raise."""
         mux = self._mux
         if self._sending or self._ended is not None or mux.fin_due or mux.was_reset:
             return False
@@ -163,7 +165,7 @@ class Stream:
         return True
 
     async def close_write(self) -> None:
-        """Say that nothing more comes; what was sent before still arrives."""
+        """End the sending direction; data sent before still arrives."""
         if self._ended is None:
             self._link.mux.close_write(self._mux)
             self._link.flush()
@@ -171,7 +173,7 @@ class Stream:
     def _check_writable(self) -> None:
         if self._ended is not None:
             raise self._error(self._ended)
-        if self._mux.was_reset:  # and the link is about to say so
+        if self._mux.was_reset:  # and `changed` is about to be called
             raise self._error("the peer reset the stream")
         if self._mux.fin_due:
             raise LocalError("send after close_write")
@@ -184,7 +186,7 @@ class Stream:
     # --- receiving -----------------------------------------------------------------------------------------
 
     async def receive_some(self, max_bytes: int) -> bytes:
-        """At least one byte and at most `max_bytes`, or b"" after the peer's end; raises Unreachable on a reset."""
+        """Receive at least one byte and at most `max_bytes`, or b"" at the end. Raises Unreachable after a reset."""
         if not await self._wait_readable():
             return b""
         data = self._mux.take(min(max_bytes, _RECEIVE_BYTES))
@@ -192,7 +194,7 @@ class Stream:
         return data
 
     async def receive_view(self, max_bytes: int) -> memoryview:
-        """As `receive_some`, without a copy: the view, and whatever is cut from it, holds until the next receive."""
+        """Like `receive_some`, without a copy: the view and its slices are valid until the next receive."""
         if not await self._wait_readable():
             return memoryview(b"")
         view = self._mux.lend(max_bytes)
@@ -200,12 +202,13 @@ class Stream:
         return view
 
     async def receive_each(self, take: Callable[[bytes], bool]) -> bool:
-        """Give `take` the bytes as they come, until it returns False (then True) or the peer's end (then False).
+        """Call `take` with the bytes as they arrive, until it returns False; returns True then, False at the end.
 
-        `take` often runs in the link's own task, which saves two turns of the loop: it is quick and raises nothing.
+        `take` often runs in the link's own task, which saves two turns of the event loop, so it must be quick and must
+        not raise.
         """
         mux = self._mux
-        mux.end_loan()  # the bytes at hand are given before anything is waited for
+        mux.end_loan()  # bytes that are already here are passed before any wait
         try:
             while True:
                 while mux.inbox and self._negotiation is None:
@@ -225,7 +228,7 @@ class Stream:
         return data
 
     async def receive_exactly(self, count: int) -> bytes:
-        """Exactly `count` bytes; ProtocolViolation when the stream ends before."""
+        """Receive exactly `count` bytes. Raises ProtocolViolation if the stream ends before."""
         parts = []
         left = count
         while left:
@@ -237,10 +240,10 @@ class Stream:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def receive_into(self, into: bytearray | memoryview, landed: Callable[[int], None] = _unheard) -> None:
-        """Fill all of `into`; ProtocolViolation when the stream ends before.
+        """Fill all of `into`. Raises ProtocolViolation if the stream ends before.
 
-        What comes while this waits is decrypted where it belongs, and this wakes when all is there. `landed` is told of
-        each piece, so that a caller that cancels knows how far it came; it often runs in the link's own task.
+        Data that arrives during the wait is decrypted directly into `into`. `landed` is called with the size of each
+        piece, so that a caller that cancels knows the progress; it often runs in the link's own task.
         """
         view, mux = memoryview(into).cast("B"), self._mux
         while view:
@@ -260,7 +263,7 @@ class Stream:
                 view = view[size:]
 
     async def _wait_readable(self) -> bool:
-        """True when there are bytes, or a taker has had enough, or all has landed; False at the end."""
+        """Wait for input. True if there are bytes, a taker is done or `receive_into` is filled; False at the end."""
         mux, taken, landing = self._mux, self._taker is not None, self._landed is not None
         mux.end_loan()
         while not mux.inbox or self._negotiation is not None:
@@ -284,23 +287,23 @@ class Stream:
     # --- the end -------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """End both directions now; the peer sees a reset. Never waits."""
+        """End both directions at once; the peer receives a reset. Never waits."""
         self._link.mux.reset(self._mux)
         self.end("this side reset the stream")
         self._link.release(self)
 
     async def aclose(self) -> None:
-        """No more reading, and the end for the peer once it has read what was sent. Harmless when repeated."""
+        """Stop reading, and end the sending direction after the data sent so far. May be repeated."""
         self._link.mux.abandon(self._mux)
         self.end("this side closed the stream")
         self._link.release(self)
 
     def doubt(self) -> None:
-        """An answer on this stream is overdue: see whether the peer is still there."""
+        """Report that an answer on this stream is overdue, so that the link checks whether the peer is alive."""
         self._link.doubt()
 
     async def wait_gone(self) -> None:
-        """Returns once the stream is over: reset by either side, closed by this one, or its link lost."""
+        """Wait until the stream is over: reset by either side, closed by this side, or its link lost."""
         while self._ended is None:
             if self._over is None:
                 self._over = trio.Event()
@@ -320,15 +323,15 @@ class Stream:
         return self._negotiation is not None
 
     def changed(self) -> None:
-        """Bytes, an end or a reset have come."""
+        """Called when bytes, an end or a reset have arrived."""
         mux = self._mux
         if self._negotiation is not None:
             if mux.was_reset and mux.inbound:
-                self.reset()  # no handler will ever do it, and none is to begin
+                self.reset()  # there is no handler that would do it
             else:
                 self._negotiate(self._negotiation)
         if mux.was_reset and self._ended is None:
-            if not mux.fin_received:  # what came before a FIN stays readable: the peer finished saying it
+            if not mux.fin_received:  # data before a FIN is complete, and stays readable
                 mux.inbox.clear()
                 mux.inbox_bytes = 0
             self.end("the peer reset the stream")
@@ -338,16 +341,16 @@ class Stream:
             self._readable.set()
 
     def _land(self, landed: Callable[[int], None]) -> None:
-        """Tell the reader that waits for these bytes, and wake it when they are the last."""
+        """Report bytes that were decrypted into the reader's buffer, and wake the reader if it is full."""
         mux = self._mux
         size, mux.landed_bytes = mux.landed_bytes, 0
-        self._link.mux.consumed(mux, trio.current_time())  # the link flushes when all it has read is handed over
+        self._link.mux.consumed(mux, trio.current_time())  # the link flushes after it has processed its data
         landed(size)
         if self._readable is not None and (mux.landing is None or mux.fin_received):
             self._readable.set()
 
     def _offer(self) -> bool:
-        """Give what has come to the taker; False when whoever reads must wake."""
+        """Pass new bytes to the taker. Returns False if the reading task must wake."""
         mux = self._mux
         while self._taker is not None and mux.inbox and self._negotiation is None:
             if not self._taker(self._pull()):
@@ -360,7 +363,7 @@ class Stream:
             self._writable = None
 
     def end(self, reason: str) -> None:
-        """Nothing more can be sent, and nothing received beyond what is already here."""
+        """Mark the stream as ended: no more sending, and no receiving beyond the bytes that are already here."""
         if self._ended is None:
             self._ended = reason
         if self._over is not None:
@@ -369,7 +372,7 @@ class Stream:
         if self._readable is not None:
             self._readable.set()
 
-    def _negotiate(self, negotiation: Proposal | Selector) -> None:
+    def _negotiate(self, negotiation: Proposal | MultistreamSelector) -> None:
         mux = self._mux
         data = mux.take(mux.inbox_bytes)
         if isinstance(negotiation, Proposal):
@@ -389,12 +392,12 @@ class Stream:
         if rest is not None:
             self._negotiation = None
             mux.give_back(rest)
-            if isinstance(negotiation, Selector):
+            if isinstance(negotiation, MultistreamSelector):
                 self._link.agreed(self)
         elif mux.fin_received and not mux.was_reset:
             self.end("the peer closed the stream before a protocol was agreed")
             if mux.inbound:
-                self.reset()  # nobody else will
+                self.reset()  # there is no handler that would do it
             else:
                 self._link.mux.reset(mux)
         self._link.consumed(mux)

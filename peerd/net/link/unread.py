@@ -1,11 +1,10 @@
-"""Unread bytes in the streams of all links, and the streams that are reset when there are too many.
+"""Limits on unread bytes in the streams of all links; beyond them, streams are reset.
 
-The window that every stream begins with is granted unasked (yamux has it so); a peer may open hundreds of streams, fill
-each, and wait for handlers that do not read, because they are busy or because it makes them be. So the bytes are
-counted, and where a link holds more than its share the fullest of its streams is reset; where all links together hold
-too much, that of the fullest link of the fullest place. Windows beyond the first have a budget of their own
-(`WindowBudget`) and do not count here.
-Invariant: between two looks a link takes UNREAD_LOOK_BYTES at most. Hostile input: many streams, links, identities.
+yamux grants each stream its initial window unconditionally. A peer may open hundreds of streams and fill them, while
+their handlers do not read because they are busy, perhaps due to the same peer. So unread bytes are counted: if a link
+exceeds its limit, its fullest stream is reset; if all links together exceed theirs, the fullest stream of the fullest
+link of the fullest place. Windows beyond the initial ones have their own budget (`WindowBudget`) and do not count here.
+Invariant: between two counts a link receives at most UNREAD_LOOK_BYTES. Hostile input: many streams, links, identities.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _log = logging.getLogger("peerd.net")
 
 
 class Filled(Protocol):
-    """A link, as far as it matters here."""
+    """The part of a link that this module uses."""
 
     peer: PeerId
     user: User
@@ -34,26 +33,28 @@ class Filled(Protocol):
 
 
 class Unread:
-    """The unread bytes of one host."""
+    """Counter and limits of one host's unread bytes."""
 
     def __init__(self, link_bytes: int, host_bytes: int) -> None:
         self._link_bytes, self._host_bytes = link_bytes, host_bytes
-        self._held: dict[Filled, int] = {}  # as of the last look
+        self._held: dict[Filled, int] = {}  # at the last count
         self.total_bytes = 0
 
     def look(self, link: Filled) -> int:
-        """Count anew what `link` holds, and make room; returns how many bytes it may receive until the next look."""
+        """Count the unread bytes of `link` and reset streams if needed; returns the bytes it may receive until the next
+        call.
+        """
         while self._count(link) > self._link_bytes:
             self._reset_fullest(link)
         while self.total_bytes > self._host_bytes:
             fullest = self._fullest()
             if self._count(fullest) <= 0 or self.total_bytes <= self._host_bytes:
-                continue  # its handlers have read meanwhile
+                continue  # its handlers have read in the meantime
             self._reset_fullest(fullest)
         return UNREAD_LOOK_BYTES
 
     def gone(self, link: Filled) -> None:
-        """The link has ended."""
+        """Remove a link that has ended."""
         self.total_bytes -= self._held.pop(link, 0)
 
     def _count(self, link: Filled) -> int:
@@ -71,7 +72,7 @@ class Unread:
 
     def _reset_fullest(self, link: Filled) -> None:
         stream = max(link.streams, key=_unread)
-        _log.warning("peer %s fills what nobody reads: %s is reset with %d bytes", link.peer, stream, _unread(stream))
+        _log.warning("too many unread bytes of peer %s: resetting %s with %d bytes", link.peer, stream, _unread(stream))
         stream.reset()
 
 

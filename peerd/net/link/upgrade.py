@@ -1,8 +1,8 @@
-"""From a raw link to an authenticated one: multistream to /noise, the Noise hand-shake, the choice of yamux.
+"""Upgrades a raw link to an authenticated one: multistream negotiation of /noise, Noise hand-shake, choice of yamux.
 
-Straight-line on both sides; the parsers are machines. The dialer's first packet carries the proposal and the first
-Noise message, so that a connection costs one round trip beyond TCP's. The caller sets the time limit. Raises
-Unreachable (broken, wrong peer), Refused (speaks none of ours) or ProtocolViolation.
+Sequential code on both sides; the parsers are sans-IO machines. The dialer's first packet has the proposal and the
+first Noise message, so that a connection takes one round trip after TCP's. The caller sets the timeout. Raises
+Unreachable (connection broken, wrong peer), Refused (no common protocol) or ProtocolViolation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from peerd.core.errors import ProtocolViolation, Refused, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine.mux.frames import PROTOCOL as YAMUX
 from peerd.machine.secure import noise
-from peerd.machine.secure.multistream import HEADER, Proposal, Selector
+from peerd.machine.secure.multistream import HEADER, MultistreamSelector, Proposal
 from peerd.net.link.cpu import has_aes
 from peerd.net.transport import RawLink
 
@@ -23,11 +23,11 @@ _READ_BYTES = 16 * 1024  # a hand-shake's packets are below 1 KiB
 
 
 @dataclass(frozen=True, slots=True)
-class Secured:
-    """An authenticated, encrypted link that speaks yamux; `early` is plaintext that came along.
+class UpgradedLink:
+    """An authenticated, encrypted link with yamux. `early`: plaintext that was received after the hand-shake.
 
-    `rtt_s` is what the hand-shake took: a round trip, half another at most, and some arithmetic. Nothing else was on
-    the way yet, so it tells the distance better than what is measured beside bulk data.
+    `rtt_s` is the duration of the hand-shake: a round trip, at most half of another, and some computation. As nothing
+    else was being sent, it is a better estimate of the path's delay than measurements beside bulk data.
     """
 
     raw: RawLink
@@ -44,16 +44,16 @@ async def upgrade(
     initiator: bool,
     expected: PeerId | None = None,
     muxers: tuple[str, ...] = (YAMUX,),
-) -> Secured:
-    """Run the hand-shake on a fresh link; which side goes first is a parameter, as hole punching needs.
+) -> UpgradedLink:
+    """Run the hand-shake on a new link. `initiator` is a parameter because hole punching decides it separately.
 
-    `muxers`: what to offer; `session.muxer` says what was chosen. Without yamux among them there is no fallback.
+    `muxers`: the muxers to offer; `session.muxer` is the chosen one. Without yamux among them there is no fallback.
 
-    When both sides do, because both dialed and the network made one connection of that, one gives way (see
-    noise.Handshake).
+    If both sides are initiators, because a simultaneous open made one connection of two dials, one of them yields (see
+    noise.NoiseHandshake).
     """
     try:
-        handshake = noise.Handshake(secrets, initiator=initiator, muxers=muxers, expected=expected, aes=has_aes())
+        handshake = noise.NoiseHandshake(secrets, initiator=initiator, muxers=muxers, expected=expected, aes=has_aes())
         began = trio.current_time()
         session, initiator = await _handshake(raw, handshake)
         rtt_s = trio.current_time() - began
@@ -64,15 +64,15 @@ async def upgrade(
             early = await _negotiate_muxer(raw, session, initiator, early)
     except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
         raise Unreachable(f"the connection broke during the hand-shake: {error}") from error
-    return Secured(raw, session, initiator, early, rtt_s)
+    return UpgradedLink(raw, session, initiator, early, rtt_s)
 
 
 async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> None:
-    """Verify that `expected` is there, and go no further: it proves itself in the second message, we send no third.
+    """Verify that the other side is `expected`, from the second hand-shake message; the third is not sent.
 
-    So the other side neither learns who we are, nor ever holds a connection that is about to close.
+    So the other side does not learn our identity, and never has a completed connection that is about to close.
     """
-    handshake = noise.Handshake(secrets, initiator=True, muxers=(YAMUX,), expected=expected)
+    handshake = noise.NoiseHandshake(secrets, initiator=True, muxers=(YAMUX,), expected=expected)
     try:
         handshake.feed(await _propose(raw, handshake))
         while handshake.result is None:
@@ -81,13 +81,13 @@ async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> N
         raise Unreachable(f"the connection broke during the hand-shake: {error}") from error
 
 
-async def _handshake(raw: RawLink, handshake: noise.Handshake) -> tuple[noise.Session, bool]:
-    """The session, and whether this side is its initiator."""
+async def _handshake(raw: RawLink, handshake: noise.NoiseHandshake) -> tuple[noise.Session, bool]:
+    """Run the Noise hand-shake; returns the session, and whether this side is its initiator."""
     if handshake.initiator:
         rest = await _propose(raw, handshake)
     else:
         await raw.send_all(HEADER)
-        selector = Selector(noise.PROTOCOL.__eq__)
+        selector = MultistreamSelector(noise.PROTOCOL.__eq__)
         chosen = None
         while chosen is None:
             answer, chosen, rest = selector.feed(await _receive(raw))
@@ -103,10 +103,10 @@ async def _handshake(raw: RawLink, handshake: noise.Handshake) -> tuple[noise.Se
         data = await _receive(raw)
 
 
-async def _propose(raw: RawLink, handshake: noise.Handshake) -> bytes:
-    """The initiator's first message, and what follows the other side's agreement to /noise.
+async def _propose(raw: RawLink, handshake: noise.NoiseHandshake) -> bytes:
+    """Send the initiator's first message; returns the data after the other side's agreement to /noise.
 
-    Unreachable where something else than a peer answers, such as a web server: of a peer nobody would blame this.
+    Raises Unreachable, not ProtocolViolation, if the other side is no peer, such as a web server.
     """
     proposal = Proposal(noise.PROTOCOL)
     await raw.send_all(proposal.hello + handshake.start())
@@ -122,7 +122,9 @@ async def _propose(raw: RawLink, handshake: noise.Handshake) -> bytes:
 async def _negotiate_muxer(
     raw: RawLink, session: noise.Session, initiator: bool, early: list[bytes | memoryview]
 ) -> list[bytes | memoryview]:
-    """For peers without early choice, such as py-libp2p. Returns the plaintext after the agreement."""
+    """Negotiate yamux with peers that do not support early muxer negotiation, such as py-libp2p. Returns the plaintext
+    after the agreement.
+    """
     frame = memoryview(bytearray(noise.SEALED_BYTES))
 
     async def send(text: bytes) -> None:
@@ -141,7 +143,7 @@ async def _negotiate_muxer(
             rest = proposal.feed(await receive())
     else:
         await send(HEADER)
-        selector = Selector(YAMUX.__eq__)
+        selector = MultistreamSelector(YAMUX.__eq__)
         chosen, rest = None, b""
         while chosen is None:
             answer, chosen, rest = selector.feed(await receive())

@@ -1,1 +1,1 @@
-"""Connections over a relay."""
+"""Connections over a relay (circuits)."""

@@ -1,4 +1,4 @@
-"""One circuit's stream as a raw link. Invariants: those of `net.transport`."""
+"""A circuit, which is a stream over a relay, as a raw link. Invariants: those of `net.transport`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from peerd.net.link.stream import Stream
 
 _VIEW_BYTES = 256 * 1024
 _BATCH_BYTES = 128 * 1024
-_WORN = 0.8  # of its bytes or its time, and it is time for the next
+_WORN = 0.8  # fraction of the circuit's bytes or time after which it is replaced
 
 
 class CircuitLink:
-    """A LendingLink over a stream that a relay forwards. `limit`: what the relay allows this circuit."""
+    """A LendingLink over a stream that a relay forwards. `limit`: the relay's limits on this circuit."""
 
     __slots__ = (
         "_stream",
@@ -39,24 +39,24 @@ class CircuitLink:
         self._stream = stream
         self._worn_bytes = math.inf if limit is None or not limit.data_bytes else _WORN * limit.data_bytes
         self.closed = False
-        self.when_worn: Callable[[], None] | None = None  # told once, when its bytes are nearly used up
+        self.when_worn: Callable[[], None] | None = None  # called once, when its bytes are nearly used up
 
     @property
     def batch_bytes(self) -> int:
-        """Two frames: what waits in the stream can be overtaken by nothing of this circuit."""
+        """Two frames: nothing of this circuit can overtake bytes that wait in the stream."""
         return _BATCH_BYTES
 
     def begin_small(self) -> None:
-        """No-op: little waits here anyway."""
+        """No-op: the buffer is small anyway."""
 
     def never_rest(self, always: bool) -> None:
-        """No-op: the connection to the relay is not this circuit's alone."""
+        """No-op: other streams share the connection to the relay."""
 
     def pace(self, bytes_per_s: float) -> None:
-        """No-op: only connections that carry nothing but bulk are paced, and a circuit has none."""
+        """No-op: a circuit has no TCP connection of its own that could be paced."""
 
     def is_worn(self, now: float) -> bool:
-        """True when the relay will soon cut the circuit."""
+        """True if the relay will soon close the circuit, because its time or bytes are nearly used up."""
         duration_s = self.limit.duration_s if self.limit is not None else 0
         aged = bool(duration_s) and now - self.opened_at >= _WORN * duration_s
         return aged or max(self.bytes_in, self.bytes_out) >= self._worn_bytes

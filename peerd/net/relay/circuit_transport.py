@@ -1,19 +1,18 @@
-"""Circuits: connections over a relay, as the peers at both ends see them. The relay's own part is
-`service.connectivity.relay`.
+"""Circuits: connections over a relay, at both of their ends. The relay itself is `service.connectivity.relay`.
 
     circuits = Circuits(host, clock)
     host.add_transport(circuits)              # from now on the host dials /…/p2p/<relay>/p2p-circuit addresses
-    nursery.start(circuits.run)               # takes circuits that come in, notices the loss of relays
+    nursery.start(circuits.run)               # accepts incoming circuits, detects the loss of relays
     held = await circuits.reserve(relay)      # Reservation: `addrs` to announce, `expires_at` by the clock's now()
-    circuits.reservations                     # those that hold now, by relay; gone with the link to the relay
+    circuits.reservations                     # the valid ones, by relay; dropped when the link to the relay ends
 
-A circuit is a stream of the link to the relay, as a raw link: the host authenticates the far peer through it and
-encrypts end to end, so a relay sees ciphertext and can at most be slow or cut it. Invariants: a relay is reached
-directly, never over another one; circuits come in only over relays where this peer holds a reservation; the link to
-such a relay is kept however idle it is; incoming hand-shakes are bounded, also for each relay.
-A hostile relay may promise what it does not hold, name itself under foreign addresses, claim another source than the
-one that connects, or push circuits at us; a hostile peer may leave its hand-shake half done.
-Source: libp2p specs `relay/circuit-v2.md`.
+A circuit is a stream on the link to the relay, used as a raw link: the host authenticates the far peer through it and
+encrypts end to end, so a relay sees only ciphertext and can at most delay or cut it. Invariants: a relay is reached
+directly, never over another relay; circuits are accepted only from relays where this peer has a reservation; the link
+to such a relay is kept even if idle; incoming hand-shakes are bounded, in total and per relay.
+
+A hostile relay may break its promises, claim addresses of others, claim a wrong source peer, or flood us with circuits;
+a hostile peer may not finish its hand-shake. Source: libp2p specs `relay/circuit-v2.md`.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ from peerd.core.protobuf.circuit import (
     HopKind,
     HopMessage,
     Limit,
-    Promise,
+    ReservationMessage,
     Status,
     StopKind,
     StopMessage,
     status_words,
 )
 from peerd.core.protobuf.voucher import Voucher
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.host.host import Host
 from peerd.net.host.link_table import PeerDown
 from peerd.net.link.delimited import receive_message, send_message
@@ -64,32 +63,32 @@ from peerd.net.relay.renewal import Renewal
 from peerd.net.transport import Listener, RawLink
 
 _log = logging.getLogger("peerd.net")
-_SHORTEST_S = 60.0  # a promise that is over sooner comes from a clock that is wrong, theirs or ours
-_LOOK_S = 30.0  # between two looks for promises that have run out
+_SHORTEST_S = 60.0  # minimum of a reservation: an earlier expiry means that the relay's clock or ours is wrong
+_LOOK_S = 30.0  # interval of checks for expired reservations
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A relay's promise to take circuits for us."""
+    """A relay's promise to accept circuits to this peer."""
 
     relay: PeerId
-    addrs: tuple[Multiaddr, ...]  # where others reach us through it, without our /p2p
-    expires_at: float  # by the clock's now(); renew well before by reserving again
-    limit: Limit | None  # of each circuit; None: the relay names none
+    addrs: tuple[Multiaddr, ...]  # this peer's addresses through the relay, without its /p2p
+    expires_at: float  # by the clock's now(); to renew, call `reserve` well before
+    limit: Limit | None  # of each circuit, or None if the relay stated none
 
 
 class Circuits:
-    """The transport of circuit addresses, and our reservations."""
+    """The transport of circuit addresses, and this peer's reservations."""
 
     def __init__(self, host: Host, clock: Clock) -> None:
         self.reservations: dict[PeerId, Reservation] = {}
         self._host, self._clock = host, clock
-        self._reaching: Counter[PeerId] = Counter()  # relays that a dial goes to first
+        self._reaching: Counter[PeerId] = Counter()  # relays that are being dialed for a circuit
         self._half_open: Counter[PeerId] = Counter()  # incoming hand-shakes, by relay
         self._renewal = Renewal(self._renew)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Take circuits that come in, and forget the promises of relays that are gone or whose time is over."""
+        """Accept incoming circuits, and drop reservations that have expired or whose relay is disconnected."""
         self._host.handle(STOP, self._serve_stop)
         try:
             with self._host.watch() as events:
@@ -111,14 +110,14 @@ class Circuits:
     # --- reservations --------------------------------------------------------------------------------------
 
     async def reserve(self, relay: PeerId) -> Reservation:
-        """Have `relay` take circuits for us, or renew that; needs a direct connection to it, or makes one.
+        """Make or renew a reservation at `relay`, over a direct connection, which is dialed if there is none.
 
-        Refused with the relay's reason, Unreachable, or ProtocolViolation when it promises what cannot be.
+        Raises Refused with the relay's reason, Unreachable, or ProtocolViolation for an invalid answer.
         """
         link = await self._relay_link(relay, None)
         answer = await self._ask(link, HopMessage(kind=HopKind.RESERVE))
         if answer.status != Status.OK or answer.promise is None:
-            raise Refused(f"the relay gives no reservation: {status_words(answer.status)}", relay)
+            raise Refused(f"the relay refused a reservation: {status_words(answer.status)}", relay)
         held = self._believe(link, answer.promise, answer.limit)
         if not link.usable:
             raise Unreachable(f"the connection to the relay ended: {link.reason}", relay)
@@ -128,14 +127,14 @@ class Circuits:
         return held
 
     def forget(self, relay: PeerId) -> None:
-        """Do without this relay: its link is not kept any more, and its circuits are refused. The relay is not told."""
+        """Drop the reservation at this relay: refuse its circuits, and let its link end when idle. Sends nothing."""
         if self.reservations.pop(relay, None) is not None:
             self._host.links.let_go(relay)
 
     def _is_over(self, held: Reservation) -> bool:
         return held.expires_at <= self._clock.now() or self._host.links.direct(held.relay) is None
 
-    def _believe(self, link: Link, promise: Promise, limit: Limit | None) -> Reservation:
+    def _believe(self, link: Link, promise: ReservationMessage, limit: Limit | None) -> Reservation:
         relay, me = link.peer, self._host.id
         if promise.voucher:
             try:
@@ -147,23 +146,25 @@ class Circuits:
         lasts_s = min(max(promise.expires_unix_s - self._clock.wall(), _SHORTEST_S), limits.RESERVATION_S)
         addrs = self._relay_addrs(link, promise)
         if not addrs:
-            raise Refused("the relay names no address at which it can be reached", relay)
+            raise Refused("the relay has no address at which others can reach it", relay)
         return Reservation(relay, addrs, self._clock.now() + lasts_s, limit)
 
-    def _relay_addrs(self, link: Link, promise: Promise) -> tuple[Multiaddr, ...]:
-        """Circuit addresses of ours: by what led us there, which is known to be right, and by what the relay says of
-        itself; else by hearsay. A relay that names others' addresses has the peers that look for us dial them, so that
-        few are announced (see `service.connectivity.relay_client`).
+    def _relay_addrs(self, link: Link, promise: ReservationMessage) -> tuple[Multiaddr, ...]:
+        """This peer's circuit addresses through a relay: from the address that was dialed, which is known to work, and
+        from the relay's own list; if there are none, from the address book.
+
+        A relay could list addresses of others, which peers would then dial, so only few of them are announced (see
+        `service.connectivity.relay_client`).
         """
         said = [link.remote] if link.initiator else []
         for raw in promise.relay_addrs:
             try:
                 bare, named = split_peer(decode_addr(raw))
             except ProtocolViolation:
-                continue  # a kind of address that is not known here
+                continue  # an unknown kind of address
             if named in (None, link.peer) and bare.to_bytes():
                 said.append(bare)
-        local = reach(link.remote) == 0  # nobody elsewhere has any use for a relay's loopback address
+        local = reach(link.remote) == 0  # a relay's loopback address is useless on other machines
         told = said or self._host.known_addrs(link.peer)
         unique = dict.fromkeys(addr for addr in told if _is_direct(addr) and (local or reach(addr) > 0))
         return tuple(circuit_addr(addr, link.peer) for addr in list(unique)[: limits.ADDRS_PER_PEER])
@@ -174,34 +175,36 @@ class Circuits:
         return circuit_place(addr) is not None
 
     async def dial(self, addr: Multiaddr, *, fresh: bool = False) -> RawLink:
-        """A circuit to the peer that `addr` names at its end. `fresh` changes nothing: circuits have no ports."""
+        """Open a circuit to the peer at the end of `addr`. `fresh` is ignored: circuits have no ports."""
         bare, destination = split_peer(addr)
         place = circuit_place(addr)
         if place is None or destination is None:
-            raise Unreachable(f"{addr} names no relay, or no peer beyond it")
+            raise Unreachable(f"{addr} has no relay, or no destination peer")
         if destination in self._reaching or destination == place.relay:
-            raise Unreachable("a relay is not reached over a relay", destination)
+            raise Unreachable("a relay cannot be reached over a relay", destination)
         link = await self._relay_link(place.relay, place.addr)
         answer, stream = await self._request(link, HopMessage(kind=HopKind.CONNECT, peer=destination))
         if answer.status != Status.OK:
             stream.reset()
-            raise Unreachable(f"the relay {place.relay.short} says: {status_words(answer.status)}", destination)
+            raise Unreachable(f"the relay {place.relay.short} answered: {status_words(answer.status)}", destination)
         circuit = CircuitLink(stream, bare, answer.limit)
         self._renewal.opened(destination, circuit)
         return circuit
 
     async def _renew(self, peer: PeerId, old: CircuitLink) -> None:
-        """Another circuit to `peer` the same way, if this peer still needs one."""
+        """Open another circuit to `peer` over the same relay, if the circuit is still this side's best link."""
         best = self._host.links.best(peer)
-        if best is not None and best.way == Way.RELAYED and best.initiator:
+        if best is not None and best.way == PathKind.RELAYED and best.initiator:
             raw = await self.dial(with_peer(old.remote, peer))
-            await self._host.join(raw, Way.RELAYED, initiator=True, expected=peer)
+            await self._host.join(raw, PathKind.RELAYED, initiator=True, expected=peer)
 
     async def listen(self, addr: Multiaddr) -> Listener:
-        raise ConfigError(f"cannot listen on {addr}: a relay is asked for a reservation instead")
+        raise ConfigError(f"cannot listen on {addr}: circuit addresses come from reservations at relays")
 
     async def _relay_link(self, relay: PeerId, addr: Multiaddr | None) -> Link:
-        """A direct link to the relay. While it is being made, no circuit to it is: that would go round in circles."""
+        """A direct link to the relay, dialed if there is none. During the dial, no circuit to this relay is opened, to
+        prevent a loop.
+        """
         links = self._host.links
         self._reaching[relay] += 1
         try:
@@ -212,7 +215,7 @@ class Circuits:
             self._reaching += Counter()  # drops the zeros
         link = links.direct(relay)
         if link is None:
-            raise Unreachable("the relay itself is only reached over a relay", relay)
+            raise Unreachable("the relay itself is only reachable over a relay", relay)
         return link
 
     async def _ask(self, link: Link, message: HopMessage) -> HopMessage:
@@ -221,7 +224,7 @@ class Circuits:
         return answer
 
     async def _request(self, link: Link, message: HopMessage) -> tuple[HopMessage, Stream]:
-        """The relay's answer, and the stream with whatever follows it."""
+        """Send a request; returns the relay's answer, and the stream for the data that follows."""
         stream = await link.open(HOP)
         answered = False
         try:
@@ -229,13 +232,13 @@ class Circuits:
                 await send_message(stream, message.encode())
                 answer = HopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES))
             if answer.kind != HopKind.STATUS:
-                raise ProtocolViolation(f"a relay answers with {answer.kind.name}", link.peer)
+                raise ProtocolViolation(f"a relay answered with {answer.kind.name}", link.peer)
             answered = True
             return answer, stream
         except ProtocolViolation as error:
             raise error.blame(link.peer) from None
         except trio.TooSlowError:
-            raise Unreachable(f"the relay gave no answer within {limits.CIRCUIT_ANSWER_S:g} s", link.peer) from None
+            raise Unreachable(f"the relay did not answer within {limits.CIRCUIT_ANSWER_S:g} s", link.peer) from None
         finally:
             if not answered:
                 stream.reset()
@@ -243,11 +246,11 @@ class Circuits:
     # --- incoming ------------------------------------------------------------------------------------------
 
     async def _serve_stop(self, stream: Stream) -> None:
-        """Serve a circuit that a relay brings. Returns when it is over: its stream ends with the handler."""
+        """Accept a circuit from a relay. Returns when the circuit is over, because the host then closes its stream."""
         with trio.move_on_after(limits.CIRCUIT_REQUEST_S) as scope:
             message = StopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES))
         if scope.cancelled_caught:
-            raise ProtocolViolation("a relay opens a stream and says nothing", stream.peer)
+            raise ProtocolViolation("a relay opened a stream and sent nothing", stream.peer)
         status = self._verdict(stream, message)
         await send_message(stream, StopMessage(kind=StopKind.STATUS, status=status).encode())
         if status != Status.OK or message.peer is None:
@@ -260,23 +263,23 @@ class Circuits:
         finally:
             self._half_open[relay] -= 1
             self._half_open += Counter()
-        # At the end of the host the link says goodbye first, which ends the stream.
+        # On shutdown the link is closed first, which ends the stream.
         with trio.CancelScope(shield=True):
             await stream.wait_gone()
 
     async def welcome(self, raw: RawLink, peer: PeerId) -> None:
-        """Make a link of a circuit that `peer` is said to have opened."""
+        """Authenticate an incoming circuit, which must be from `peer`, and use it as a link."""
         try:
-            await self._host.join(raw, Way.RELAYED, initiator=False, expected=peer)
+            await self._host.join(raw, PathKind.RELAYED, initiator=False, expected=peer)
         except Unreachable as error:
-            _log.info("a circuit from %s over %s came to nothing: %s", peer, raw.remote, error.args[0])
+            _log.info("a circuit from %s over %s failed: %s", peer, raw.remote, error.args[0])
 
     def _verdict(self, stream: Stream, message: StopMessage) -> Status:
         if message.kind != StopKind.CONNECT:
             return Status.UNEXPECTED_MESSAGE
         if message.peer is None:
             return Status.MALFORMED_MESSAGE
-        if stream.peer not in self.reservations or stream.link.way == Way.RELAYED or message.peer == self._host.id:
+        if stream.peer not in self.reservations or stream.link.way == PathKind.RELAYED or message.peer == self._host.id:
             return Status.PERMISSION_DENIED
         most = limits.CIRCUITS_HALF_OPEN
         if self._half_open[stream.peer] * 2 >= most or self._half_open.total() >= most:
@@ -284,7 +287,7 @@ class Circuits:
         return Status.OK
 
     def _remote(self, link: StreamOwner) -> Multiaddr:
-        """The way back: the relay's address as we know it, else only its name."""
+        """The circuit address through this relay: with the relay's address if this side dialed it, else with its id."""
         return circuit_addr(link.remote if link.initiator else None, link.peer)
 
 

@@ -1,9 +1,9 @@
-"""Fresh circuits before old ones are used up: what this side dialed over a relay that limits circuits.
+"""Renewal of circuits over relays with limits: this side replaces the circuits that it dialed before they run out.
 
-A relay cuts a circuit when its bytes or its time are over. Shortly before, another one is opened; the host then uses
-the newer connection for new streams, and the older one drains. Where that fails the circuit ends by itself and whoever
-needs the peer dials again. Invariant: per peer the youngest circuit alone is renewed, one try at a time, and no two
-within _PAUSE_S: a relay that allows next to nothing would have both ends shake hands without end.
+A relay closes a circuit when its bytes or its time are used up. Shortly before, this side opens another one; the host
+then uses the newer connection for new streams, and the older one drains. If that fails, the circuit ends, and the next
+user of the peer dials again. Invariants: per peer, only the youngest circuit is renewed, one attempt at a time, and at
+most once per _PAUSE_S, since a relay with tiny limits would otherwise cause endless hand-shakes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _PAUSE_S = 1.0
 
 
 class Renewal:
-    """The youngest circuit to each peer."""
+    """Replaces the youngest circuit to each peer in time."""
 
     def __init__(self, renew: Callable[[PeerId, CircuitLink], Awaitable[None]]) -> None:
-        """`renew(peer, old)` opens and joins another circuit the same way; Unreachable where that fails."""
+        """`renew(peer, old)` opens and authenticates another circuit over the same relay, or raises Unreachable."""
         self._renew = renew
         self._youngest: dict[PeerId, CircuitLink] = {}
         self._trying: set[PeerId] = set()
         self._worn = trio.Event()
 
     def opened(self, peer: PeerId, circuit: CircuitLink) -> None:
-        """This side dialed it."""
+        """Register a circuit that this side dialed."""
         if circuit.limit is not None:
             self._youngest[peer] = circuit
             circuit.when_worn = self._look
@@ -60,7 +60,7 @@ class Renewal:
             await self._renew(peer, circuit)
             await trio.sleep(_PAUSE_S)
         except Unreachable as error:
-            _log.info("no fresh circuit to %s: %s", peer, error.args[0])
+            _log.info("the circuit to %s was not renewed: %s", peer, error.args[0])
             await trio.sleep(_LOOK_S)
         finally:
             self._trying.discard(peer)

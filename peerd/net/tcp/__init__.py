@@ -1,1 +1,1 @@
-"""TCP: the transport, limits on the line, names and interfaces."""
+"""TCP: the transport, rate limits, name resolution and network interfaces."""

@@ -1,7 +1,7 @@
-"""This machine's own IP addresses, as its interfaces have them, and what of them is worth telling others.
+"""The IP addresses of this machine's interfaces, and the selection of those that other peers can use.
 
-Asks the system (through psutil, which knows how on each); sends nothing. Left out: interfaces that are down, bridges
-of containers and virtual machines, and link-local IPv6 addresses, which mean nothing without the name of an interface.
+Reads them from the system through psutil; sends no packets. Excluded are interfaces that are down, bridges of
+containers and virtual machines, and link-local IPv6 addresses, which are useless without the name of an interface.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from peerd.machine.connectivity.happy_eyeballs import IpNetwork
 
 IpInterface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
-OWN_ADDRS: Final = 4  # of each IP version: other addresses of a peer, over relays and routers, need room, too
+OWN_ADDRS: Final = 4  # of each IP version: leaves room for relayed and mapped addresses
 _INSIDE: Final = ("docker", "br-", "veth", "virbr", "vmnet", "vboxnet", "lxc", "lxd", "cni", "flannel", "cali")
 _HAS_GATEWAY: Final = 0x2  # RTF_GATEWAY
-# Documentation addresses: connecting a datagram socket to them sends nothing, but picks the route's own address.
+# Documentation addresses: connecting a datagram socket to one sends nothing, but selects the route's source address.
 _FAR: Final = {4: (socket.AF_INET, "192.0.2.1"), 6: (socket.AF_INET6, "2001:db8::1")}
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlace:
-    """This machine's place in the network at one moment; the addresses that it uses itself come first."""
+    """This machine's addresses at one moment; those of its default routes come first."""
 
     interfaces: tuple[IpInterface, ...] = ()  # without loopback
     loopback: tuple[Ip, ...] = ()
 
     def hosts(self, version: int) -> list[str]:
-        """Addresses of one IP version to tell others, loopback last."""
+        """Addresses of one IP version to announce, loopback last."""
         outside = [own.ip for own in self.interfaces if own.version == version][:OWN_ADDRS]
         return [str(ip) for ip in (*outside, *(ip for ip in self.loopback if ip.version == version))]
 
     def networks(self) -> tuple[IpNetwork, ...]:
-        """Networks that the interfaces are in."""
+        """The networks of the interfaces."""
         return tuple(own.network for own in self.interfaces)
 
 
 def here() -> NetworkPlace:
-    """The present state; takes well below a millisecond."""
+    """Read the current state; takes well below a millisecond."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     routed = [_route_address(version) for version in (4, 6)]
     found: list[IpInterface] = []
@@ -59,13 +59,16 @@ def here() -> NetworkPlace:
             elif own is not None and (own.ip in routed or not name.startswith(_INSIDE)):
                 found.append(own)
     found.sort(key=lambda own: (own.ip not in routed, not own.is_global))  # stable
-    # One of each version is enough for peers on this machine, too.
+    # One of each version is enough for peers on this machine.
     first = [ipaddress.ip_address(text) for text in ("127.0.0.1", "::1")]
     return NetworkPlace(tuple(found), tuple(ip for ip in first if ip in loopback))
 
 
 def gateway() -> str | None:
-    """The router's IPv4 address: as the system says where it does (Linux), else the first of the route's network."""
+    """The router's IPv4 address from the routing table (Linux), else the first address of the default route's network.
+
+    Returns None if it is unknown.
+    """
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/net/route").read_text().splitlines()[1:]:
             _, target, router, flags, *_ = line.split("\t")
@@ -76,7 +79,7 @@ def gateway() -> str | None:
 
 
 def _interface(family: int, address: str, netmask: str | None) -> IpInterface | None:
-    """None for what cannot be told to others: other kinds of address, and link-local IPv6."""
+    """Parse an interface's address. Returns None for non-IP and link-local IPv6 addresses."""
     if family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
@@ -88,7 +91,7 @@ def _interface(family: int, address: str, netmask: str | None) -> IpInterface | 
 
 
 def _route_address(version: int) -> Ip | None:
-    """This machine's address on its default route; no packet is sent."""
+    """This machine's source address on its default route, or None. Sends no packet."""
     family, far = _FAR[version]
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

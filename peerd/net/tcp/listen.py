@@ -1,7 +1,7 @@
-"""Opening the places where a host listens, all or none.
+"""Opens the listeners of a host, all or none.
 
-`/ip4/0.0.0.0/tcp/<port>` and `/ip6/::/tcp/<port>` together mean every address of this machine: port 0 then is one free
-port for both, and a machine that has but one of the two kinds listens on that one.
+`/ip4/0.0.0.0/tcp/<port>` and `/ip6/::/tcp/<port>` together mean every address of this machine: port 0 then stands for
+one free port that both use, and a machine with only one of the two IP versions listens on that one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TRIES: Final = 16  # for a port that is free in both families
 
 
 async def open_listeners(listen: Sequence[Multiaddr], transports: Sequence[Transport]) -> list[Listener]:
-    """A listener for each address; ConfigError names the one that cannot be had."""
+    """Open a listener for each address. Raises ConfigError with the address that failed."""
     opened: list[Listener] = []
     done: set[Multiaddr] = set()
     complete = False
@@ -43,7 +43,7 @@ async def open_listeners(listen: Sequence[Multiaddr], transports: Sequence[Trans
 
 
 async def _open_both(first: Multiaddr, second: Multiaddr, transports: Sequence[Transport]) -> list[Listener]:
-    """Two wildcards, on one port where possible; a family that this machine does not have is left out."""
+    """Open both wildcards, on the same port if possible; a family that this machine does not have is skipped."""
     any_port = _port(first) == 0
     for _ in range(_TRIES if any_port else 1):
         try:
@@ -81,7 +81,7 @@ def _with_port(addr: Multiaddr, port: int) -> Multiaddr:
 
 
 def other_family(addr: Multiaddr) -> Multiaddr | None:
-    """The other IP version's wildcard at the same port, if `addr` is a wildcard."""
+    """The other IP version's wildcard with the same port, or None if `addr` is not a wildcard."""
     ip, place = ip_of(addr), tcp_place(addr)
     if ip is None or place is None or not ip.is_unspecified:
         return None

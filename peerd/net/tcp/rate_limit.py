@@ -1,12 +1,13 @@
-"""TCP connections that keep to limits: `machine.rate.limiter` decides; waiting and counting are here.
+"""TCP connections with rate limits: `machine.rate.limiter` decides; this module waits and counts.
 
-A Pace is one direction of this machine's line and serves all its connections; one of the connections that wait in it
-keeps the time for all, so there is no task and no timer for a packet. A Paced link sends in quanta, and reads in quanta
-what has come: what it does not read fills the connection's window, which is kept small, and so TCP holds the sender
-back. Payload is counted as it is handed over. What TCP adds (headers, acknowledgements, repeats) is charged afterwards
-from what the system counted, so that the line itself keeps the rate; where the system does not say, by an estimate.
-Members of the run come first, as the host's book knows them; all others share a turn with the peers at their place.
-Unlimited connections are TcpLinks and have none of this on their way.
+A LinePace is one direction of this machine's line, shared by all connections; one of the waiting connections sleeps
+until the next grant for all of them, so there is no task or timer per packet. A RateLimitedLink sends and reads in
+quanta. Data that it does not read fills the receive window, which is kept small, so that TCP slows the sender down.
+
+Payload is counted when it is sent or read. TCP's overhead (headers, acknowledgements, retransmissions) is charged
+afterwards, from the system's counters or else by an estimate, so that the total on the line keeps the limit. Members
+of the run have priority (by the host's book); all other peers share one turn per place. Unlimited connections are plain
+TcpLinks.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.run.runfile import BYTES_PER_MBIT, LimitsSection
-from peerd.core.work import ReadInTurn, read_at_once
+from peerd.core.work import RateLimitedRead, read_at_once
 from peerd.machine.budget.book import user_at
 from peerd.machine.rate.limiter import SLACK_S, Account, Flow, Limiter, Rank
 from peerd.net.tcp.tcp_transport import TcpLink, TcpTransport
 from peerd.net.tcp_info import TcpInfo, header_bytes, tcp_info
 
-_RANK_S: Final = 0.1  # between two looks at whether a connection comes first
-_SETTLE_S: Final = 0.05  # how often the system is asked what a connection cost
-_PACKET_BYTES: Final = 1448  # payload of a full packet, where nobody says it
-_PER_ACK: Final = 2  # packets
+_RANK_S: Final = 0.1  # interval of checks whether a connection has priority
+_SETTLE_S: Final = 0.05  # interval of reading a connection's counters from the system
+_PACKET_BYTES: Final = 1448  # assumed payload of a full packet, for estimates
+_PER_ACK: Final = 2  # packets per acknowledgement, for estimates
 _WINDOW_BYTES_LEAST: Final = 64 << 10
 _WINDOW_RTT_MOST_S: Final = 0.5
 
 
 class LimitedLine:
-    """The line that `limits.upload_mbit` and `limits.download_mbit` bound: connections, and whatever else is read."""
+    """This machine's line with `limits.upload_mbit` and `limits.download_mbit`, for TCP links and for other reads."""
 
     def __init__(self, limits: LimitsSection | None = None) -> None:
         limits = limits or LimitsSection()
@@ -45,16 +46,16 @@ class LimitedLine:
         self._down = LinePace(limits.download_mbit) if limits.download_mbit else None
 
     def tcp(self) -> TcpTransport:
-        """A transport; its links are plain where there is no limit."""
+        """A transport whose links keep the limits; its links are plain TcpLinks if there are none."""
         up, down = self._up, self._down
         if up is None and down is None:
             return TcpTransport()
-        return TcpTransport(lambda sock, remote, lent: PacedLink(sock, remote, lent, up, down))
+        return TcpTransport(lambda sock, remote, lent: RateLimitedLink(sock, remote, lent, up, down))
 
-    def reads(self) -> ReadInTurn:
-        """For other threads, which read connections that are not ours, such as those of a library; called in the loop.
+    def reads(self) -> RateLimitedRead:
+        """A rate-limited read for threads that use a library's own connections. Call this in the event loop.
 
-        What such a read costs beside its payload is estimated. The sender is held back as by any reader that is slow.
+        The overhead beside the payload is estimated. The sender slows down as for any slow reader.
         """
         up, down = self._up, self._down
         if down is None:
@@ -83,7 +84,9 @@ class LimitedLine:
 
 
 class LineTurn(Flow):
-    """A connection's place in one Pace. `shared`: of all at its place, until it is known to come first."""
+    """A connection's flow in one LinePace. `shared` is the account of all strangers at its place, which it uses unless
+    it has priority.
+    """
 
     __slots__ = ("_look_at", "_own", "_shared", "closed", "event", "granted", "is_first")
 
@@ -96,7 +99,7 @@ class LineTurn(Flow):
         self._own, self._shared, self._look_at = self.account, shared, -math.inf
 
     def queue_up(self, now: float) -> None:
-        """Look now and then where it belongs, before it asks for something."""
+        """Update the rank and account, at most every _RANK_S; called before each request."""
         if self._shared is None or self.waits or now < self._look_at:
             return
         self._look_at = now + _RANK_S
@@ -105,23 +108,23 @@ class LineTurn(Flow):
 
 
 class LinePace:
-    """One direction of the line, for all connections."""
+    """The rate limit of one direction of the line, for all connections."""
 
     def __init__(self, mbit: float) -> None:
         self.limiter = Limiter(mbit * BYTES_PER_MBIT)
         self._waiting: dict[LineTurn, None] = {}
         self._places: WeakValueDictionary[str, Account] = WeakValueDictionary()
-        self._keeper: trio.CancelScope | None = None  # of the task that sleeps until the first turn
+        self._keeper: trio.CancelScope | None = None  # of the task that sleeps until the next grant
 
     def at(self, place: str) -> Account:
-        """The account that strangers at one place share."""
+        """The account that all strangers at one place share."""
         account = self._places.get(place)
         if account is None:
             account = self._places[place] = Account()
         return account
 
     async def take(self, turn: LineTurn, wanted: int) -> int:
-        """Wait for this connection's turn; at least one byte, at most `wanted`. ClosedResourceError once closed."""
+        """Wait for this connection's turn; returns the granted bytes, 1 to `wanted`. ClosedResourceError if closed."""
         if turn.closed:
             raise trio.ClosedResourceError("the connection is closed")
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -147,18 +150,18 @@ class LinePace:
             self._leave(turn)
 
     def try_take(self, turn: LineTurn, wanted: int) -> bool:
-        """All of it now, or nothing."""
+        """Take all `wanted` bytes without waiting, or none; returns whether they were taken."""
         now = trio.current_time()
         turn.queue_up(now)
         return self.limiter.try_ask(now, turn, wanted)
 
     @property
     def busy(self) -> int:
-        """Number of connections that want to move something now; at least 1."""
+        """Number of connections that are waiting now; at least 1."""
         return max(len(self._waiting), 1)
 
     def close(self, turn: LineTurn) -> None:
-        """The connection is gone: whoever waits for its turn hears of it."""
+        """Mark the connection as closed; a waiting `take` raises ClosedResourceError."""
         turn.closed = True
         if turn.event is not None:
             turn.event.set()
@@ -190,11 +193,11 @@ class LinePace:
         if self._keeper is None:
             heir = next((one for one in self._waiting if not one.granted), None)
             if heir is not None and heir.event is not None:
-                heir.event.set()  # finds nothing granted, and keeps the time
+                heir.event.set()  # it has no grant, so it becomes the keeper
 
 
-class PacedLink(TcpLink):
-    """A TcpLink within limits; `up` and `down` may be None: unlimited."""
+class RateLimitedLink(TcpLink):
+    """A TcpLink with rate limits; `up` or `down` is None if that direction is unlimited."""
 
     __slots__ = ("_down", "_down_turn", "_info", "_settled_at", "_up", "_up_turn", "_window_bytes")
 
@@ -278,10 +281,10 @@ class PacedLink(TcpLink):
                 pace.close(turn)
         await super().aclose()
 
-    # --- what TCP adds -----------------------------------------------------------------------------------------
+    # --- TCP's overhead ----------------------------------------------------------------------------------------
 
     def _settle(self, sent: int, received: int) -> None:
-        """Charge what the system counted beside payload since the last time; estimates where it does not count."""
+        """Charge the overhead that the system has counted since the last call, or an estimate if it does not count."""
         now = trio.current_time()
         if now - self._settled_at < _SETTLE_S:
             return
@@ -301,7 +304,7 @@ class PacedLink(TcpLink):
             self._down.limiter.charge(into)
 
     def _fit_window(self, info: TcpInfo) -> None:
-        """Fit the receive window to our part of the rate at this distance. More would come in bursts."""
+        """Set the receive window to this connection's share of rate x round trip, since more arrives in bursts."""
         if self._down is None:
             return
         rtt_s = min(info.min_rtt_s, _WINDOW_RTT_MOST_S)
@@ -309,12 +312,12 @@ class PacedLink(TcpLink):
         window = max(int(part), _WINDOW_BYTES_LEAST)
         if not self._window_bytes or not 0.7 < window / self._window_bytes < 1.4:
             self._window_bytes = window
-            with contextlib.suppress(OSError, AttributeError):  # not every system can
+            with contextlib.suppress(OSError, AttributeError):  # not every system supports it
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, window)
 
 
 def _estimated(sent: int, received: int, family: int) -> tuple[int, int]:
-    """Bytes out and in beside so much payload, where the system does not count them."""
+    """Estimated overhead in bytes, (out, in), for this many bytes of payload sent and received."""
     header = header_bytes(family, timestamps=True)
     out = math.ceil(sent / _PACKET_BYTES) + received // (_PACKET_BYTES * _PER_ACK)
     into = math.ceil(received / _PACKET_BYTES) + sent // (_PACKET_BYTES * _PER_ACK)

@@ -1,6 +1,6 @@
-"""Connecting to a name: both families are looked up and tried beside each other (RFC 8305).
+"""Connecting to a host name: both address families are looked up and tried concurrently (RFC 8305).
 
-Holds no sockets; `connect` is given. The first connection wins; what connects too late is closed.
+Has no sockets: the caller passes `connect`. The first connection wins; later ones are closed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import TcpPlace, tcp_addr
 from peerd.core.errors import Unreachable
-from peerd.machine.connectivity.happy_eyeballs import Past, Surroundings, order
+from peerd.machine.connectivity.happy_eyeballs import AddressHistory, NetworkSurroundings, order
 from peerd.net.race import RaceRun
 from peerd.net.transport import RawLink, close_surely
 
-RESOLUTION_DELAY_S: Final = 0.05  # RFC 8305: IPv4 waits so long for the answer about IPv6
+RESOLUTION_DELAY_S: Final = 0.05  # RFC 8305: how long IPv4 waits for the IPv6 lookup
 _RESOLVED_MAX: Final = 4  # addresses of one name and family that are tried
 _FAMILIES: Final = {
     "dns": (socket.AF_INET6, socket.AF_INET),
@@ -28,15 +28,15 @@ _FAMILIES: Final = {
 
 
 class _Lookup:
-    """One name on its way to a link."""
+    """The lookup of one name, and the attempts at its addresses."""
 
     def __init__(self, place: TcpPlace, connect: Callable[[Multiaddr], Awaitable[RawLink]]) -> None:
         self._place, self._connect = place, connect
-        self._found: dict[Multiaddr, Past] = {}
+        self._found: dict[Multiaddr, AddressHistory] = {}
         self._answered = {family: trio.Event() for family in _FAMILIES[place.family]}
-        self._lookups = len(self._answered)  # that are not over
+        self._lookups = len(self._answered)  # still running
         self._failures: list[str] = []
-        self._race = RaceRun(lambda: order(self._found, Surroundings(), trio.current_time()), self._try)
+        self._race = RaceRun(lambda: order(self._found, NetworkSurroundings(), trio.current_time()), self._try)
         self._race.awaits_more = True
         self._link: RawLink | None = None
 
@@ -78,14 +78,14 @@ class _Lookup:
         if family == socket.AF_INET and socket.AF_INET6 in self._answered:
             with trio.move_on_after(RESOLUTION_DELAY_S):
                 await self._answered[socket.AF_INET6].wait()
-        self._found.update((tcp_addr(host, self._place.port), Past()) for host in found)
+        self._found.update((tcp_addr(host, self._place.port), AddressHistory()) for host in found)
         self._lookups -= 1
         self._race.awaits_more = self._lookups > 0
         self._race.learned()
 
 
 async def connect_by_name(place: TcpPlace, connect: Callable[[Multiaddr], Awaitable[RawLink]]) -> RawLink:
-    """A link to `place`, whose family is a name's; Unreachable tells what each address said."""
+    """Connect to a `place` with a host name. Raises Unreachable with the reason of each address."""
     return await _Lookup(place, connect).run()
 
 

@@ -1,8 +1,8 @@
 """TCP: the transport of /ip4, /ip6, /dns, /dns4 and /dns6 addresses.
 
-Turns operating system errors into words, says what a wildcard address listens on at the moment, and notices when this
-machine's addresses change. Dials leave from the port on which this side listens, so that routers keep one mapping and
-others see one address. No encryption, no retries, no choice among a peer's addresses.
+Converts operating system errors into messages, resolves wildcard addresses to concrete ones, and detects changes of
+this machine's addresses. Dials use the listening port as their source port, so that a NAT keeps one mapping and others
+see one address. No encryption, no retries, no choice among a peer's addresses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from multiaddr import Multiaddr
 from peerd.core.addr import tcp_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.machine.connectivity.happy_eyeballs import IpNetwork
-from peerd.machine.rate.send_buffer import Draught
+from peerd.machine.rate.send_buffer import SendBufferSizer
 from peerd.net.tcp.interfaces import NetworkPlace, here
 from peerd.net.tcp.resolve import connect_by_name
 from peerd.net.tcp_info import TcpInfo, tcp_info
@@ -30,45 +30,45 @@ from peerd.net.transport import Listener, NoSuchFamily, RawLink
 
 _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 _OVERLOAD = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-# Why a dial cannot leave from the listening port, though it can from another: the same two ends are or were just
-# connected, or the address that we listen on does not lead there.
+# Errors after which a dial is repeated from another port: the same pair of addresses and ports is in use or was just
+# closed, or the destination is not routed from the listening address.
 _PORT_TAKEN = {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EINVAL}
-_OVERLOAD_PAUSE_S = 0.1  # a full table of open files empties by itself or not at all
+_OVERLOAD_PAUSE_S = 0.1  # before the next `accept` if the table of open files is full
 _BACKLOG = 256
-# Elsewhere SO_REUSEADDR alone lets strangers take the port (Windows), or there is no such option.
+# On Windows, SO_REUSEADDR lets strangers take the port; other systems lack SO_REUSEPORT.
 _CAN_SHARE_PORT = sys.platform != "win32" and hasattr(socket, "SO_REUSEPORT")
 _READ_BYTES = 512 * 1024
 _UNSENT_LIMIT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not every system has it
 _CONGESTION = getattr(socket, "TCP_CONGESTION", None)  # Linux
-_RESTING, _RESTLESS = b"bbr", b"reno"  # one rests to measure the path, one is everywhere
-_SO_MAX_PACING_RATE = 47  # of Linux, which Python does not name
-_SO_BUF_LOCK = 72  # likewise, since Linux 5.14
-_PACED_BUFFER_BYTES = 128 * 1024  # the system counts twice as much: its own books of the packets are in it
-_UNPACED_BYTES_PER_S = (1 << 31) - 1  # as an option's value: faster than any one connection of ours
-_TURN_BYTES = 256 * 1024  # taken at once, one send after the other: then others have their turn
-_WORTH_AWAITING_BYTES = 4 * 1024  # two packets or more; saying so is a system call
-# A receive queue that waits to be read keeps Linux from widening its window: with whole frames to wait for, a path of
-# 100 ms stayed at 64 KiB each round trip.
+_RESTING, _RESTLESS = b"bbr", b"reno"  # one pauses to measure the path, one is available everywhere
+_SO_MAX_PACING_RATE = 47  # of Linux; not defined in Python
+_SO_BUF_LOCK = 72  # of Linux since 5.14; not defined in Python
+_PACED_BUFFER_BYTES = 128 * 1024  # the system counts twice this, including its overhead per packet
+_UNPACED_BYTES_PER_S = (1 << 31) - 1  # means no pacing: faster than any single connection here
+_TURN_BYTES = 256 * 1024  # sent without waiting, before other tasks get a turn
+_WORTH_AWAITING_BYTES = 4 * 1024  # two packets or more: setting the option costs a system call
+# Unread data in the receive queue keeps Linux from growing its window: when waiting for whole frames, a path of 100 ms
+# stayed at 64 KiB per round trip.
 _AWAITED_BYTES_MAX = 12 * 1024
-# Near by, no rate fills a window within a round trip; and where many share a line each frame comes in many pieces, each
-# of which would cost a turn of the loop.
+# For nearby peers, no rate fills a window within a round trip; and if many connections share a line, each frame arrives
+# in many pieces, each of which would cost a turn of the event loop.
 _AWAITED_BYTES_MAX_NEAR = 64 * 1024
-_NEAR_S = 0.005  # the round trip without what waits on the way
-_LOOK_S = 2.0  # how often the machine's addresses are looked at: a fraction of a millisecond each time
+_NEAR_S = 0.005  # minimum round trip, without queues
+_LOOK_S = 2.0  # interval of checks of the machine's addresses, each a fraction of a millisecond
 _NO_FAMILY = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # of a wildcard
 
 
 class TcpLink:
-    """One TCP connection as a LendingLink. Tries the system first only when that is likely to succeed at once."""
+    """One TCP connection, a LendingLink. Skips the wait for readiness if a system call will probably succeed."""
 
     __slots__ = (
         "_awaited_bytes",
         "_awaited_bytes_max",
-        "_draught",
         "_in_turn",
         "_lent",
         "_more",
         "_rule",
+        "_sizer",
         "_socket",
         "local",
         "remote",
@@ -81,30 +81,30 @@ class TcpLink:
         host, port = self._socket.getsockname()[:2]
         self.local = tcp_addr(host, port)
         self._lent = lent
-        self._draught = Draught()
+        self._sizer = SendBufferSizer()
         self._limit_unsent()
-        self._awaited_bytes = 1  # the system says nothing of fewer
+        self._awaited_bytes = 1  # the current SO_RCVLOWAT
         self._awaited_bytes_max = 0  # 0: not known yet
-        self._in_turn = 0  # bytes sent since others had their turn
-        self._rule = b""  # of congestion, that another has replaced
-        self._more = False  # the last read was large, so that there is probably more
+        self._in_turn = 0  # bytes sent since other tasks had a turn
+        self._rule = b""  # the system's congestion control, if it was replaced
+        self._more = False  # the last read was large, so there is probably more
         self.remote = remote
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """As a LendingLink's; often without a turn of the loop, though never for much."""
+        """Send all of `data`. Yields to other tasks only after _TURN_BYTES, or if the buffer is full."""
         waited = False
         with memoryview(data) as view:
             at, end = 0, len(view)
-            draught = self._draught
-            draught.begin(trio.current_time())
+            sizer = self._sizer
+            sizer.begin(trio.current_time())
             try:
                 while at < end:
                     try:
                         size = self._socket.send(view[at:])
                         at += size
-                        draught.took(size)
+                        sizer.took(size)
                     except BlockingIOError:
-                        if draught.full(trio.current_time()):
+                        if sizer.full(trio.current_time()):
                             self._limit_unsent()
                         await trio.lowlevel.wait_writable(self._socket)
                         waited = True
@@ -114,25 +114,25 @@ class TcpLink:
         if self._in_turn > _TURN_BYTES:
             self._in_turn = 0
             await trio.lowlevel.checkpoint()
-        if draught.end(trio.current_time()):
+        if sizer.end(trio.current_time()):
             self._limit_unsent()
 
     @property
     def batch_bytes(self) -> int:
-        return self._draught.batch_bytes
+        return self._sizer.batch_bytes
 
     def tcp_info(self) -> TcpInfo | None:
-        """The system's counters of this connection; None where it keeps none."""
+        """The system's counters of this connection, or None if there are none."""
         return tcp_info(self._socket)
 
     def begin_small(self) -> None:
-        self._draught.begin_small()
+        self._sizer.begin_small()
         self._limit_unsent()
 
     def never_rest(self, always: bool) -> None:
         if _CONGESTION is None:
             return
-        with contextlib.suppress(OSError):  # not every system lets us choose
+        with contextlib.suppress(OSError):  # some systems do not allow the choice
             rule = self._socket.getsockopt(socket.IPPROTO_TCP, _CONGESTION, 16).rstrip(b"\0")
             if always and rule.startswith(_RESTING):
                 self._socket.setsockopt(socket.IPPROTO_TCP, _CONGESTION, _RESTLESS)
@@ -151,34 +151,35 @@ class TcpLink:
             self._keep_rate(bytes_per_s)
 
     def _keep_rate(self, bytes_per_s: float) -> None:
-        """Have the system always send so much to a peer near by; inf: what it likes.
+        """Have the system keep this rate to a nearby peer; inf: no pacing.
 
-        A rule that measures the path allows a few packets under way where an empty path holds none, and others in the
-        queue then take the line. The connection stays with the other rule, which has to find its window anew each
-        time. And the buffer should hold what may wait, so that one send is enough.
+        BBR allows only a few packets in flight on a path with a tiny bandwidth-delay product, so other senders in the
+        queue would take the bandwidth; so the connection switches to `_RESTLESS` and keeps it, because each switch
+        makes TCP find its window again. The send buffer is made large enough for all bytes that may wait, so that one
+        send call is enough.
         """
         paced = math.isfinite(bytes_per_s)
         if paced:
             self.never_rest(True)
-        self._draught.keep(bytes_per_s)
+        self._sizer.keep(bytes_per_s)
         self._limit_unsent()
         with contextlib.suppress(OSError):
             if not paced:
-                self._socket.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, 0)  # it grows by itself again
+                self._socket.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, 0)  # the system sizes it again
             elif self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * _PACED_BUFFER_BYTES:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACED_BUFFER_BYTES)
 
     def _limit_unsent(self) -> None:
-        """Have the system take no more than the line soon carries away: what waits there, nothing can overtake."""
+        """Limit the unsent bytes in the system's buffer to what is soon sent, because nothing can overtake them."""
         if _UNSENT_LIMIT is not None:
             with contextlib.suppress(OSError):
-                self._socket.setsockopt(socket.IPPROTO_TCP, _UNSENT_LIMIT, self._draught.waiting_bytes)
+                self._socket.setsockopt(socket.IPPROTO_TCP, _UNSENT_LIMIT, self._sizer.waiting_bytes)
 
     def send_nowait(self, data: memoryview) -> int:
         try:
             return self._socket.send(data)
         except (OSError, ValueError):
-            return 0  # full, or broken: `send_all` waits, or says so
+            return 0  # full or broken: `send_all` waits or raises
 
     async def receive_some(self, max_bytes: int) -> bytes:
         return bytes(await self._receive(self._lent[:max_bytes]))
@@ -204,11 +205,11 @@ class TcpLink:
             raise self._lost(error) from error
 
     async def _wait_readable(self, useful_bytes: int) -> None:
-        """Sleep until so many have come, or eight packets, or the end: not each of them should wake us for nothing."""
+        """Wait until `useful_bytes` (up to a maximum) have arrived or the stream has ended. Saves useless wakeups."""
         count = min(useful_bytes, self._most_awaited()) if useful_bytes >= _WORTH_AWAITING_BYTES else 1
         if count != self._awaited_bytes:
             self._awaited_bytes = count
-            with contextlib.suppress(OSError):  # not every system can
+            with contextlib.suppress(OSError):  # not every system supports it
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
         await trio.lowlevel.wait_readable(self._socket)
 
@@ -242,7 +243,7 @@ class TcpListener:
     __slots__ = ("_hosts", "_link", "_port", "_socket")
 
     def __init__(self, sock: trio.socket.SocketType, hosts: Callable[[], Sequence[str]], link: LinkMaker) -> None:
-        """`hosts`: the IP addresses on which it can be reached at the moment."""
+        """`hosts` returns the IP addresses on which the socket is reachable now."""
         self._socket, self._hosts, self._link = sock, hosts, link
         self._port: int = sock.getsockname()[1]
 
@@ -258,7 +259,7 @@ class TcpListener:
             except OSError as error:
                 if self._socket.fileno() == -1:
                     raise trio.ClosedResourceError("the listener is closed") from error
-                # Anything else befell the connection that was about to be accepted, not the listener.
+                # Any other error concerns the connection that was about to be accepted, not the listener.
                 await trio.sleep(_OVERLOAD_PAUSE_S if error.errno in _OVERLOAD else 0)
 
     async def aclose(self) -> None:
@@ -267,12 +268,10 @@ class TcpListener:
 
 
 class TcpTransport:
-    """The real network. One receive buffer serves all its links: nobody holds it across an await.
-
-    `link` makes them, of a connected socket, its other end and that buffer.
-    """
+    """The TCP transport. All its links share one receive buffer, which is never used across an await."""
 
     def __init__(self, link: Callable[[trio.socket.SocketType, Multiaddr, memoryview], TcpLink] = TcpLink) -> None:
+        """`link` creates a link from a connected socket, the remote address and the shared receive buffer."""
         lent = memoryview(bytearray(_READ_BYTES))
         self._link: LinkMaker = lambda sock, remote: link(sock, remote, lent)
         self._listening: list[trio.socket.SocketType] = []
@@ -302,7 +301,7 @@ class TcpTransport:
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             await sock.bind((place.host, place.port))
-            _share_port(sock)  # only now: whoever listens there already has made `bind` fail
+            _share_port(sock)  # only after `bind`, which must fail if another program listens there
             sock.listen(_BACKLOG)
         except OSError as error:
             if sock is not None:
@@ -353,12 +352,12 @@ class TcpTransport:
             host, port = sock.getpeername()[:2]
             return self._link(sock, tcp_addr(host, port))
         finally:
-            sock.close()  # a link has taken the descriptor for itself; what is left here is empty, or failed
+            sock.close()  # no-op on success, since the link has taken the descriptor
 
     def _source(self, family: int, host: str) -> tuple[str, int] | None:
-        """The local address and port that a dial to `host` leaves from; None: the system chooses."""
+        """The listening address and port to use as the source of a dial to `host`, or None to let the system choose."""
         if not _CAN_SHARE_PORT or _is_loopback(host):
-            return None  # on one machine nobody remembers ports, and its programs often share the address
+            return None  # no NAT on the same machine, and its programs often share the address
         for sock in self._listening:
             if sock.fileno() != -1 and sock.family == family:
                 own, port = sock.getsockname()[:2]
@@ -368,8 +367,8 @@ class TcpTransport:
 
 
 def _leads_from(own: str, host: str, family: int) -> bool:
-    """True when packets to `host` leave with the address `own`: those of another interface would not come back
-    there.
+    """True if packets to `host` have the source address `own`. With an address of another interface, answers would not
+    arrive.
     """
     if ipaddress.ip_address(own).is_unspecified:
         return True
@@ -382,7 +381,7 @@ def _leads_from(own: str, host: str, family: int) -> bool:
 
 
 def _share_port(sock: trio.socket.SocketType) -> None:
-    """Let sockets of this user that ask for it, too, have the same port."""
+    """Let other sockets of the same user that set this option bind to the same port."""
     if _CAN_SHARE_PORT:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
@@ -392,7 +391,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _words(error: OSError | ValueError) -> str:
-    # trio decorates strerror with Python's view of the address; name look-ups have numbers of their own.
+    # trio appends the address to strerror; name lookups have error numbers of their own.
     if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
         text = os.strerror(error.errno)
     else:

@@ -1,1 +1,1 @@
-"""All-reduce over streaming calls."""
+"""All-reduce inside a stage, over streaming calls."""

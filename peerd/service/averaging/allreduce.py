@@ -1,17 +1,19 @@
 """All-reduce inside a group: every sender ends with the same bits of the sum of all senders' vectors.
 
-Drives `machine/averaging/allreduce`: one call to each owner carries its parts one after the other, and the sums come
-back on it in the same order, while later parts are still on their way; back-pressure is the transport's. All shares are
-sent evenly, so that they end together and every line is busy to the end. A helper sums what it owns and brings nothing;
-a client brings a vector and sums nothing; a listener calls for each part with an empty message and takes its sum. Parts
-travel as their `PartCoder` makes them; coding and all but small sums run on the worker, sums in the order of the
-senders. With a lossy code the owner, too, goes on with what the others can decode. A round ends whole or raises
-`RoundFailed` with the members at fault; nothing is applied here. Vectors are numpy, 1-D. A hostile member may send
-wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused, what needs no look at the values
-before they are decoded, and the round ends and names it. That a call was refused or left shows only that the round has
-ended over there: the peer that it names is waited for, a moment, before it is blamed. A silent peer is asked whether it
-lives before it is named: one that hangs soon makes all others wait. In a coded run a plain part is as good as a coded
-one; in a plain run a coded one is refused.
+The vector (numpy, 1-D) is cut into parts; each part has an owner, which sums it. One streaming call to each owner sends
+its parts one after the other, and returns the sums in the same order while later parts are still in flight. The
+transport provides back-pressure. All shares are sent at even rates, so that they end together and every line is busy to
+the end. A helper sums the parts that it owns and sends no vector. A client sends a vector and owns no parts. A listener
+requests each part with an empty message and receives its sum. A `PartCoder` encodes the parts. Encoding, and all but
+small sums, run on the worker; versions are added in the order of the senders. With a lossy code, the owner also uses
+the decoded sum, as the others do.
+
+A round ends with all sums, or raises `RoundFailed` with the members at fault; the caller applies the result. A hostile
+member may send wrong shapes, wrong dtypes, NaN, parts of another owner, or parts of unknown attempts. Each is refused,
+where possible before values are decoded, and the round fails and names the member. If a peer refuses or ends a call,
+that shows only that the round has ended there, so we wait 0.8 s for the name of the peer at fault before we blame that
+peer. A silent peer is pinged before it is named, because one peer that hangs soon makes all others wait. A run with a
+lossy code also accepts plain parts; a plain run refuses coded parts.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ from peerd.core.limits import FRAME_ELEMENTS, RPC_ROUND_DEADLINE_S
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import AverageAlive, AverageKey
 from peerd.core.work import Worker
-from peerd.machine.averaging.allreduce import AveragingPlan, Part, PartPace, Round, RoundFailed
-from peerd.machine.averaging.stats import Outcomes
+from peerd.machine.averaging.allreduce import AllReduceRound, AveragingPlan, Part, PartPace, RoundFailed
+from peerd.machine.averaging.stats import RoundStats
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.averaging.open_round import (
     OpenRound,
     PartGate,
-    Places,
-    Returns,
+    SumBuffers,
+    SumReplies,
     as_others_see_it,
     encoded,
     version_of,
 )
-from peerd.service.averaging.pacing import Evenly, Pacer
+from peerd.service.averaging.pacing import Pacer, RoundPacing
 from peerd.service.averaging.reduce import (
     PartCoder,
     PlainParts,
@@ -56,7 +58,7 @@ from peerd.service.averaging.reduce import (
 from peerd.service.rpc.rpc import Answer, CallStream, Encoded, Incoming, Rpc
 from peerd.signals import Signal
 
-__all__ = ["METHOD", "Averaging", "PartCoder", "PlainParts", "Vector"]
+__all__ = ["METHOD", "AllReduceService", "PartCoder", "PlainParts", "Vector"]
 
 METHOD = "average/2/parts"
 _ALIVE = "average/2/alive"
@@ -68,45 +70,45 @@ DECLARED: Final = {
         device_s=0.0,
         frames=1,
         frame_bytes=8 << 20,
-        calls_per_peer=8,  # rounds that were called off end slowly
+        calls_per_peer=8,  # calls of cancelled rounds end slowly
         deadline_s=RPC_ROUND_DEADLINE_S,
     ),
     _ALIVE: Declaration(shows=Shows.ROUND, rows=None, memory_bytes=0, device_s=0.0),
 }
-_PARTS_UNDER_WAY = 3  # to one owner of an equal share: enough to fill the line while sums are made
-_PARTS_KEPT = 16  # so much memory of parts that were summed waits for the next ones
-_DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
-_JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
-_LOOK_S = 0.5  # how often lateness is looked for
-_ANSWER_S = 0.6  # for a silent member to say that it only waits, at least: on a full line an answer queues for seconds
-_DOUBT_S = 0.8  # for the conductor, or the loss of a link, to say why a member ended its round
+_PARTS_UNDER_WAY = 3  # in flight to one owner of an equal share: fills the line while it sums
+_PARTS_KEPT = 16  # buffers of summed parts that are kept for later parts
+_DTYPES = {"float32", "float64"}  # of vectors that a helper may sum
+_JOIN_WAIT_S = 30.0  # a member may learn of the round later than the others
+_LOOK_S = 0.5  # how often we check for late peers
+_ANSWER_S = 0.6  # least time for a silent member to answer that it is alive: on a busy line answers queue longer
+_DOUBT_S = 0.8  # for the conductor or a lost link to show who made a member end its round
 
 
-_Way = tuple[list[Part], PartGate, CallStream]  # one owner's share, when its parts may leave, and the call they take
+_Way = tuple[list[Part], PartGate, CallStream]  # one owner's share, the gate that paces its parts, and the call
 
 
-class Averaging:
-    """Serves the parts of rounds that this peer takes part in."""
+class AllReduceService:
+    """Runs averaging rounds of this peer and serves others' parts of these rounds."""
 
     def __init__(self, rpc: Rpc, own: PeerId, pacer: Pacer | None = None) -> None:
         self._rpc, self._pacer = rpc, pacer
         self._own = own.text
-        self.aggregated_bytes = 0  # of others' vectors, summed here so far
+        self.aggregated_bytes = 0  # of others' vectors, summed here
         self._reported_bytes = 0
-        self.outcomes = Outcomes()
+        self.outcomes = RoundStats()
         self._rounds: dict[bytes, OpenRound] = {}
         self._memory, self._parts_memory = VectorMemory(), VectorMemory(_PARTS_KEPT)
-        self._expected: dict[bytes, bool] = {}  # rounds of our attempts, and which have begun
+        self._expected: dict[bytes, bool] = {}  # attempt ids of our rounds; True once the round has begun
         self._opened = Signal()  # a round opens
         rpc.serve_stream(METHOD, AverageKey, self._take_parts, declared=DECLARED[METHOD])
         rpc.serve(_ALIVE, AverageKey, self._alive, declared=DECLARED[_ALIVE])
 
     def takes_part(self, peer: str) -> bool:
-        """True when a round that is under way here needs this peer: helpers, too, which are no members."""
+        """True if a round in progress here includes this peer as a member or a helper."""
         return any(peer in state.plan.group for state in self._rounds.values())
 
     def progress(self) -> tuple[int, int]:
-        """Bytes of vectors that have come from others in the rounds under way here, and that will."""
+        """Bytes of others' vectors in the rounds in progress here: received so far, and expected in total."""
         done_bytes = total_bytes = 0
         for state in self._rounds.values():
             done, total = state.round.progress()
@@ -115,14 +117,15 @@ class Averaging:
         return done_bytes, total_bytes
 
     def newly_aggregated_bytes(self) -> int:
-        """Bytes of others' vectors that were summed here since the last call of this, by anybody."""
+        """Bytes of others' vectors that were summed here since the previous call of this method, by any caller."""
         before, self._reported_bytes = self._reported_bytes, self.aggregated_bytes
         return self.aggregated_bytes - before
 
     @contextmanager
     def expecting(self, attempts: Iterable[bytes]) -> Iterator[None]:
-        """Inside this context, these rounds are known to belong to one attempt, though they begin later or have
-        ended.
+        """Inside this context, other members' calls for these attempts wait until the rounds begin here.
+
+        Checks whether this peer is alive are answered before the rounds begin, and after they have ended, too.
         """
         news = dict.fromkeys((attempt for attempt in attempts if attempt not in self._expected), False)
         self._expected |= news
@@ -135,19 +138,18 @@ class Averaging:
     async def sum(
         self, plan: AveragingPlan, vector: Vector | None, worker: Worker, coder: PartCoder | None = None
     ) -> Vector:
-        """The sum of all senders' vectors, in a new array, or `vector` itself where nobody else takes part; raises
-        RoundFailed. `vector` must not change meanwhile.
+        """Returns the sum of all senders' vectors in a new array, or `vector` itself if nobody else takes part.
 
-        A helper gives None, sums what it owns, and gets an empty array; a listener gives what it has, which does not
-        count. Without `coder` parts travel as they are. LocalError when the plan has us take the sum and there is no
-        vector, or the other way round.
+        `vector` must not change before the call returns. A helper passes None, sums its parts, and gets an empty array.
+        A listener passes its own vector, which is not added. Without `coder`, parts are sent unencoded. Raises
+        RoundFailed; raises LocalError if `vector` does not fit this peer's part in the plan.
         """
         takes = self._own in (*plan.senders, *plan.listeners)
         if takes != (vector is not None) or self._own not in plan.group:
-            raise LocalError("the plan of this round gives us another part in it")
+            raise LocalError("this peer has another role in the plan of this round")
         if len(plan.group) == 1 and vector is not None:
             return vector
-        evenly = Evenly(self._pacer, plan, self._own)
+        evenly = RoundPacing(self._pacer, plan, self._own)
         state = OpenRound(plan, *self._laid_out(plan, vector), worker, coder or PlainParts(), evenly)
         began = trio.current_time()
         for memory in (self._memory, self._parts_memory):
@@ -166,8 +168,8 @@ class Averaging:
             memory.round_took(trio.current_time() - began)
         return state.result
 
-    def _laid_out(self, plan: AveragingPlan, vector: Vector | None) -> tuple[Round, Vector | None, Vector]:
-        """The round's books, what we bring, and where its sum goes."""
+    def _laid_out(self, plan: AveragingPlan, vector: Vector | None) -> tuple[AllReduceRound, Vector | None, Vector]:
+        """The round's state, our contribution (None for helpers and listeners), and the array for the sum."""
         if vector is None:
             if plan.dtype not in _DTYPES or not 0 <= plan.length <= FRAME_ELEMENTS:
                 raise RoundFailed(f"a helper cannot sum {plan.length} values of {plan.dtype[:16]!r}", ())
@@ -180,11 +182,11 @@ class Averaging:
             parts = plan.parts(length, result.itemsize)
         except ValueError as error:
             raise RoundFailed(str(error), ()) from None
-        round_ = Round(self._own, plan.senders, parts, plan.patience_s, plan.listeners)
+        round_ = AllReduceRound(self._own, plan.senders, parts, plan.patience_s, plan.listeners)
         return round_, vector if self._own in plan.senders else None, result
 
     def _start_sending(self, nursery: trio.Nursery, plan: AveragingPlan, state: OpenRound) -> None:
-        """Our version of every part to its owner, and the sums back; each sender begins with another owner."""
+        """Start the exchange with every owner. Each sender begins with another owner."""
         parts = state.round.parts
         shares: dict[str, list[Part]] = {}
         for part in parts:
@@ -211,7 +213,7 @@ class Averaging:
                 state.fail("the round was called off", ())
 
     async def _watch(self, plan: AveragingPlan, state: OpenRound) -> None:
-        """Watch over the round: returns when it is done; fails it when somebody is late."""
+        """Wait until the round is done, or fail it if a member is late."""
         waits_until = trio.current_time() + plan.coming_s
         while not state.done:
             with trio.move_on_after(min(_LOOK_S, plan.patience_s / 4)):
@@ -221,12 +223,12 @@ class Averaging:
             if state.round.late(now):
                 hung, coming, idle_s = await self._ask_the_silent(plan, state.round.silent(now))
                 self._be_patient_with_the_slow(state, now, idle_s)
-                if coming and not hung and now < waits_until:  # everybody waits for them
+                if coming and not hung and now < waits_until:  # all members wait for the peers that are coming
                     state.round.be_patient(now)
                     continue
                 why = "a member of the group fell silent"
                 if coming and not hung:
-                    why = f"a member says to be in the sum before this one still, for more than {plan.coming_s:.0f} s"
+                    why = f"a member says that it has been in the previous sum for more than {plan.coming_s:.0f} s"
                 hung = hung or coming
                 if late := state.round.late(trio.current_time()):
                     state.fail(why, tuple(sorted(hung & {*late} or hung or late)))
@@ -234,8 +236,10 @@ class Averaging:
                 state.fail(state.doubt[2], (state.doubt[1],))
 
     def _be_patient_with_the_slow(self, state: OpenRound, now: float, idle_s: dict[str, float]) -> None:
-        """Of a silent peer others' bytes may come and go, slowly. Its word alone does not count: of every transfer
-        there are two ends, of which the other one says so too, or is here.
+        """Extend the patience for silent peers if slow transfers between others are in progress.
+
+        A peer's claim that data is moving counts only if a second peer confirms it, or if we see data move ourselves:
+        every transfer has two ends.
         """
         patience_s = state.plan.patience_s
         moving = [peer for peer, seconds in idle_s.items() if seconds < patience_s]
@@ -246,8 +250,10 @@ class Averaging:
     async def _ask_the_silent(
         self, plan: AveragingPlan, silent: set[str]
     ) -> tuple[set[str], set[str], dict[str, float]]:
-        """Ask the silent peers. Returns those that do not answer at all, or else those that are not in the round; those
-        that have yet to begin it; and for how long nothing has come to each of the rest, which waits as we do.
+        """Ask the silent peers whether they are alive.
+
+        Returns the peers that do not answer (if all answer: those that do not know the round), the peers that have not
+        begun the round yet, and for each other peer, which waits as we do, the seconds since it last received data.
         """
         mute, absent, coming, idle_s = set[str](), set[str](), set[str](), dict[str, float]()
         within_s = max(_ANSWER_S, plan.patience_s / 4)
@@ -280,7 +286,7 @@ class Averaging:
         return Answer(AverageAlive(coming=coming, idle_s=min(idle_s, RPC_ROUND_DEADLINE_S)))
 
     async def _exchange(self, plan: AveragingPlan, state: OpenRound, share: list[Part], gate: PartGate) -> None:
-        """Send our version of one owner's share, and receive the sums of it."""
+        """Send our version of one owner's parts, and receive their sums."""
         owner = share[0].owner
         first = AverageKey(plan.attempt, share[0].index)
         with self._blaming(state, owner):
@@ -292,7 +298,7 @@ class Averaging:
 
     @contextmanager
     def _blaming(self, state: OpenRound, owner: str) -> Iterator[None]:
-        """End the round by any failure between us and an owner, and name the peer to blame."""
+        """Fail the round after any error between us and an owner, and name the peer to blame."""
         try:
             yield
         except (Refused, Overloaded, TooSlow) as error:
@@ -300,7 +306,7 @@ class Averaging:
         except RemoteError as error:
             state.fail(f"a part was not summed: {error}", (owner,))
         except PeerdError as error:
-            state.fail(str(error), (self._own,))  # our own gradient cannot be coded
+            state.fail(str(error), (self._own,))  # our own gradient cannot be encoded
 
     async def _send_share(self, plan: AveragingPlan, state: OpenRound, way: _Way) -> None:
         share, gate, call = way
@@ -315,13 +321,13 @@ class Averaging:
 
     async def _receive_sums(self, state: OpenRound, way: _Way) -> None:
         share, gate, call = way
-        call.place = Places(state, share, self._parts_memory)
+        call.place = SumBuffers(state, share, self._parts_memory)
         call.be_patient()
         with self._blaming(state, share[0].owner):
             for part in share:
                 answer = await call.receive(Empty)
                 if answer is None:
-                    raise ProtocolViolation("it sent fewer sums than parts it has")
+                    raise ProtocolViolation("it sent fewer sums than it has parts")
                 if len(answer.frames) != 1:
                     raise ProtocolViolation(f"a sum is one frame, not {len(answer.frames)}")
                 job = partial(take_sum, state.coder, answer.frames[0], state.target(part))
@@ -330,32 +336,32 @@ class Averaging:
                 state.get_on()
                 gate.returned(part.owner)
             if await call.receive(Empty) is not None:
-                raise ProtocolViolation("it sent more sums than parts it has")
+                raise ProtocolViolation("it sent more sums than it has parts")
 
     async def _give_own(self, state: OpenRound, share: list[Part]) -> None:
-        """Our own version of the parts that we sum."""
+        """Add our own version of the parts that we sum."""
         with self._blaming(state, self._own):
             for part in share:
                 version = await as_others_see_it(state, part)
-                with suppress(Refused):  # the round has failed, and says why itself
+                with suppress(Refused):  # the round has failed, and its own error gives the reason
                     await self._arrive(state, part, self._own, version)
 
     async def _take_parts(self, call: Incoming[AverageKey], parts: CallStream) -> None:
-        """A sender's version of our share; the sums go back in the order in which its parts come."""
+        """Receive a sender's version of our parts. Returns the sums in the order in which its parts arrive."""
         state, sender = await self._round(call.body.attempt), call.peer.text
         if sender in state.plan.group:
             parts.be_patient()
         parts.place = self._parts_memory.rooms
         state.evenly.begin(sender)
         try:
-            with state.on_call(parts), Returns(state, parts) as returns, returns.scope:
+            with state.on_call(parts), SumReplies(state, parts) as returns, returns.scope:
                 with self._accusing(state, sender):
                     while (message := await parts.receive(AverageKey)) is not None:
                         if message.body.attempt != call.body.attempt:
                             raise Refused("a part of another round")
                         returns.owe(await self._take(state, sender, message))
                     if state.round.owes(sender):
-                        raise Refused("it sent fewer parts than it has to")
+                        raise Refused("it sent fewer parts than required")
                 await returns.left()
             if returns.scope.cancelled_caught:
                 raise Refused("the round has failed")
@@ -365,15 +371,12 @@ class Averaging:
 
     @contextmanager
     def _accusing(self, state: OpenRound, sender: str) -> Iterator[None]:
-        """A part that cannot be taken ends the round if it comes from a member of it; a stranger is refused.
-
-        So is a helper.
-        """
+        """Refuse an invalid part. If it comes from a sender or a listener of the round, also fail the round."""
         try:
             yield
         except (ValueError, RemoteError) as error:
             if sender in (*state.plan.senders, *state.plan.listeners):
-                state.fail(f"a member sent what it may not: {error}", (sender,))
+                state.fail(f"a member sent an invalid part: {error}", (sender,))
             raise Refused(str(error)) from None
 
     async def _take(self, state: OpenRound, sender: str, message: Answer[AverageKey]) -> Part:
@@ -385,13 +388,13 @@ class Averaging:
         state.round.check(part.index, sender)
         listens = sender in state.round.listeners
         if len(message.frames) != (not listens):
-            raise Refused(f"a part is one frame, and none of a listener, not {len(message.frames)}")
+            raise Refused(f"a part is one frame, or none from a listener, not {len(message.frames)}")
         version = version_of(state, part, message.frames[0]) if not listens else None
         await self._arrive(state, part, sender, version)
         return part
 
     async def _round(self, attempt: bytes) -> OpenRound:
-        """The round, when this peer has heard of it; TooSlow by the call's own deadline otherwise."""
+        """The round of this attempt. Waits until it begins if it is expected; Refused if it is unknown after 30 s."""
         until = trio.current_time() + _JOIN_WAIT_S
         while attempt not in self._rounds:
             with trio.move_on_at(until):
@@ -404,7 +407,7 @@ class Averaging:
 
     async def _arrive(self, state: OpenRound, part: Part, sender: str, version: Version | None) -> None:
         due = state.round.arrived(trio.current_time(), part.index, sender)
-        if version is None:  # a listener, which may come before or after the sum
+        if version is None:  # a listener's request, which may arrive before or after the sum is made
             state.get_on()
             return
         versions = state.versions.setdefault(part.index, {})

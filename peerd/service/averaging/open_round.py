@@ -1,7 +1,7 @@
-"""A round of averaging that is under way here: what has come, what is owed, and when our own parts may leave.
+"""State of an averaging round in progress: versions received, sums still to return, and pacing of our own parts.
 
-`service.averaging.allreduce` drives it. Small plain parts are summed on the loop: that takes less than handing them to
-a worker's thread. Whatever is coded goes to the worker: each version costs torch's calls, however small it is.
+`AllReduceService` drives it. Small plain parts are summed on the event loop, which is quicker than handing them to a
+worker thread. Coded parts always go to the worker, because torch's calls take long for small parts, too.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ import trio
 
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.work import Worker
-from peerd.machine.averaging.allreduce import AveragingPlan, Part, PartPace, Round, RoundFailed
-from peerd.service.averaging.pacing import Evenly
+from peerd.machine.averaging.allreduce import AllReduceRound, AveragingPlan, Part, PartPace, RoundFailed
+from peerd.service.averaging.pacing import RoundPacing
 from peerd.service.averaging.reduce import PartCoder, PlainParts, Vector, VectorMemory, Version, check_form, is_plain
 from peerd.service.rpc.rpc import CallStream, Encoded
 from peerd.signals import Signal
 
 T = TypeVar("T")
 
-SMALL_VALUES = 1 << 19  # of all versions together: added in 0.09 ms, in 0.25 if they are 512 of 1,024
+SMALL_VALUES = 1 << 19  # values of all versions: added in 0.09 ms, or in 0.25 ms for 512 versions of 1,024
 
 
 @dataclass(slots=True)
 class OpenRound:
-    """A round that is under way here. `scope` ends its tasks; `failure` says why, when it was not success."""
+    """A round in progress. `scope` ends its tasks; `failure` is the reason if it failed."""
 
     plan: AveragingPlan
-    round: Round
-    source: Vector | None  # None: a helper, or a listener
+    round: AllReduceRound
+    source: Vector | None  # None for a helper or a listener
     result: Vector  # empty for a helper
     worker: Worker
     coder: PartCoder
-    evenly: Evenly
+    evenly: RoundPacing
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     failure: RoundFailed | None = None
     versions: dict[int, dict[str, Version]] = field(default_factory=dict)
-    unsummed: int = field(init=False)  # of our own parts
-    answers: dict[int, Encoded] = field(default_factory=dict)  # sums of our own parts, as they travel
-    owed: dict[int, int] = field(default_factory=dict)  # how many have not taken such an answer
-    returns: list[Returns] = field(default_factory=list)  # one for each member that asks for sums
+    unsummed: int = field(init=False)  # number of our own parts without a sum
+    answers: dict[int, Encoded] = field(default_factory=dict)  # encoded sums of our own parts
+    owed: dict[int, int] = field(default_factory=dict)  # number of members that have not received this answer yet
+    returns: list[SumReplies] = field(default_factory=list)  # one for each member that requests sums
     over: trio.Event = field(default_factory=trio.Event)  # done or failed
-    doubt: tuple[float, str, str] | None = None  # since when, of which peer, why
-    came: dict[str, int] = field(default_factory=dict)  # payload bytes from each of the others, at the last look
-    calls: list[CallStream] = field(default_factory=list)  # under way with the others
-    left_bytes: int = 0  # on these, at the last look
+    doubt: tuple[float, str, str] | None = None  # since when, which peer, why
+    came: dict[str, int] = field(default_factory=dict)  # payload bytes from each other peer, at the last check
+    calls: list[CallStream] = field(default_factory=list)  # in progress with other peers
+    left_bytes: int = 0  # bytes sent on these calls, at the last check
     looked_at: float = field(default_factory=trio.current_time)
-    moved_at: float = field(default_factory=trio.current_time)  # when anything came from the others, or left for them
+    moved_at: float = field(default_factory=trio.current_time)  # when we last received or sent any bytes
 
     def __post_init__(self) -> None:
         self.unsummed = sum(part.owner == self.round.own for part in self.round.parts)
@@ -65,14 +65,14 @@ class OpenRound:
         self.let_go()
 
     def doubts(self, reason: str, peer: str) -> None:
-        """Note that the round has ended at `peer`, perhaps by a fault of somebody else."""
+        """Record that the round has ended at `peer`. Another peer may be at fault."""
         self.doubt = self.doubt or (trio.current_time(), peer, reason)
 
     def look(self, now: float, came_bytes: Callable[[str], int]) -> None:
-        """Take note of the others of whom bytes came since the last look, and whether any left: a part may take long
-        on a slow line.
+        """Update who has sent bytes since the last check, and whether ours were sent: a part may take long on a slow
+        line.
         """
-        since, self.looked_at = self.looked_at, now  # they came then at the earliest: nobody is heard later than he was
+        since, self.looked_at = self.looked_at, now  # the earliest time at which these bytes can have come
         before, self.left_bytes = self.left_bytes, sum(call.left_bytes for call in self.calls)
         if self.left_bytes != before:
             self.moved_at = now
@@ -84,7 +84,7 @@ class OpenRound:
 
     @contextmanager
     def on_call(self, call: CallStream) -> Iterator[None]:
-        """The scope of a call of this round."""
+        """Count the bytes of a call of this round while it is open."""
         self.calls.append(call)
         try:
             yield
@@ -100,42 +100,43 @@ class OpenRound:
             self.over.set()
 
     def target(self, part: Part) -> Vector:
-        """Destination of a part's sum. A helper holds no vector, only the sums that somebody still needs."""
+        """Destination of a part's sum. A helper stores no vector, only the sums that another peer still needs."""
         if not self.round.takes:
             return np.empty(part.end - part.begin, self.result.dtype)
         return self.result[part.begin : part.end]
 
     async def computed(self, job: Callable[[], T], values: int, name: str) -> T:
-        """Result of `job`, which computes so many values: at once when they are few, else on the worker."""
+        """Result of `job`, which adds up `values` values: runs here if they are few and plain, else on the worker."""
         if values <= SMALL_VALUES and isinstance(self.coder, PlainParts):
             return job()
         return await self.worker.run(job, name=name)
 
     def let_go(self) -> None:
-        """Let sums go: there are some that may leave, or that never will."""
+        """Send the sums that are ready. After a failure, end the calls that still wait for one."""
         for one in self.returns:
             one.let_go()
 
     def taken(self, index: int) -> None:
-        """One more sender has the sum of this part; with the last one it is let go."""
+        """Record that one more member was sent the sum of this part. After the last one, the sum is freed."""
         self.owed[index] -= 1
         if not self.owed[index]:
             del self.answers[index]
 
 
-class Returns:
-    """The sums that one member asks for; they leave in the order in which it asked, each as soon as it is there.
+class SumReplies:
+    """The sums that one member has requested. They are sent in the order of its requests, each as soon as it is ready.
 
-    Nobody waits in between: the task that makes a sum puts it on every call. What a member does not take waits here.
+    No task waits in between: the task that computes a sum queues it on every call. Sums that a call has no room for
+    wait here.
     """
 
     def __init__(self, state: OpenRound, parts: CallStream) -> None:
         self._state, self._parts = state, parts
         self._due = deque[int]()
         self._left = Signal()
-        self.scope = trio.CancelScope()  # cancelled when something due will never be there
+        self.scope = trio.CancelScope()  # cancelled if a requested sum will never be made
 
-    def __enter__(self) -> Returns:
+    def __enter__(self) -> SumReplies:
         self._state.returns.append(self)
         self._parts.on_room(self.let_go)
         return self
@@ -149,7 +150,7 @@ class Returns:
         self.let_go()
 
     def let_go(self) -> None:
-        """Put what is there, as far as the call takes it."""
+        """Queue the sums that are ready, until the call is full."""
         state, due = self._state, self._due
         while due and not self._parts.full and (answer := state.answers.get(due[0])) is not None:
             state.taken(due.popleft())
@@ -160,27 +161,27 @@ class Returns:
             self.scope.cancel()
 
     async def left(self) -> None:
-        """Wait until all that is due has been put."""
+        """Wait until all requested sums have been queued."""
         while self._due:
             await self._left.wait()
 
 
 class PartGate:
-    """Gate for parts, which wait until the pace of the round lets them leave: one of each owner, its next one."""
+    """Delays parts until the round's pace lets them leave. At most one part of each owner waits: its next one."""
 
     def __init__(self, pace: PartPace) -> None:
         self._pace = pace
         self._waiting: dict[str, tuple[Part, trio.Event]] = {}
 
     async def passed(self, part: Part) -> None:
-        """Wait until this part may leave."""
+        """Wait until this part may be sent."""
         if not self._pace.may_leave(part):
             opened = trio.Event()
             self._waiting[part.owner] = part, opened
             await opened.wait()
 
     def returned(self, owner: str) -> None:
-        """The sum of the next part of `owner` is here."""
+        """Record that the sum of the next part of `owner` has arrived, and release the parts that may now leave."""
         if self._pace.returned(owner):
             for part, opened in [*self._waiting.values()]:
                 if self._pace.may_leave(part):
@@ -188,8 +189,8 @@ class PartGate:
                     opened.set()
 
 
-class Places:
-    """Destinations for the sums of a share: uncoded ones are received where they belong."""
+class SumBuffers:
+    """Destinations for the sums of a share: a plain sum is received straight into the result."""
 
     def __init__(self, state: OpenRound, share: list[Part], memory: VectorMemory) -> None:
         self._state, self._left, self._memory = state, deque(share), memory
@@ -208,9 +209,10 @@ async def encoded(state: OpenRound, part: Part, values: Vector) -> TensorFrame:
 
 
 async def as_others_see_it(state: OpenRound, part: Part) -> Version | None:
-    """Our version of a part that we sum ourselves; None: we bring none.
+    """Our version of a part that we sum ourselves, or None if we contribute no vector.
 
-    Where other groups make the same sum, each with another owner, it must be what the peers to which it is sent get.
+    Several groups may make the same sum, each with another owner. Then our own version must be the encoded one that the
+    other owners receive.
     """
     if state.source is None:
         return None
@@ -220,8 +222,8 @@ async def as_others_see_it(state: OpenRound, part: Part) -> Version | None:
 
 
 def version_of(state: OpenRound, part: Part, frame: TensorFrame) -> Version:
-    """A member's version of a part, if it has the right form; a coded one is decoded with the others."""
-    like = np.empty(part.end - part.begin, state.result.dtype)  # never touched: costs no memory
+    """A member's version of a part, after a check of its form. A coded one stays encoded until the sum is due."""
+    like = np.empty(part.end - part.begin, state.result.dtype)  # never written, so it costs no memory
     if isinstance(state.coder, PlainParts):
         return state.coder.decode(frame, like)
     check_form(frame, like)

@@ -1,11 +1,11 @@
-"""Pacing of each peer's connection in a round whose lines are known: evenly, so that short queues do not overflow.
+"""Pacing of each connection in an averaging round, so that the queues of slow lines do not overflow.
 
-Where twenty connections share a line of 20 Mb/s, each has a window of a few packets; they fill the queue of the line in
-bursts, and one that loses its packets there waits for a timer of TCP's, and the whole round for it. So each connection
-leaves at the rate that it needs for everyone to end together (`AveragingPlan.pair_bytes_per_s`), to the end of the
-round: a connection that hurries then only pushes others aside. Nothing here is of use, nor of harm, where the system
-cannot pace. Invariant: whoever was held back is let go when the round ends. A conductor that says too low a rate slows
-its round down as it could by any other division; the least rate is bounded.
+If twenty connections share a line of 20 Mb/s, each has a window of a few packets. They fill the line's queue in bursts.
+A connection that loses its packets there waits for a TCP timeout, and the whole round waits with it. So each connection
+is limited to the rate at which all of them end together (`AveragingPlan.pair_bytes_per_s`). The limit stays until the
+end of the round, because a connection that finishes early only delays others. Where the system cannot pace, this
+module has no effect. Invariant: no connection stays limited after the round. A conductor that states rates that are too
+low slows its round down, as it could by a bad division of the vector; the lowest rate is bounded.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Final
 from peerd.core.ids import PeerId
 from peerd.machine.averaging.allreduce import AveragingPlan
 
-Pacer = Callable[[PeerId, float], None]  # bytes/s to a peer; inf: as fast as the system can
+Pacer = Callable[[PeerId, float], None]  # bytes/s to a peer; inf: no limit
 
-_LEAST_BYTES_PER_S: Final = 20e3  # calls share the connection
+_LEAST_BYTES_PER_S: Final = 20e3  # other calls share the connection
 
 
-class Evenly:
-    """The connections of one round."""
+class RoundPacing:
+    """Paces the connections of one round."""
 
     def __init__(self, pacer: Pacer | None, plan: AveragingPlan, own: str) -> None:
-        """Without a `pacer`, and where the plan says nothing of lines, all of it does nothing."""
+        """If `pacer` is None, or the plan states no rates of lines, no connection is paced."""
         self._pacer = pacer
         self._rates = plan.pair_bytes_per_s(own) if pacer is not None else {}
         self._begun: set[str] = set()

@@ -1,8 +1,8 @@
-"""Links to all peers that will average together, made before their round is due: drives
-`machine/connectivity/preconnect` over the host.
+"""Connects to all peers of the next averaging round before the round begins.
 
-The conductor says which peers these are, and when the step is due (`ConductorClient`). A list of strangers costs dials,
-a few at once; what cannot be reached is left to the round itself, which names it.
+Drives `machine/connectivity/preconnect` over the host. `ConductorClient` has the conductor's list of these peers, and
+the time when the step is due. False peers in the list cost dials, a few at a time. The round itself reports peers that
+cannot be reached.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.machine.averaging.topology import foretold_mates
-from peerd.machine.connectivity.preconnect import Assembly
+from peerd.machine.connectivity.preconnect import PreconnectPlan
 from peerd.net.host.host import Host
 from peerd.service.conductor.conductor_client import ConductorClient
 
@@ -23,15 +23,15 @@ log = logging.getLogger("peerd.service.averaging.preconnect")
 _LOOK_S = 2.0  # links may break, and forecasts change
 
 
-class Assembling:
-    """Links of one peer. `group_size`: the run's."""
+class Preconnector:
+    """Keeps one peer's links to its stage-mates. `group_size`: the run's `averaging.group_size`."""
 
     def __init__(self, host: Host, following: ConductorClient, group_size: int = 0) -> None:
         self._host, self._following, self._group_size = host, following, group_size
-        self._assembly = Assembly(host.id.text)
+        self._assembly = PreconnectPlan(host.id.text)
 
     async def run(self, stage: int) -> None:
-        """Keep links to the peers of `stage` that we meet, helpers too, when its round begins; until cancelled."""
+        """Keep links to the members and helpers that we will average with in `stage`, until cancelled."""
         following, assembly = self._following, self._assembly
         async with trio.open_nursery() as nursery:
             while True:
@@ -46,7 +46,7 @@ class Assembling:
                     await told.wait()
 
     def _mates(self, stage: int) -> set[str]:
-        """The mates to link to: everyone or, in a grid, the members of our own groups: helpers have no part in it."""
+        """Peers to link to: all of the stage or, in a grid of groups, the members of our own groups but no helpers."""
         members = [member for member in self._following.members if member.stage == stage]
         ready = {member.peer for member in members if member.ready}
         mates = foretold_mates(self._host.id.text, ready, self._group_size)

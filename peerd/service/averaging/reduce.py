@@ -1,10 +1,10 @@
-"""Arithmetic on the parts of an averaging round: coding, sums in the order of the senders, looks for NaN.
+"""Arithmetic on the parts of an averaging round: encoding, sums in the order of the senders, checks for NaN.
 
-Synchronous and without a round's books: `OpenRound.computed` says what runs on a worker. Versions that came coded are
-decoded only when the sum is due, one after the other in the same visit to the worker: that is a fraction of the visits,
-and nobody's decoded version waits in memory for somebody late. Invariants: a sum has the same bits whatever came coded
-and in which order it came; what is not finite is never passed on. Hostile: parts that do not decode, NaN, infinities,
-and large values that are finite each but not together: `SumFault` says from which members they are.
+Synchronous, without the state of a round; `OpenRound.computed` decides what runs on a worker. Coded versions are
+decoded when their sum is due, one after the other in one job of the worker. That needs far fewer jobs, and no decoded
+version waits in memory for a late member. Invariants: the bits of a sum depend neither on which versions came coded nor
+on their order of arrival; values that are not finite are never passed on. Hostile input: parts that do not decode, NaN,
+infinities, and large values that are finite each but have no finite sum. `SumFault` names the members that sent them.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import FrameHeader, TensorFrame
 
 Vector = np.ndarray[Any, np.dtype[Any]]
-Version = Vector | TensorFrame  # a frame where it is still to be decoded
+Version = Vector | TensorFrame  # a frame if it is not decoded yet
 
 _BYTE = np.dtype(np.uint8)
 _KEPT_BYTES_LEAST = 1 << 18  # smaller vectors are cheap to allocate
-_SHORT_ROUND_S = 0.2  # new pages for a vector cost about 0.2 s a GB, a round of it several seconds
+_SHORT_ROUND_S = 0.2  # page faults cost about 0.2 s for 1 GB, a round of that size takes several seconds
 
 
 @lru_cache(maxsize=8)
 def name_of(dtype: np.dtype[Any]) -> str:
-    """Name of a dtype by numpy, cached: asking takes longer than all else that a look at a part's form does."""
+    """Name of a dtype. Cached, because making it takes longer than the rest of the check of a part's form."""
     return dtype.name
 
 
 class PartCoder(Protocol):
-    """Coding of the parts of a vector. Synchronous: runs on the worker, but for small plain parts."""
+    """Coding of the parts of a vector. Synchronous: runs on the worker, except for small plain parts."""
 
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
-        """The part that begins at element `begin` as a frame.
+        """Encode the part that begins at element `begin` as a frame.
 
-        `seen` gets it as whoever decodes that will see it; it may be `values` themselves.
+        If `seen` is given, the values that a receiver will decode are written there. `seen` may be `values` itself.
         """
         ...
 
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:
-        """The part, in the shape and dtype of `like`; raises RemoteError for anything else."""
+        """Decode a part of the shape and dtype of `like`. Raises RemoteError if the frame has another form."""
         ...
 
     def decode_into(self, frame: TensorFrame, target: Vector, onto: Vector | None = None) -> None:
-        """As `decode`, into `target`, with `onto`, which may be `target`, added.
+        """Decode into `target`, and add `onto` if given, which may be `target` itself.
 
-        RemoteError for what is coded and not finite.
+        Raises RemoteError if a coded frame has values that are not finite.
         """
         ...
 
 
 class PlainParts:
-    """Parts as they are, bit for bit."""
+    """Parts without coding, bit for bit."""
 
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
         if seen is not None and seen is not values:
@@ -68,7 +68,7 @@ class PlainParts:
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:
         check_form(frame, like)
         if frame.coding != "none" or frame.lossless:
-            raise Refused("parts travel uncoded")
+            raise Refused("parts must not be coded in this run")
         return np.frombuffer(frame.payload, dtype=like.dtype)
 
     def decode_into(self, frame: TensorFrame, target: Vector, onto: Vector | None = None) -> None:
@@ -79,29 +79,29 @@ class PlainParts:
 
 
 def check_form(frame: TensorFrame | FrameHeader, like: Vector) -> None:
-    """Raises Refused unless the frame says that it is a vector of this length and dtype."""
+    """Raise Refused unless the frame states the length and dtype of `like`."""
     if frame.dtype != name_of(like.dtype) or frame.shape != like.shape:
         raise Refused(f"a part must be one {like.dtype.name} vector of {like.shape[0]} elements")
 
 
 def is_plain(frame: TensorFrame | FrameHeader, like: Vector) -> bool:
-    """True when the frame's payload is what lies in memory of such a vector."""
+    """True if the frame's payload is the plain memory of such a vector."""
     uncoded = frame.coding == "none" and not frame.lossless
     return uncoded and (frame.dtype, frame.shape) == (name_of(like.dtype), like.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class SumFault:
-    """The versions of a part that make its sum impossible, and why."""
+    """Why a part has no sum, and the indexes of the versions that are at fault."""
 
     versions: list[int]
     reason: str
 
 
 def sum_up(coder: PartCoder, begin: int, versions: Sequence[Version], target: Vector) -> TensorFrame | SumFault:
-    """The sum of all versions into `target`, as everyone will see it; returns how it travels.
+    """Write the sum of all versions into `target`, as every receiver will decode it. Returns the encoded sum.
 
-    Raises PeerdError when the coder cannot code the sum.
+    Returns a SumFault if a version cannot be added. Raises PeerdError if the coder cannot encode the sum.
     """
     total: Vector | None = None
     with np.errstate(over="ignore", invalid="ignore"):
@@ -109,13 +109,13 @@ def sum_up(coder: PartCoder, begin: int, versions: Sequence[Version], target: Ve
             try:
                 total = _added(coder, total, version, target)
             except RemoteError as error:
-                return SumFault([i], f"a member sent what it may not: {error}")
+                return SumFault([i], f"a member sent an invalid part: {error}")
     assert total is not None
     if total is not target:
         np.copyto(target, total)
     if not finite(target):
         return SumFault(_not_finite(coder, versions, target), "a member sent values that are not finite")
-    return coder.encode(begin, target, target)  # we go on with what the others can decode
+    return coder.encode(begin, target, target)  # also replaces `target` by what the others decode
 
 
 def _decoded(coder: PartCoder, version: Version, like: Vector) -> Vector:
@@ -123,7 +123,7 @@ def _decoded(coder: PartCoder, version: Version, like: Vector) -> Vector:
 
 
 def _added(coder: PartCoder, total: Vector | None, version: Version, target: Vector) -> Vector:
-    """The sum of what there is, if anything, and one more version: in `target`, or, of one alone, where it lies."""
+    """The sum of `total`, if any, and one more version: in `target`, or the version's own memory if it is the first."""
     if isinstance(version, TensorFrame) and not is_plain(version, target):
         coder.decode_into(version, target, total)
         return target
@@ -132,16 +132,16 @@ def _added(coder: PartCoder, total: Vector | None, version: Version, target: Vec
 
 
 def _not_finite(coder: PartCoder, versions: Sequence[Version], total: Vector) -> list[int]:
-    """Indexes of the versions to blame for a sum that is not finite."""
+    """Indexes of the versions that make the sum infinite or NaN."""
     each = [_decoded(coder, version, total) for version in versions]
     if bad := [i for i, version in enumerate(each) if not finite(version)]:
         return bad
-    place = int(np.argmin(np.isfinite(total)))  # each is finite, and too large: the largest is
+    place = int(np.argmin(np.isfinite(total)))  # each version is finite: the largest value overflows the sum
     return [max(range(len(each)), key=lambda i: abs(float(each[i][place])))]
 
 
 def take_sum(coder: PartCoder, frame: TensorFrame, target: Vector) -> None:
-    """Take an owner's answer into `target`, where it may lie already. What is wrong about it is the owner's doing."""
+    """Decode an owner's sum into `target`, unless it was received there. Raises ProtocolViolation if it is invalid."""
     try:
         total = _added(coder, None, frame, target)
     except Refused as error:
@@ -153,15 +153,15 @@ def take_sum(coder: PartCoder, frame: TensorFrame, target: Vector) -> None:
 
 
 def finite(values: Vector) -> bool:
-    """True when all values are finite."""
+    """True if all values are finite."""
     return bool(np.isfinite(values).all())
 
 
 class VectorMemory:
-    """Vectors in memory that is already there: faulting in new pages costs a large part of a short round.
+    """Allocates vectors in memory that was used before: page faults take a large part of a short round.
 
-    A vector's memory comes back when nobody holds it, or any view of it, any more, in whichever thread that is; the
-    last `keep` are kept. None is kept while rounds take long: the memory is better used by others meanwhile.
+    A vector's memory is returned once no thread refers to it or a view of it. The last `keep` buffers are kept for
+    reuse. None is kept while rounds are long, so that the memory is free for other uses during them.
     """
 
     def __init__(self, keep: int = 1) -> None:
@@ -169,27 +169,27 @@ class VectorMemory:
         self._keeps = True
 
     def round_begins(self) -> None:
-        """Keep memory, at least for the parts of this round."""
+        """Keep buffers from now on, at least for the parts of this round."""
         self._keeps = True
 
     def round_took(self, seconds: float) -> None:
-        """Take note of the length of a round: after a long one, all memory goes back to the system."""
+        """Record the length of a round. After a long one, all kept memory is returned to the system."""
         self._keeps = seconds < _SHORT_ROUND_S
         if not self._keeps:
             self._kept.clear()
 
     def vector(self, length: int, dtype: np.dtype[Any]) -> Vector:
-        """A vector with any content."""
+        """A vector whose content is undefined."""
         size = length * dtype.itemsize
         if size < _KEPT_BYTES_LEAST:
             return np.empty(length, dtype)
         pages = self._pages(size)
-        vector = np.frombuffer(pages.data, dtype)  # its base is no array: views of it hold on to itself
+        vector = np.frombuffer(pages.data, dtype)  # its base is not an array, so a view keeps this object alive
         weakref.finalize(vector, self._take_back, pages).atexit = False
         return vector
 
     def rooms(self, headers: Sequence[FrameHeader]) -> list[memoryview]:
-        """Room for the payloads of these frames, not cleared: they fill it."""
+        """Uninitialized buffers for the payloads of these frames."""
         return [self.vector(header.payload_bytes, _BYTE).data for header in headers]
 
     def _take_back(self, pages: Vector) -> None:

@@ -1,1 +1,1 @@
-"""The conductor as a service, and how members and trainers follow it."""
+"""The conductor's service, and the client with which members and trainers find and follow the conductor."""

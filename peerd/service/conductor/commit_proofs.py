@@ -1,7 +1,8 @@
 """Commit proofs between peers: serves this peer's (`proofs/1/show`), fetches others', and verifies their signatures.
 
-Also answers which peers are trusted, and whether a position that keepers announce counts for this peer. Hostile input:
-proofs. Signatures are verified some at a time: of known members alone, and one of each.
+Also knows which peers are trusted, and decides whether a position that keepers announce counts. A keeper is a backbone
+that keeps checkpoints of the run. Hostile input: proofs. Only signatures of known members are verified, one for each
+member, in batches.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ _AT_ONCE: Final = 32  # signatures verified in one turn: about three millisecond
 
 
 class CommitProofs:
-    """See the module's header. `run`: the fingerprint."""
+    """Serves, fetches and verifies commit proofs of one run. `run`: the run's fingerprint."""
 
     def __init__(self, run: bytes, rpc: Rpc, host: Host, following: ConductorClient, trusted: Collection[str]) -> None:
         self._run, self._rpc, self._host, self._following = run, rpc, host, following
         self.evidence = Evidence()
         self.trusted = frozenset(trusted)
-        self.learned = 0  # number of proofs that others showed us
+        self.learned = 0  # number of proofs fetched from others
         self._users = 0
 
     def trust(self, peers: Iterable[str]) -> None:
-        """Take these peers' word on the run's positions, too."""
+        """Trust these peers' statements on the run's positions, too."""
         self.trusted |= frozenset(peers)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Answer calls inside the block; blocks of several parts of this process may overlap."""
+        """Answer calls inside the block. Blocks of several parts of this process may overlap."""
         if not self._users:
             self._rpc.serve(_SHOW, ShowProof, self._show, declared=DECLARED[_SHOW])
         self._users += 1
@@ -68,16 +69,16 @@ class CommitProofs:
             raise Refused(OTHER_RUN_FILE)
         return Answer(ProofShown(self.evidence.proof(call.body.position)))
 
-    # --- others' ----------------------------------------------------------------------------------------------
+    # --- other peers' proofs ----------------------------------------------------------------------------------
 
     def established(self) -> frozenset[str]:
-        """The peers of the run's members, as this peer knew them last."""
+        """The peers that are members of the run, as far as this peer last knew."""
         return frozenset(map(peer_of, self._following.established or self.evidence.established))
 
     async def learn(self, peer: PeerId, position: Position, known: Collection[str] | None = None) -> bool:
-        """Ask `peer` for a proof of `position`, and keep it if more than a third of the `known` members signed it.
+        """Fetch a proof of `position` from `peer`, and keep it if more than a third of the `known` peers signed it.
 
-        `known`: peers; None: `established`. False: there is no such proof there.
+        `known` defaults to `established()`. Returns False if `peer` has no such proof.
         """
         known = self.established() if known is None else known
         signed = await self._verified(position, await self._shown(peer, position), frozenset(known))
@@ -88,9 +89,9 @@ class CommitProofs:
         return True
 
     async def collect(self, peers: Sequence[PeerId], position: Position) -> None:
-        """Keep what these peers show of `position`, whoever signed it: for a keeper, which does not know the members.
+        """Fetch and keep these peers' proofs of `position`, whoever signed them: for a keeper, which knows no members.
 
-        Whoever asks the keeper verifies the signatures of those that it knows itself.
+        A peer that later asks the keeper verifies the signatures of the members that it knows.
         """
         before = self.evidence.proof(position)
         signed = {one.peer: one for one in before.committed} if before is not None else {}
@@ -102,7 +103,7 @@ class CommitProofs:
             self.evidence.take(CommitProof(position, list(signed.values())[:MEMBERS]))
 
     async def _shown(self, peer: PeerId, position: Position) -> list[Committed]:
-        """The signatures that `peer` shows of a position; none where it has no proof, or does not answer."""
+        """The signatures that `peer` has for a position; [] if it has no proof or does not answer."""
         with suppress(RemoteError):
             body = ShowProof(self._run, position)
             proof = (await self._rpc.call(peer, _SHOW, body, ProofShown, timeout_s=_ANSWER_S)).body.proof
@@ -111,7 +112,7 @@ class CommitProofs:
         return []
 
     async def _verified(self, position: Position, shown: Sequence[Committed], known: frozenset[str]) -> list[Committed]:
-        """The valid signatures of known members; of each the first one alone is looked at."""
+        """The valid signatures of known members. Only the first signature of each member is verified."""
         found = list[Committed]()
         looked_at = set[str]()
         for one in shown:
@@ -126,7 +127,7 @@ class CommitProofs:
     # --- keepers ----------------------------------------------------------------------------------------------
 
     def counts(self, position: Position, keepers: Collection[PeerId]) -> bool:
-        """True when a position that these peers keep was surely the run's; see `machine/positions/proven_positions`."""
+        """True if a position that these keepers have was surely the run's; see `machine/positions/proven_positions`."""
         evidence, names = self.evidence, {peer.text for peer in keepers}
         if position in evidence.seen or names & self.trusted:
             return True
@@ -134,11 +135,11 @@ class CommitProofs:
         if known and 3 * len(signers & known) > len(known):
             return True
         if known or any(peer.text in self.trusted for peer in self._following.directory.kept):
-            return False  # there are others whose word says more
+            return False  # better evidence exists: known members, or trusted keepers
         return len({network for name in names if (network := self.network_of(name))}) >= KEEPERS
 
     def network_of(self, peer: str) -> str:
-        """The network that a linked peer connects from; "": unknown."""
+        """The network (IPv4 /24 or IPv6 /48) from which a linked peer connects, or "" if unknown."""
         with suppress(ValueError):
             link = self._host.links.best(PeerId.parse(peer))
             if link is not None:
@@ -147,5 +148,5 @@ class CommitProofs:
 
 
 def trusted_peers(run: RunFile) -> frozenset[str]:
-    """Peers whose word on the run's positions this peer takes: its bootstrap peers, the organizer, `limits.trust`."""
+    """Peers whose statements on the run's positions we trust: bootstrap peers, the organizer, `limits.trust`."""
     return frozenset({run.access.organizer, *run.limits.trust, *peers_named(run.bootstrap)} - {""})

@@ -1,11 +1,12 @@
-"""Client of the conductor: find and follow the stage-0 peer that has served longest and can be reached.
+"""Client of the conductor: finds and follows the stage-0 peer that has served longest and can be reached.
 
-Every peer of a run sorts stage 0 alike (those that can be dialed first, then since, peer id), so all end at the same
-conductor without an election. A peer that cannot be reached is suspected for a while and the next in order is asked; a
-peer that is asked takes the duty on only when it suspects all before it, too (`duty`). One that refuses sends us on as
-well: the first in the order may have been away, and be conducted by a later one since. Where all refuse for long, the
-duty passes over those that do: whoever says that it came first could hold it for ever. Answers of `ask` come from the
-conductor of the moment; when it changes, `changes` goes up, and the caller reports again all that it cannot know.
+Every peer of a run sorts the peers of stage 0 in the same way: peers that can be dialed first, then by the time since
+they serve, then by peer id. So all find the same conductor without an election. If a peer cannot be reached, it is
+suspected for a while, and the next one in the order is asked. The next one accepts the duty only if it suspects all
+peers before it, too (`duty`). If a peer refuses, others are asked as well: the first in the order may have been away,
+and now follow a later one. If all refuse for long, `duty` skips those that refuse, because otherwise a peer that claims
+to be the first could block the duty forever. `ask` calls the current conductor; when the conductor changes, `changes`
+increases, and the caller reports again all that the new one cannot know.
 """
 
 from __future__ import annotations
@@ -33,40 +34,41 @@ from peerd.signals import Signal
 A = TypeVar("A", bound=msgspec.Struct)
 
 
-class ConductorWays(Protocol):
-    """The links to those that conduct, as their callers see them."""
+class ConductorLinks(Protocol):
+    """Checks of the links to conductors, as `ConductorClient` needs them."""
 
     def doubt(self, peer: PeerId) -> float:
-        """An answer is overdue: check that the peer is still there; returns the seconds since it was last heard."""
+        """Check that `peer` is alive, because an answer is overdue. Returns the seconds since its last byte arrived."""
         ...
 
     async def probe(self, peer: PeerId) -> None:
-        """Have a link to `peer` over which it answers; else RemoteError, after some seconds at most."""
+        """Ping `peer`, connecting first if needed. Raises RemoteError if it does not answer within some seconds."""
         ...
 
 
 _SUSPECT_S = 6.0
 _SUSPECT_MOST_S = 600.0
-_PATIENT_TIMES = 3  # that a peer may fail in a row before it is suspected for longer each time
+_PATIENT_TIMES = 3  # failures in a row before each further one doubles the time
 _RETRY_S = 0.3
-_ROUNDS = 2  # that one refuses, and all others with it, until the duty passes it over
-_STUBBORN = 25  # refusals in a row of a peer, about ten seconds, until one that failed is asked instead
-_FURTHER = 10  # peers later in the order that are asked as well, for each time that the first has refused
-_OVERDUE_S, _LOOK_S = 2.0, 1.0  # that an answer takes before its link is doubted, and between looks at it
-_FAILURES_ON_FULL_LINE = 6  # that are not held against a peer: a minute
-_ANEW_S = 3.0  # for another way to a peer whose link has ended
+_ROUNDS = 2  # refusals, by all peers in turn, before `duty` skips a peer
+_STUBBORN = 25  # refusals in a row (about 10 s) by all reachable peers before a suspect is asked
+_FURTHER = 10  # further peers of the order that are asked for each refusal of the first one
+_OVERDUE_S, _LOOK_S = 2.0, 1.0  # delay of an answer before its link is checked, and between checks
+_FAILURES_ON_FULL_LINE = 6  # failures (about a minute) after which a peer on a full line is suspected
+_ANEW_S = 3.0  # to reach a peer again whose link has ended
 _REFRESH_S = 3.0
 _GOODBYE_S = 1.0
-_LIST_S = 3.0  # for each answer with a part of the conductor's list
-_PARTS = 64  # of one list, at most
-_FOLLOWED = 4  # conductors that are remembered: the last one may have published nothing
-_ASKED = 4  # peers of stage 0 that are asked for it: the first that can be reached should conduct
+_LIST_S = 3.0  # for each part of the conductor's list
+_PARTS = 64  # at most, of one list
+_FOLLOWED = 4  # conductors that are remembered: the last one may have published no counts
+_ASKED = 4  # peers of stage 0 that are asked for the list; the first reachable one should conduct
 
 
 @dataclass(frozen=True, slots=True)
-class MembersListing:
-    """The conductor's list of members. `held`: the stages of which a member has a state beyond the start; `capacity`:
-    microbatches a second that each stage can do, empty where nobody knows.
+class ListedMembers:
+    """The conductor's list of members. `held`: stages of which a member has a state later than the initial one.
+
+    `capacity`: microbatches per second that each stage can process; empty if unknown.
     """
 
     members: list[MemberInfo]
@@ -76,47 +78,47 @@ class MembersListing:
 
 @dataclass(slots=True)
 class ConductorClient:
-    """See the module's header. `joined_since`: when this peer joined stage 0; None when it is not of stage 0."""
+    """Follows the conductor of one run. `joined_since`: when this peer joined stage 0, or None if it serves another."""
 
     rpc: Rpc
     own: PeerId
     directory: Directory
     joined_since: float | None = None
-    ways: ConductorWays | None = None
+    ways: ConductorLinks | None = None
     conductor: PeerId | None = None
-    accepted_by: PeerId | None = None  # the peer that took our last report, or got the duty from us
-    # Other peers that took our reports as conductors, the latest last.
+    accepted_by: PeerId | None = None  # the peer that accepted our last report, or took over our duty
+    # Other peers that accepted our reports as conductors, the latest last.
     followed: BoundedDict[PeerId, None] = field(default_factory=lambda: BoundedDict(_FOLLOWED))
     changes: int = 0
-    cause: Callable[[], str | None] = lambda: None  # why this peer may reach nobody: its own clock, or token
-    answered: bool = False  # True once a conductor has taken a report of ours
-    differs: bool = False  # True while another peer conducts, and refuses us for our run file
-    run_waits_for: str = ""  # the reason that the run stands still, by the conductor's last answer; "" when it moves
-    members: list[MemberInfo] = field(default_factory=list)  # as the conductor listed them last
-    established: dict[str, int] = field(default_factory=dict)  # post that helped to make a step -> its stage
-    resting: set[str] = field(default_factory=set)  # of these, posts that rest
-    told: Signal = field(default_factory=Signal)  # set with each such list
+    cause: Callable[[], str | None] = lambda: None  # why this peer may reach nobody: its own clock or token
+    answered: bool = False  # True once a conductor has accepted a report of ours
+    differs: bool = False  # True while the conductor refuses us because our run file differs
+    run_waits_for: str = ""  # why the run is stalled, by the conductor's last answer; "" if it is not
+    members: list[MemberInfo] = field(default_factory=list)  # the conductor's last list
+    established: dict[str, int] = field(default_factory=dict)  # post that contributed to a step -> its stage
+    resting: set[str] = field(default_factory=set)  # those of `established` that rest
+    told: Signal = field(default_factory=Signal)  # notified with each list of members
     _waits_for: str | None = None
-    _helped: set[str] = field(default_factory=set)  # of the peers of `established`, those that helped to make a step
+    _helped: set[str] = field(default_factory=set)  # peers of `established` that contributed to a step
     _forecast: tuple[float, Forecast] | None = None  # (received at, forecast)
     _suspects: dict[PeerId, float] = field(default_factory=dict)
     _failures: dict[PeerId, tuple[int, float]] = field(default_factory=dict)  # (failures in a row, last at)
-    _failed_at: float = float("-inf")  # when a call failed last
-    # Stage-0 peers known otherwise than from the directory -> (True when they cannot be dialed, serving since).
+    _failed_at: float = float("-inf")  # time of the last failed call
+    # Stage-0 peers that the directory does not list -> (True if they cannot be dialed, serving since).
     _seen: dict[PeerId, tuple[bool, float]] = field(default_factory=dict)
     _refreshed: float = float("-inf")
-    # Peer of stage 0 -> how often it has refused our reports since one took them.
+    # Peer of stage 0 -> number of refusals since a peer last accepted our report.
     _refusals: BoundedDict[PeerId, int] = field(default_factory=lambda: BoundedDict(SUSPECTS))
-    _denied: bool = False  # True when the last of them was for more than that the peer does not conduct
-    _reported: dict[str, float] = field(default_factory=dict)  # kind of report -> time up to which its rate is used
+    _denied: bool = False  # True if a refusal since then had another reason than that the peer does not conduct
+    _reported: dict[str, float] = field(default_factory=dict)  # kind of report -> when its rate limit is free again
 
     @property
     def waits_for(self) -> str | None:
-        """The reason why no conductor takes our reports; this machine's clock or token first, if that is the cause."""
+        """Why no conductor accepts our reports (our own clock or token, if that is the cause), or None if one does."""
         return self._waits_for and (self.cause() or self._waits_for)
 
     def order(self) -> list[PeerId]:
-        """Stage-0 peers by the order in which they conduct; those that cannot be dialed come last."""
+        """Peers of stage 0 in the order in which they conduct. Peers that cannot be dialed come last."""
         announced = self.directory.announced.values()
         elsewhere = {entry.peer for entry in announced}
         known = {peer: told for peer, told in self._seen.items() if peer not in elsewhere}
@@ -129,19 +131,19 @@ class ConductorClient:
         return [peer for _, peer in sorted((rank, peer) for peer, rank in known.items())]
 
     def note_members(self, members: Iterable[MemberInfo]) -> list[MemberInfo]:
-        """Take the conductor's member list: addresses, and the order of conductors. Returns the well-formed members.
+        """Store the conductor's list: the members' addresses, and the order of conductors. Returns its valid entries.
 
-        The list has peers that joined just now, which the directory may not know yet: so all peers have the same order
-        when the conductor is lost a moment later.
+        The list has peers that have just joined, which the directory may not know yet. So all peers use the same order
+        if the conductor is lost a moment later.
         """
         self.members = known = self.directory.learn_members(members)
         ready = {post_name(m.peer, m.stage): m.stage for m in known if m.ready and m.helped}
-        stages = set(ready.values())  # of the others, and while a new conductor gathers, the list before counts
-        late = {post_name(m.peer, m.stage) for m in known}  # members that lag behind stay known
+        stages = set(ready.values())  # of stages without ready members, we keep the previous posts
+        late = {post_name(m.peer, m.stage) for m in known}  # members that lag behind are kept
         kept = {p: s for p, s in self.established.items() if s not in stages or p in late}
         self.established = kept | ready
         self.resting = {post for m in known if m.rests and (post := post_name(m.peer, m.stage)) in kept}
-        helped = self._helped | {m.peer for m in known if m.helped}  # a new conductor does not know it at first
+        helped = self._helped | {m.peer for m in known if m.helped}  # a new conductor does not know them at first
         self._helped = helped & set(map(peer_of, self.established))
         self.told.notify()
         alive = {m.peer for m in known}
@@ -151,17 +153,17 @@ class ConductorClient:
         return known
 
     def serves(self, peer: str) -> bool:
-        """True when the conductor that we follow names this peer as one that serves and has helped to make a step."""
+        """True if the conductor that we follow lists this peer as serving and as a contributor to an earlier step."""
         return peer in self._helped
 
     def posts(self) -> set[tuple[PeerId, int]]:
-        """Members that should be alive, as (peer, stage): by the directory, and by the conductor's last list."""
+        """Members that should be alive, as (peer, stage), from the directory and the conductor's last list."""
         return {*self.directory.announced, *((PeerId.parse(m.peer), m.stage) for m in self.members if m.since)}
 
     def alive(self) -> set[tuple[PeerId, int]]:
-        """Members that the conductor listed last, as (peer, stage), and those that came since, by the directory.
+        """Members on the conductor's last list, and members that have joined since by their records, as (peer, stage).
 
-        A record outlives its peer for a minute: what the conductor struck off its list does not count.
+        A record outlives its peer by a minute, so records of peers that the conductor has removed do not count.
         """
         listed = {(PeerId.parse(m.peer), m.stage) for m in self.members if m.since}
         newest = max((m.since for m in self.members), default=0.0)
@@ -169,11 +171,11 @@ class ConductorClient:
         return listed | came
 
     def known(self) -> set[PeerId]:
-        """The peers of all `posts`."""
+        """The peers of `posts()`."""
         return {peer for peer, _ in self.posts()}
 
     def announced_step(self) -> int:
-        """The newest step in any record, of a peer at that step or a keeper of its checkpoints."""
+        """The newest step in any record of a stage peer, or of a keeper of checkpoints."""
         steps = [entry.progress.step for entry in self.directory.announced.values()]
         steps += [position.step for positions in self.directory.kept.values() for position in positions]
         return max(steps, default=0)
@@ -184,17 +186,17 @@ class ConductorClient:
         return {entry.peer.text for entry in announced if entry.progress.conductor == conductor.text}
 
     def note_stage0(self, peer: PeerId, since: float, client: bool) -> None:
-        """Note the time since which a peer of stage 0 serves; a `client` can dial, and not be dialed."""
+        """Record since when a peer of stage 0 serves. `client`: it can dial, but not be dialed."""
         self._seen[peer] = client, since
 
     def note_forecast(self, forecast: Forecast | None, waits_for: str = "") -> None:
-        """Take the conductor's forecast of the step under way, and its word on what that waits for."""
+        """Store the conductor's forecast of the current step, and its text on what the step waits for."""
         self.run_waits_for = waits_for
         self._forecast = (trio.current_time(), forecast) if forecast is not None else None
 
     @property
     def forecast(self) -> Forecast | None:
-        """The conductor's last forecast of the step under way, counted down; None: unknown."""
+        """The conductor's last forecast of the current step, minus the time since then. None if unknown."""
         if self._forecast is None:
             return None
         at, told = self._forecast
@@ -203,22 +205,22 @@ class ConductorClient:
 
     @property
     def step_in_s(self) -> float | None:
-        """Seconds until the step under way should be done; None: unknown."""
+        """Seconds until the current step should be done, or None if unknown."""
         return self.forecast.step_in_s if self.forecast is not None else None
 
     def duty(self) -> PeerId:
-        """The peer that should conduct, as we see it: ourselves only when all before us are suspected, or refuse."""
+        """The peer that should conduct, in our view: ourselves only if all peers before us are suspected or refuse."""
         order = self.order()
-        rounds = _ROUNDS + len(order) / _FURTHER  # by then all have refused
+        rounds = _ROUNDS + len(order) / _FURTHER  # by then every peer in the order has refused
         for peer in order:
             if peer == self.own or not (self.suspected(peer) or self._refusals.get(peer, 0) > rounds):
                 return peer
         return self.own
 
     def suspect(self, peer: PeerId) -> None:
-        """Suspect a peer that could not be reached: for a while the next in order is asked instead.
+        """Suspect a peer that could not be reached, so that the next one in the order is asked for a while.
 
-        The time grows with failures in a row: of many records that lead nowhere, few are tried.
+        The time grows with failures in a row, so that a client tries few of many records that lead to no peer.
         """
         now, times = trio.current_time(), self._note_failure(peer)
         longer = min(2.0 ** max(0, times - _PATIENT_TIMES), _SUSPECT_MOST_S / _SUSPECT_S)
@@ -226,27 +228,28 @@ class ConductorClient:
         self._let_go_of(peer)
 
     def _suspect_longer(self, began: float) -> None:
-        """The time since `began`, in which a call failed, counts for no suspicion that there was.
+        """Extend all suspicions by the time since `began`, which a failed call took.
 
-        Of two dead peers that come first, each would be asked while the other one is suspected, and no third one ever.
+        Otherwise, if the first two peers of the order are dead, each is asked after the other's suspicion has expired,
+        and the third is never asked.
         """
-        now, began = trio.current_time(), max(began, self._failed_at)  # of calls side by side each second counts once
+        now, began = trio.current_time(), max(began, self._failed_at)  # parallel calls count each second once
         self._failed_at = now
         self._suspects = {peer: until + (now - began) * (until > began) for peer, until in self._suspects.items()}
 
     def _let_go_of(self, peer: PeerId) -> None:
-        if self.conductor == peer:  # else another one is known already
+        if self.conductor == peer:  # otherwise another conductor is known already
             self.conductor = None
         if self.accepted_by == peer:
             self.accepted_by = None
 
     def hand_to(self, peer: PeerId) -> None:
-        """Have this peer conduct us, which has answered that it conducts."""
+        """Follow this peer, which has answered that it conducts."""
         self.trust(peer)
         self.conductor = self.accepted_by = peer
 
     def _note_refusal(self, peer: PeerId, error: Refused) -> None:
-        """Note that a peer took no report of ours: others are asked as well, and the reason is told that says most."""
+        """Record that a peer refused our report. Others are asked, too; `waits_for` keeps the most helpful reason."""
         elsewhere = error.args[0].startswith(NOT_CONDUCTING)
         self._refusals[peer] = self._refusals.get(peer, 0) + 1
         if not elsewhere:
@@ -257,7 +260,7 @@ class ConductorClient:
         self._let_go_of(peer)
 
     def _note_failure(self, peer: PeerId) -> int:
-        """Count a failure; returns how many there were in a row."""
+        """Count a failure. Returns the number of failures in a row."""
         times = self._failures.pop(peer, (0, 0.0))[0] + 1
         self._failures[peer] = times, trio.current_time()
         if len(self._failures) > SUSPECTS:
@@ -271,7 +274,7 @@ class ConductorClient:
         return self._suspects.get(peer, float("-inf")) > trio.current_time()
 
     def fails(self, peer: PeerId) -> bool:
-        """True when this peer could not be reached when we last tried."""
+        """True if our last attempt to reach this peer failed."""
         return peer in self._failures
 
     def trust(self, peer: PeerId) -> None:
@@ -279,7 +282,7 @@ class ConductorClient:
         self._failures.pop(peer, None)
 
     async def refresh(self) -> None:
-        """Read the stage records again, if that was not done just now; more often while no peer of stage 0 is known."""
+        """Read the stage records if they are older than 3 s, or than 0.3 s while no peer of stage 0 is known."""
         if trio.current_time() - self._refreshed >= (_REFRESH_S if self.order() else _RETRY_S):
             self._refreshed = trio.current_time()
             await self.directory.refresh()
@@ -287,7 +290,7 @@ class ConductorClient:
     async def ask(
         self, method: str, make: Callable[[], msgspec.Struct], reply: type[A], timeout_s: float, by: str = ""
     ) -> A:
-        """Call the conductor until one answers; `make` builds the request for each try, `by` names the caller here."""
+        """Call the conductor until one answers. `make` builds the request for each try; `by` identifies the caller."""
         while True:
             await self._pace(method + by)
             peer = await self._choose()
@@ -321,7 +324,7 @@ class ConductorClient:
     async def _call(
         self, peer: PeerId, method: str, body: msgspec.Struct, reply: type[A], timeout_s: float
     ) -> Answer[A]:
-        """One call; while its answer is overdue, the link to the peer is doubted, and soon ends if it is dead."""
+        """One call. While its answer is overdue, the link is checked repeatedly, so that a dead link ends soon."""
         if self.ways is None or peer == self.own:
             return await self.rpc.call(peer, method, body, reply, timeout_s=timeout_s)
         failure: RemoteError | None = None
@@ -331,24 +334,24 @@ class ConductorClient:
             try:
                 answer = await self.rpc.call(peer, method, body, reply, timeout_s=timeout_s)
             except RemoteError as error:
-                failure = error  # not in a group
+                failure = error  # raised outside of the nursery, so not in an exception group
             nursery.cancel_scope.cancel()
         if answer is None:
             assert failure is not None
             raise failure
         return answer
 
-    async def _doubt(self, ways: ConductorWays, peer: PeerId, overdue_s: float) -> None:
+    async def _doubt(self, ways: ConductorLinks, peer: PeerId, overdue_s: float) -> None:
         await trio.sleep(overdue_s)
         while True:
             ways.doubt(peer)
             await trio.sleep(_LOOK_S)
 
     async def _reaches_anew(self, peer: PeerId, on_full_line: bool) -> bool:
-        """True when a peer that was lost answers a ping, over another way if need be; once until it answers a call.
+        """True if a peer whose call failed answers a ping, on a new connection if needed; once until a call succeeds.
 
-        One whose link lives, and that answers no call, is suspected at the second failure; `on_full_line`, where its
-        answer may be behind other bytes that come from it, some failures later.
+        A peer that answers pings but no calls is suspected at its second failure. With `on_full_line`, when its answer
+        may be queued behind other bytes, it is suspected some failures later.
         """
         if on_full_line and self._failures.get(peer, (0, 0.0))[0] < _FAILURES_ON_FULL_LINE:
             self._note_failure(peer)
@@ -362,7 +365,7 @@ class ConductorClient:
         return False
 
     async def _pace(self, kind: str) -> None:
-        """Rate limit on reports: a conductor that answers at once, without news, would have us report without end."""
+        """Rate limit on reports, in case a conductor always answers at once and without news."""
         reported = self._reported.get(kind, 0.0)
         ahead_s = reported - trio.current_time() - REPORTS_AT_ONCE / REPORTS_PER_S
         if ahead_s > 0:
@@ -370,17 +373,17 @@ class ConductorClient:
         self._reported[kind] = max(reported, trio.current_time()) + 1 / REPORTS_PER_S
 
     async def say_goodbye(self, run: bytes, stage: int | None = None) -> None:
-        """Tell the conductor that we leave a stage of this run, or stop training (None), so that no step waits for us.
+        """Notify the conductor that we leave `stage`, or stop training (None), so that no step waits for us.
 
-        A conductor that leaves stage 0 conducts no longer: there is no peer to tell.
+        A conductor that leaves stage 0 sends nothing, because it ends its own tenure.
         """
         if self.conductor is None or (self.conductor == self.own and not stage):
             return
-        with trio.move_on_after(_GOODBYE_S), suppress(RemoteError):  # it will notice when the connection closes
+        with trio.move_on_after(_GOODBYE_S), suppress(RemoteError):  # otherwise it notices when the connection closes
             await self.rpc.call(self.conductor, "swarm/6/leave", Leave(run, stage), Empty, timeout_s=_GOODBYE_S)
 
-    async def list_members(self, run: bytes) -> MembersListing | None:
-        """The conductor's list, for a peer that serves nothing yet; None: nobody that can be reached conducts."""
+    async def list_members(self, run: bytes) -> ListedMembers | None:
+        """Fetch the conductor's list, for a peer that serves nothing yet. None if no reachable peer conducts."""
         await self.refresh()
         for peer in [one for one in self.order() if not self.suspected(one)][:_ASKED]:
             try:
@@ -392,26 +395,26 @@ class ConductorClient:
                 self.suspect(peer)
         return None
 
-    async def _list_of(self, peer: PeerId, run: bytes) -> MembersListing | None:
-        """The list of a peer that conducts; None: it has no end."""
+    async def _list_of(self, peer: PeerId, run: bytes) -> ListedMembers | None:
+        """The list of a peer that conducts, or None if it does not end within 64 parts."""
         known = KnownMembers()
         for _ in range(_PARTS):
             body = ListMembers(run, known.version)
             told = (await self.rpc.call(peer, "swarm/6/members", body, MembersListed, timeout_s=_LIST_S)).body
             if (members := known.take(told.members)) is not None:
-                return MembersListing(self.note_members(members), frozenset(told.held), tuple(told.capacity))
+                return ListedMembers(self.note_members(members), frozenset(told.held), tuple(told.capacity))
         return None
 
     async def _choose(self) -> PeerId:
-        """The conductor to ask now; waits until stage 0 has a peer."""
+        """The peer to ask now. Waits until stage 0 has a peer."""
         if self.conductor is not None:
             return self.conductor
         while True:
             await self.refresh()
             now, order = trio.current_time(), self.order()
             awake = [peer for peer in order if not self.suspected(peer)]
-            # It may have been our own line: of the suspects the one with the fewest failures is asked again, before its
-            # time is over, where nobody else is left, or all others have long said that they do not conduct.
+            # Our own line may have failed. If nobody else is left, or all others have refused for long, ask the suspect
+            # with the fewest failures again before its time is over.
             if all(self._refusals.get(peer, 0) > _STUBBORN for peer in awake):
                 tried = [(*self._failures[peer], peer) for peer in order if self.suspected(peer)]
                 if rested := [(times, order.index(peer)) for times, at, peer in tried if now - at >= _SUSPECT_S]:

@@ -1,8 +1,8 @@
-"""The conductor's service on a stage-0 peer: conducts the run whenever the duty is this peer's.
+"""The conductor's service on a peer of stage 0: conducts the run while this peer has the duty.
 
-Inactive until a peer reports to it and the duty is its own (`Duty`); then a tenure begins, whose machine takes all
-reports (`Reports`) and is driven by `MachineDriver`. A peer that closes its connection, or is silent for too long, is
-gone at once. Every call that is awaited has a deadline.
+Inactive until a peer reports to it and `Duty` decides that the duty is its own. Then a tenure begins: `Reports` passes
+all reports to the tenure's machine, and `MachineDriver` drives it. A peer that closes its connection, or is silent for
+too long, is removed at once. Every call that is awaited has a deadline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MachineDriver
-from peerd.service.conductor.network_desk import NetworkDesk
+from peerd.service.conductor.network_map_server import NetworkMapServer
 from peerd.service.conductor.orders import ConductingConfig, Orders
 from peerd.service.conductor.reports import Reports
 from peerd.service.conductor.rivals import Rivals
@@ -31,15 +31,15 @@ from peerd.service.swarm.counted_record import CountedRecord
 
 if TYPE_CHECKING:
     from peerd.machine.placement.problem import StageWork
-    from peerd.service.conductor.replanning import Replanning
+    from peerd.service.conductor.replanner import Replanner
 
 log = logging.getLogger("peerd.service.conductor.conductor_server")
 
-_SENDING_S = 4.0  # since its last bytes; an idle link has a ping now and then
+_SENDING_S = 4.0  # a peer sends if bytes arrived in this time; idle links exchange pings
 
 
-class Conducting:
-    """Serves `swarm/6/...` and `network/1/...`; `run` carries the duty."""
+class ConductorServer:
+    """Serves `swarm/6` and `network/1`, and conducts the run while `run` runs and this peer has the duty."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class Conducting:
         self._duty = Duty(config, host, clock, rivals, self._driver, proofs)
         self._reports = Reports(config.fingerprint, rpc, following, self._duty, self._driver)
         self._clock, self._microbatches = clock, config.conductor.microbatches
-        self._replanning: Replanning | None = None
-        self._network = NetworkDesk(config.fingerprint, rpc, self._driver)
+        self._replanning: Replanner | None = None
+        self._network = NetworkMapServer(config.fingerprint, rpc, self._driver)
 
     def _sends(self, peer: str) -> bool:
-        """True while bytes of the peer come in, whatever they are."""
+        """True while any bytes arrive from the peer."""
         link = self._host.links.best(PeerId.parse(peer))
         return link is not None and trio.current_time() - link.mux.heard_at < _SENDING_S
 
     def _ask(self, peer: str) -> None:
-        """Have the peer answer a ping soon, or its link ends."""
+        """Ping the peer; its link ends if it does not answer soon."""
         link = self._host.links.best(PeerId.parse(peer))
         if link is not None:
             link.doubt()
@@ -82,7 +82,7 @@ class Conducting:
 
     @property
     def solver(self) -> Worker | None:
-        """Divides rounds where there are limits between pairs of peers."""
+        """Worker that divides averaging rounds if there are rate limits between pairs of peers."""
         return self.orders.solver
 
     @solver.setter
@@ -90,27 +90,28 @@ class Conducting:
         self.orders.solver = solver
 
     def publish_counts(self, record: CountedRecord) -> None:
-        """Have each tenure publish what it counts of peers' work; before `run`."""
+        """Publish each tenure's count of peers' work. Call it before `run`."""
         self._duty.counts = record
 
     def know_stages(self, stages: Sequence[StageWork], planner: Worker | None) -> None:
-        """Take over the work of a microbatch in each stage; before `run`. `planner`: for placement by the measured
-        network, which not every run wants.
+        """Set the work of a microbatch in each stage. Call it before `run`.
+
+        `planner`: the worker for placement by the measured network, or None if the run does not use it.
         """
         self._duty.work = tuple(stage.flops for stage in stages)
         self._replanning = None
         if planner is not None:
-            from peerd.service.conductor.replanning import Replanning  # brings numpy, which a backbone does not need
+            from peerd.service.conductor.replanner import Replanner  # brings numpy, which a backbone does not need
 
-            self._replanning = Replanning(self._driver, self._clock, stages, self._microbatches, planner)
+            self._replanning = Replanner(self._driver, self._clock, stages, self._microbatches, planner)
 
     def know_state(self, state_bytes: int) -> None:
-        """Take over the size of this peer's state, which says how long members may fetch a checkpoint."""
+        """Set the size of this peer's state, which determines how long members may take to fetch a checkpoint."""
         self._duty.state_bytes = state_bytes
 
     @property
     def term(self) -> int:
-        """The latest term that is believed; this peer's own while it conducts."""
+        """The latest credible term; this peer's own term while it conducts."""
         return self._duty.term
 
     @term.setter
@@ -124,7 +125,7 @@ class Conducting:
 
     @property
     def machine(self) -> Conductor | None:
-        """The machine that decides; None while this peer does not conduct."""
+        """The conductor's state machine, or None while this peer does not conduct."""
         return self._driver.machine
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -1,11 +1,11 @@
-"""The conductor's duty: taken on when it is this peer's turn, given up when a peer with the better claim conducts.
+"""The conductor's duty: this peer accepts it when it is its turn, and resigns if a peer with a better claim conducts.
 
-When a peer reports, and every peer before this one in the order is suspected (`ConductorClient.duty`), a tenure
-begins, in a term above all that are believed. Every few seconds, and soon after a report names a later term, the
-peers of stage 0 are asked whether they conduct as well; `Rivals` weighs their claims. Who is itself conducted by
-another peer sends all that ask it to look further, except one that goes on asking: that one does not reach the
-conductor. Steps known by hearsay go to the machine. Hostile input: a term in any peer's report only makes this peer
-look.
+When a peer reports, and all peers before this one in the order are suspected (`ConductorClient.duty`), a tenure begins,
+in a term above all credible ones. Every few seconds, and soon after a report names a later term, the peers of stage 0
+are asked whether they conduct, too; `Rivals` compares their claims. A peer that follows another conductor refuses
+reports and names that conductor. If the same peer keeps asking for 8 s, it presumably cannot reach that conductor, and
+this peer accepts the duty. Steps in others' records are passed to the machine. Hostile input: a term in a report only
+triggers a check.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from peerd.machine.swarm.events import Origin
 from peerd.machine.swarm.posts import peer_of, post_name
 from peerd.net.host.host import Host
 from peerd.service.conductor.commit_proofs import CommitProofs
-from peerd.service.conductor.grants import Granting
+from peerd.service.conductor.grants import GrantSigner
 from peerd.service.conductor.machine_driver import MachineDriver
 from peerd.service.conductor.orders import ConductingConfig
-from peerd.service.conductor.rivals import Reigning, Rivals, believed, next_term
+from peerd.service.conductor.rivals import ConductorClaim, Rivals, believed, next_term
 from peerd.service.conductor.tenure import Tenure
 from peerd.service.swarm.counted_record import CountedRecord
 
 _LOOK_S = 2.0
-_REFRESH_S = 10.0  # for the directory, which asks many
+_REFRESH_S = 10.0  # limit for the directory, which asks many peers
 _FIRST_LOOK_S = 0.5
 _TAKE_OVER_GATHER_S = 0.3
-_LOOK_FOR_S = 3.0  # for a member to answer, before the new conductor decides without it
-_INSISTS_S = 8.0  # that a peer asks one that is conducted by another: in that time it has asked many in the order
-_PROOFS = 16  # members that are asked for proofs in one look, side by side
-_ASKED_AGAIN_S = 20.0  # between two such questions to one peer about one position
-_FORGOTTEN_S = 12.0  # between two calls, and it asks anew
+_LOOK_FOR_S = 3.0  # for a member to answer before a new conductor decides without it
+_INSISTS_S = 8.0  # of repeated requests before we conduct although we follow another conductor
+_PROOFS = 16  # members that are asked for proofs in one check, in parallel
+_ASKED_AGAIN_S = 20.0  # between two requests to one peer for a proof of one position
+_FORGOTTEN_S = 12.0  # pause after which repeated requests count from zero
 
 
 class Duty:
-    """See the module's header. `driver` has the tenure while there is one."""
+    """Decides when this peer conducts. `driver` has the current tenure."""
 
     def __init__(
         self,
@@ -62,26 +62,26 @@ class Duty:
     ) -> None:
         self._config, self._host, self._clock, self._driver, self._proofs = config, host, clock, driver, proofs
         self._rivals, self._following = rivals, rivals.following
-        self.work: tuple[float, ...] = ()  # of a microbatch in each stage, relative to each other; empty: all the same
-        self.state_bytes = 0  # of the first stage; that of others is like it
-        self.term = 0  # the latest that is believed; this peer's own while it conducts
-        self.counts: CountedRecord | None = None  # publishes what each tenure counts of peers' work
+        self.work: tuple[float, ...] = ()  # relative work of a microbatch in each stage; empty: all equal
+        self.state_bytes = 0  # size of the first stage's state; other stages' states have about the same size
+        self.term = 0  # the latest credible term; this peer's own while it conducts
+        self.counts: CountedRecord | None = None  # publishes each tenure's count of peers' work
         self._doubt = trio.Event()  # set, and replaced, when a report names a later term than ours
         self._asked = BoundedDict[tuple[PeerId, Position], float](SUSPECTS)  # for a proof -> when
-        self._asked_last = BoundedDict[PeerId, float](SUSPECTS)  # likewise, of any position
+        self._asked_last = BoundedDict[PeerId, float](SUSPECTS)  # peer -> when we last asked for any proof
         self._at_once = trio.CapacityLimiter(_PROOFS)
-        self._learned = 0  # proofs that the machine knows of
-        self._asking = BoundedDict[PeerId, tuple[float, float]](SUSPECTS)  # peers sent to look further -> since, last
+        self._learned = 0  # number of proofs that the machine has considered
+        self._asking = BoundedDict[PeerId, tuple[float, float]](SUSPECTS)  # refused peer -> first, last request
 
     def hear_of_term(self, heard: int) -> None:
-        """Note the term of the conductor that we follow."""
+        """Record the term of the conductor that we follow."""
         if self._driver.tenure is None:
             self.term = believed(self.term, heard)
 
-    # --- taking on --------------------------------------------------------------------------------------------
+    # --- accepting --------------------------------------------------------------------------------------------
 
     def act(self, seen_term: int, asker: PeerId) -> Tenure:
-        """The tenure, which begins if the duty is ours; else raises Refused, with the peer to ask instead."""
+        """The tenure, which begins now if the duty is ours. Otherwise raises Refused, which names the peer to ask."""
         tenure = self._driver.tenure
         if tenure is None:
             return self._take_on(seen_term, asker)
@@ -113,11 +113,11 @@ class Duty:
         return tenure
 
     def _lasts(self, tenure: Tenure) -> bool:
-        """True while this tenure has not ended."""
+        """True while this tenure is the current one."""
         return self._driver.tenure is tenure
 
     def _insists(self, asker: PeerId) -> bool:
-        """True for a peer that has asked us for long, though another peer conducts us: it does not reach that one."""
+        """True if `asker` has asked us for 8 s although we follow a conductor: it presumably cannot reach that one."""
         now = trio.current_time()
         since, last = self._asking.get(asker, (now, now))
         if now - last > _FORGOTTEN_S:
@@ -129,7 +129,7 @@ class Duty:
         own, now = self._following.own, trio.current_time()
         fetch_s = 2 * self.state_bytes / SLOW_LINE_BYTES_PER_S
         sizes = replace(self._config.conductor, work=self.work, fetch_s=fetch_s)
-        if self.term > 1:  # a run that is on its way: its members are known, and will soon report
+        if self.term > 1:  # the run is in progress: its members are known, and report soon
             sizes = replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
         evidence = self._proofs.evidence
         origin = Origin(
@@ -144,23 +144,23 @@ class Duty:
             signers=evidence.signers,
         )
         machine = Conductor(sizes, self._clock.rng(f"conductor {own} {self.term} {now}"), now, origin)
-        granting = Granting(self._config.fingerprint, self._host.sign)
+        granting = GrantSigner(self._config.fingerprint, self._host.sign)
         return Tenure(self.term, machine, granting, self._clock.rng(f"member list {own} {self.term} {now}"))
 
     def _place(self, name: str) -> str:
-        """The place that a connected peer connects from; for others its peer id, a place of its own."""
+        """The place (IPv4 address or IPv6 /64) of a connected peer; the peer id for others, as a place of their own."""
         link = self._host.links.best(PeerId.parse(peer_of(name)))
         return peer_of(name) if link is None else link.user.place
 
     def _is_receipt(self, holder: str, stage: int, step: int, mb: Mb, shown: Receipt) -> bool:
-        """True when the holder has signed this receipt."""
+        """True if the holder has signed this receipt."""
         try:
             return has_received(PeerId.parse(peer_of(holder)), self._config.fingerprint, stage, step, mb, shown)
         except ValueError:
             return False
 
     async def _look_for(self, machine: Conductor, peer: PeerId, stage: int) -> None:
-        """Look for an announced member; the machine does not wait for one that does not answer."""
+        """Check that an announced member is reachable. If it does not answer, the machine stops waiting for it."""
         if peer != self._following.own and not await self._is_there(peer):
             machine.unexpect(post_name(peer.text, stage))
             self._driver.wake_waiting()
@@ -174,22 +174,22 @@ class Duty:
             return await self._rivals.answers(peer)
         return False
 
-    # --- giving up --------------------------------------------------------------------------------------------
+    # --- resigning --------------------------------------------------------------------------------------------
 
     def _resign(self, why: str) -> None:
         self._driver.notes(f"hands the conductor's duty on: {why}")
         self._driver.end()
 
     async def look_around(self) -> None:
-        """Watch for rivals: two peers may conduct for a moment, and the one with the worse claim resigns.
+        """Watch for rivals until cancelled. If two peers conduct for a moment, the one with the worse claim resigns.
 
-        A run that begins looks more than once before its first step: peers that start together announce themselves
-        while each believes that it is alone.
+        At the start of a run the check is repeated every 0.5 s before the first step, because peers that start together
+        announce themselves while each believes that it is alone.
         """
         while True:
             with trio.move_on_after(_FIRST_LOOK_S if self._gathers else _LOOK_S):
                 await self._doubt.wait()
-                await trio.sleep(_FIRST_LOOK_S)  # a peer that names one term after another makes us look no more often
+                await trio.sleep(_FIRST_LOOK_S)  # limits the rate of checks if a peer keeps naming new terms
             self._doubt = trio.Event()
             if self._driver.tenure is not None:
                 await self._look()
@@ -227,15 +227,15 @@ class Duty:
         dropped = machine.course.steps_made
         self._driver.warnings(
             f"{peer.short} conducts another part of this run, at step {told.current.step}; this part is at step "
-            f"{here.step} and joins it. Dropped: what was made here since the parts separated, at "
-            f"most the {dropped} step{'s' * (dropped != 1)} since this peer conducts; members keep a checkpoint"
+            f"{here.step} and joins it. The steps made here since the parts separated are dropped, at most "
+            f"the {dropped} step{'s' * (dropped != 1)} since this peer conducts; members keep a checkpoint"
         )
         self._resign(f"the part that {peer.short} conducts has more proven work")
 
     def _backers(self, machine: Conductor, peer: PeerId, told: Conducts) -> frozenset[str]:
-        """The known members that signed a rival's position; all of them where a trusted peer bears it out.
+        """The known members that signed a rival's position, or all known members if a trusted peer confirms it.
 
-        None for a position that this peer saw: whoever was there may be here by now.
+        Empty for a position that this peer has seen itself: the members that were there may follow this peer by now.
         """
         if told.current is None or machine.search.proven.saw(told.current):
             return frozenset()
@@ -244,9 +244,10 @@ class Duty:
         return self._proofs.evidence.signers(told.current)
 
     async def _look_for_proofs(self) -> None:
-        """Ask members for proofs of their newest positions that nobody bears out, some members in each look.
+        """Ask members for proofs of their newest positions that are not proven yet, up to 16 members in each check.
 
-        Those that were not asked for longest come first: strangers' claims, however new, leave honest members a turn.
+        Members that have not been asked for longest come first, so that strangers' claims cannot keep honest members
+        from being asked.
         """
         machine = self._driver.machine
         if machine is None or not (self._gathers or machine.search.lacks):
@@ -260,9 +261,9 @@ class Duty:
         await self._ask_for_proofs(machine, [(peer, newest[peer]) for peer in order[:_PROOFS]])
 
     async def _ask_for_proofs(self, machine: Conductor, wanted: Iterable[tuple[PeerId, Position]]) -> None:
-        """Ask each of these peers for a proof of the position that it claims; peers that were just asked are left out.
+        """Ask each of these peers for a proof of the position that it claims, except those that were asked recently.
 
-        They are asked side by side: one that does not answer holds nobody up but the others of this look.
+        They are asked in parallel, so a peer that does not answer delays only this check.
         """
         if known := machine.search.established.peers:
             async with trio.open_nursery() as nursery:
@@ -276,7 +277,7 @@ class Duty:
             self._driver.wake_waiting()
 
     def _may_ask(self, peer: PeerId, position: Position) -> bool:
-        """True for a question for a proof that the peer was not asked just now."""
+        """True if this peer was not asked recently for a proof of this position."""
         return trio.current_time() - self._asked.get((peer, position), -math.inf) >= _ASKED_AGAIN_S
 
     async def _ask_for_proof(self, peer: PeerId, position: Position, known: frozenset[str]) -> None:
@@ -285,13 +286,13 @@ class Duty:
 
     @property
     def _gathers(self) -> bool:
-        """True until the machine has made its first decision; also while there is no machine."""
+        """True until the machine has made its first decision, and while there is no machine."""
         return self._driver.machine is None or self._driver.machine.phase is Phase.GATHERING
 
-    def _reigning(self, machine: Conductor) -> Reigning:
+    def _reigning(self, machine: Conductor) -> ConductorClaim:
         reporting = self._driver.heard
         followers = {peer_of(post.peer) for post in machine.members() if post.since and post.peer in reporting}
-        return Reigning(
+        return ConductorClaim(
             self.term,
             followers,
             machine.course.has_stepped,
@@ -301,7 +302,7 @@ class Duty:
         )
 
     async def _hear_of_steps(self) -> None:
-        """Pass steps known by hearsay to the machine; those of keepers that can be reached count for longer."""
+        """Pass steps from others' records to the machine. Steps of keepers that can be reached count for longer."""
         machine, directory = self._driver.machine, self._following.directory
         if machine is None:
             return
@@ -312,13 +313,14 @@ class Duty:
             machine.search.keepers(kept, self._proofs.network_of)
         if machine.search.lost:
             machine.search.nobody_has = await self._nobody_has(machine)
-            self._driver.wake_waiting()  # the next deadline may be earlier
+            self._driver.wake_waiting()  # the next deadline may now be earlier
 
     async def _nobody_has(self, machine: Conductor) -> bool:
-        """True when all who had the states that no member has were dialed in vain, as far as records tell of any.
+        """True if no peer that had the states which all members lack can be reached, as far as the directory shows.
 
-        A record outlives its peer by a minute, and a peer that lives renews its own: that none is left says as much,
-        where those of other stages were read. A peer that only dials may be on its way to us: it cannot be looked for.
+        A record outlives its peer by a minute, and a living peer renews its own. So if no record is left, the peers are
+        gone, provided that records of other stages could be read. False if such a peer can only dial, because we cannot
+        check whether it is about to connect to us.
         """
         missing = machine.search.without_any_state()
         stepped = [entry for entry in self._following.directory.announced.values() if entry.progress.step]

@@ -1,7 +1,7 @@
-"""Grants: a conductor's signatures on admitted microbatches, for trainers to show to stage peers; see `proof`.
+"""Grants: the conductor's signatures on admitted microbatches, which trainers show to stage peers (`messages/proof`).
 
-Signed anew only when a trainer's list has changed: a report comes with each microbatch, and most change nothing. The
-one trainer that evaluates gets a grant without microbatches, once a step.
+A grant is signed again only if a trainer's list has changed, because a report comes with each microbatch, and most
+change nothing. The one trainer that evaluates gets a grant without microbatches, once a step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from peerd.core.messages.swarm import Grant, GrantStatement, Seqs
 
 
 class _Granted(NamedTuple):
-    """The grant that was signed last, with the term, step and microbatches it is for, and whether it names a member."""
+    """The last signed grant and its content. `helped`: the trainer has contributed to an earlier step."""
 
     term: int
     step: int
@@ -23,8 +23,8 @@ class _Granted(NamedTuple):
     grant: Grant
 
 
-class Granting:
-    """The grants of one reign, by trainer; `sign` with the identity that conducts."""
+class GrantSigner:
+    """Makes the grants of one tenure, by trainer. `sign` signs with the conductor's identity."""
 
     def __init__(self, run: bytes, sign: Sign) -> None:
         self._run, self._sign = run, sign
@@ -33,9 +33,9 @@ class Granting:
     def grant(
         self, term: int, step: int, trainer: str, seqs: list[int], *, early: bool = False, helped: bool = False
     ) -> Grant | None:
-        """Returns a grant for these microbatches of `trainer` in `step`, or None if the list is empty.
+        """A grant for these microbatches of `trainer` in `step`, or None if the list is empty.
 
-        `helped`: the trainer has helped to make a step.
+        `helped`: the trainer has contributed to an earlier step.
         """
         return self._signed(term, step, trainer, seqs, "early" if early else "due", helped) if seqs else None
 

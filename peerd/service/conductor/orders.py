@@ -1,9 +1,8 @@
-"""A conductor's calls to stage peers: average in this attempt, commit, restore, go to another stage.
+"""A conductor's calls to stage peers: average in an attempt, commit, restore, move to another stage.
 
-Each ends in one event; a transfer in none where it is accepted.
-
-Decides nothing: orders come from `machine/conductor/conductor`, and results go back by `tell`. Every call has a
-deadline. Hostile answers: whatever a member answers reaches the machine as its claim, under its name.
+The orders come from `machine/conductor/conductor`. Each order ends with one event, which is passed to
+`OrderContext.tell`; a transfer that is accepted has no event. Makes no decisions. Every call has a deadline. Hostile
+answers: the machine receives each answer as a claim of the member that sent it.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ from peerd.service.rpc.rpc import Rpc
 log = logging.getLogger("peerd.service.conductor.orders")
 
 _TRANSFER_TIMEOUT_S = 10.0
-_MOVE_TIMEOUT_S = 60.0  # an optimizer step, or reading a checkpoint: who takes longer goes on, and says so when done
+_MOVE_TIMEOUT_S = 60.0  # to step or to read a checkpoint; a slower member continues, and reports when done
 
 
 @dataclass(frozen=True, slots=True)
 class ConductingConfig:
-    """One run's fingerprint and sizes; `prepare_timeout_s` for an averaging round beside what its bytes take."""
+    """One run's fingerprint and sizes. `prepare_timeout_s`: for an averaging round, besides the time for its bytes."""
 
     fingerprint: bytes
     conductor: ConductorConfig
@@ -63,8 +62,8 @@ class ConductingConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Reign:
-    """The context of orders: their term and step, and `tell`, which takes the event of each one's end."""
+class OrderContext:
+    """The context of orders: their term, their step, and `tell`, which receives the event that ends each order."""
 
     term: int
     step: int
@@ -72,17 +71,17 @@ class Reign:
 
 
 class Orders:
-    """The calls under way, those of each attempt together."""
+    """The calls in progress, grouped by attempt."""
 
     def __init__(self, config: ConductingConfig, rpc: Rpc) -> None:
         self._config, self._rpc = config, rpc
         self.notes: Callable[[str], None] = log.info
-        self.moved: Callable[[str, Position, Moved], None] = lambda post, target, answer: None  # of each commit
-        self.solver: Worker | None = None  # without one, limits between pairs of peers are not counted
+        self.moved: Callable[[str, Position, Moved], None] = lambda post, target, answer: None  # after each commit
+        self.solver: Worker | None = None  # None: rate limits between pairs of peers are ignored
         self._attempts: dict[bytes, trio.CancelScope] = {}
 
-    def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: Reign) -> None:
-        """Have all peers of these attempts average."""
+    def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: OrderContext) -> None:
+        """Start these attempts: order all their peers to average."""
         attempts: dict[bytes, list[SendPrepare]] = {}
         for order in orders:
             attempts.setdefault(order.attempt, []).append(order)
@@ -91,18 +90,18 @@ class Orders:
             nursery.start_soon(self._run_attempt, found, reign, self._attempts[attempt])
 
     def cancel(self, attempt: bytes) -> None:
-        """Call an attempt off."""
+        """Cancel an attempt."""
         if scope := self._attempts.pop(attempt, None):
             scope.cancel()
 
     def cancel_all(self) -> None:
-        """Call every attempt off."""
+        """Cancel every attempt."""
         for attempt in list(self._attempts):
             self.cancel(attempt)
 
-    async def _run_attempt(self, orders: list[SendPrepare], reign: Reign, scope: trio.CancelScope) -> None:
+    async def _run_attempt(self, orders: list[SendPrepare], reign: OrderContext, scope: trio.CancelScope) -> None:
         with scope:
-            split = await self._divided(orders[0].split)  # one for all
+            split = await self._divided(orders[0].split)  # the same for all orders
             orders = [order for order in (replace(order, split=split) for order in orders) if order.takes_part]
             async with trio.open_nursery() as nursery:
                 for order in orders:
@@ -111,19 +110,19 @@ class Orders:
             del self._attempts[orders[0].attempt]
 
     async def _divided(self, split: Split | None) -> Split | None:
-        """The split, with limits between pairs counted if there are any."""
+        """The split of the work, solved again if there are rate limits between pairs of peers."""
         if split is None or not split.pairs or self.solver is None:
             return split
         try:
             solved = await self.solver.run(split.within_pairs, name="divide a round")
-        except NoSplit as error:  # a pair that cannot pass its part will fail, and one of it is put aside
-            self.notes(f"the lines between some pairs were not counted: {error}")
+        except NoSplit as error:  # a pair that cannot send its part fails, and one of the two is excluded
+            self.notes(f"rate limits between some pairs of peers were ignored: {error}")
             return split
-        # Peers that the conductor has not chosen would not be asked.
+        # The first split has only the peers that the conductor has chosen, so another one must not add any.
         return solved if {p.peer for p in solved.parties} <= {p.peer for p in split.parties} else split
 
-    async def _prepare(self, order: SendPrepare, reign: Reign) -> None:
-        """Ask one member to average."""
+    async def _prepare(self, order: SendPrepare, reign: OrderContext) -> None:
+        """Order one member to average."""
         config, split = self._config, order.split
         body = Prepare(
             config.fingerprint,
@@ -165,8 +164,8 @@ class Orders:
             end = PrepareEnded(order.peer, order.attempt, False, declines=isinstance(error, Refused))
         reign.tell(end)
 
-    async def move(self, order: SendMove, reign: Reign) -> None:
-        """Have one member commit or restore."""
+    async def move(self, order: SendMove, reign: OrderContext) -> None:
+        """Order one member to commit or restore."""
         position, kind, began = None, Commit if order.commit else Restore, trio.current_time()
         body = kind(self._config.fingerprint, reign.term, order.target, stage_of(order.peer))
         method = "stage/6/commit" if order.commit else "stage/6/restore"
@@ -178,11 +177,11 @@ class Orders:
                 self.moved(order.peer, order.target, answer)
         except RemoteError as error:
             log.warning("a member did not reach step %d: %s", order.target.step, error)
-        slow = trio.current_time() - began >= _MOVE_TIMEOUT_S  # whatever the member says
+        slow = trio.current_time() - began >= _MOVE_TIMEOUT_S  # by our own clock, not the member's claim
         reign.tell(MoveEnded(order.peer, position, slow=position is None and slow))
 
-    async def transfer(self, order: SendTransfer, reign: Reign) -> None:
-        """Have one member go to another stage; how that ends, the members' reports tell."""
+    async def transfer(self, order: SendTransfer, reign: OrderContext) -> None:
+        """Order one member to move to another stage. Members' reports show later whether it has moved."""
         body = Relocate(
             self._config.fingerprint, reign.term, stage_of(order.peer), order.target, order.why[:WAITS_CHARS]
         )

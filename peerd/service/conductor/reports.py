@@ -1,9 +1,9 @@
 """Reports to the conductor and its answers: `swarm/6/member`, `trainer`, `leave`, `members` and `who`.
 
-A report is a stage peer's, a helper's or a trainer's state by its own account; the machine takes it as events. Where
-there is no news for its sender, a report waits here until there is some (long polling), so that news need no calls of
-their own. A peer that does not conduct refuses it, and names the peer that does. Hostile input: any body. It speaks for
-its sender's posts only, and names of other peers in it mean their posts at the sender's stage.
+A report is the state of a stage peer, helper or trainer as it describes it; the machine gets it as events. If there is
+no news for its sender, a report waits here until there is some (long polling), so that news needs no calls of its own.
+A peer that does not conduct refuses a report, and names the peer that does. Hostile input: any body. A report affects
+only its sender's posts, and names of other peers in it mean their posts at the sender's stage.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ DECLARED: Final = {
     "swarm/6/members": _SMALL,
     "swarm/6/who": _SMALL,
 }
-_PUT_ASIDE_S = 1.0  # between two reports of a member that is not heard
+_PUT_ASIDE_S = 1.0  # delay of the answer to a member that the machine has excluded
 _NO_SEQS = Seqs()
 
 
 class Reports:
-    """See the module's header. `run`: the fingerprint of the run that is conducted."""
+    """Serves `swarm/6`. `run`: the run's fingerprint."""
 
     def __init__(self, run: bytes, rpc: Rpc, following: ConductorClient, duty: Duty, driver: MachineDriver) -> None:
         self._run, self._rpc, self._following = run, rpc, following
@@ -72,7 +72,7 @@ class Reports:
         rpc.serve("swarm/6/who", WhoConducts, self._who, declared=declared["swarm/6/who"])
 
     def unserve(self) -> None:
-        """Answer no more."""
+        """Stop answering calls."""
         self._rpc.unserve("swarm/6")
 
     def _check_run(self, fingerprint: bytes) -> None:
@@ -98,7 +98,7 @@ class Reports:
         if body.load is not None:
             machine.rebalancing.told(trio.current_time(), name, body.load)
         resend = not helps and not (machine.is_member(name, body.session) and machine.knows(name, body.position))
-        # A member that has just reported in full, and is put aside, would do so again at once, and again.
+        # An excluded member that has just reported in full would otherwise do so again at once, and repeatedly.
         wait_s = body.wait_s if not resend else _PUT_ASIDE_S if body.held is not None else 0.0
         await self._driver.wait_for_news(MEMBERS, lambda: machine.members_version != body.seen, tenure, wait_s)
         self._still(tenure, name)
@@ -106,10 +106,10 @@ class Reports:
         return Answer(self._to_member(tenure, name, body, resend=resend))
 
     def _check_post(self, machine: Conductor, peer: str, stage: int, *, helps: bool) -> None:
-        """Refuse a stage that the run does not have, and more served stages than one identity may have.
+        """Refuse a stage that the run does not have, and more stages than one identity may serve.
 
-        A peer helps one stage: a report from another stage ends its earlier help. A post that helped and now serves,
-        or the reverse, is a new post.
+        A peer helps one stage: a report from another stage ends its earlier help. A post that helped and now serves, or
+        the reverse, is a new post.
         """
         stages, heard, helpers, post = machine.roster.stages, self._driver.heard, self._driver.helpers, post_name
         if stage not in stages:
@@ -199,7 +199,7 @@ class Reports:
         )
 
     def _still(self, tenure: Tenure, name: str) -> None:
-        """After a report has waited: Refused where we conduct no more; else its sender counts as heard, unless lost."""
+        """Check a report that has waited: Refused if our tenure has ended. Otherwise its sender counts as alive."""
         if self._driver.tenure is not tenure:
             raise Refused(f"{NOT_CONDUCTING} any more")
         self._driver.still_heard(name)
@@ -207,14 +207,14 @@ class Reports:
     # --- others -----------------------------------------------------------------------------------------------
 
     async def _leave(self, call: Incoming[Leave]) -> Answer[Empty]:
-        """A peer leaves a stage, or trains no more."""
+        """A peer leaves a stage, or stops training."""
         self._check_run(call.body.run)
         name = call.peer.text if call.body.stage is None else post_name(call.peer.text, call.body.stage)
         self._driver.gone([name])
         return Answer(Empty())
 
     async def _list(self, call: Incoming[ListMembers]) -> Answer[MembersListed]:
-        """The member list, for a peer that is about to choose a stage; refused when this peer does not conduct."""
+        """The member list, for a peer that is about to choose a stage. Refused if this peer does not conduct."""
         self._check_run(call.body.run)
         tenure = self._driver.tenure
         if tenure is None:
@@ -227,7 +227,7 @@ class Reports:
         )
 
     async def _who(self, call: Incoming[WhoConducts]) -> Answer[Conducts]:
-        """Answer with the term when this peer conducts; else refuse."""
+        """Answer with the term and position if this peer conducts; refuse otherwise."""
         self._check_run(call.body.run)
         if self._driver.tenure is None:
             raise Refused(NOT_CONDUCTING)
@@ -255,7 +255,7 @@ def _hello(name: str, body: MemberSync, held: Mbs) -> MemberHello:
 
 
 def _held_by_posts(done: Done) -> Done:
-    """A report of what is done, with the posts that hold it in place of their peers."""
+    """A trainer's report on a finished microbatch, with posts in place of the holders' peer ids."""
     holders = [post_name(peer, stage) if peer else peer for stage, peer in enumerate(done.holders)]
     return Done(done.seq, holders, done.receipts)
 

@@ -1,13 +1,13 @@
-"""Rival conductors: asks the peers of stage 0, in parallel and for a bounded time, and weighs the claims of others.
+"""Rival conductors: asks the peers of stage 0 in parallel, for a bounded time, and compares their claims with ours.
 
-A term alone moves no duty. Only a peer that itself answers that it conducts can take the duty over. Of two parts of a
-run that meet the one with more proven work goes on: that with more than a third of the known members behind it, and of
-two such the one that made more steps. At equal work the followers of each decide: the members that report here against
-those whose records name the other, and only members that were part of the run before, where this peer knows any.
-Between equals, and while this peer's reign has made no step, the later term decides, and of one term the earlier place
-in the order; a stranger's does not where known members report here. Terms far above ours are not believed. So two that
-conduct for a moment agree on one of them, and the claim of a peer without followers costs a look.
-Hostile input: any term and position, from any peer of stage 0; silence; records.
+Only a peer that itself answers that it conducts can replace this peer; a term alone is not enough. If two parts of a
+run meet, the part with more proven work continues: the one that more than a third of the known members signed; if that
+is true of both, the one that made more steps. If work does not decide, the followers do: members that report to this
+peer against members whose records name the other. Only members that were part of the run before count, if this peer
+knows any. With equally many followers, or if no step was made under this peer, the later term wins, and for equal terms
+the earlier peer in the order; but a stranger does not win while known members report here. Terms far above ours are
+not credible. So two peers that conduct for a moment agree on one of them, and the claim of a peer without followers
+only costs a check. Hostile input: any term and position, from any peer of stage 0; silence; records.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ _ANSWER_S = 3.0
 
 
 def believed(own: int, heard: int) -> int:
-    """The later of both terms; a heard one further above ours than conductors can have come and gone is ignored."""
-    jump = TERM_JUMP if own else TERM_FIRST  # a peer that has just come knows no term
+    """The later term, unless `heard` is further above ours than conductors can have changed: then `own`."""
+    jump = TERM_JUMP if own else TERM_FIRST  # a newcomer knows no term
     return max(own, heard) if heard <= own + jump else own
 
 
 def next_term(own: int, heard: int) -> int:
-    """The term of a new reign."""
+    """The term of a new tenure."""
     return min(believed(own, heard) + 1, TERM_MAX)
 
 
 @dataclass(frozen=True, slots=True)
-class Reigning:
-    """Our own claim as a conductor. `followers`: the members that report to us; `established`: peers that are known as
-    members of the run; `has_stepped`: they made a step with us, and stand at `current`.
+class ConductorClaim:
+    """Our own claim to be the conductor.
+
+    `followers`: members that report to us; `has_stepped`: they made a step with us, and are at `current`;
+    `established`: peers that are known as members of the run.
     """
 
     term: int
@@ -58,7 +60,7 @@ class Reigning:
     has_stepped: bool
     current: Position | None = None
     established: Collection[str] = ()
-    backers: frozenset[str] = frozenset()  # the peer itself and its followers
+    backers: frozenset[str] = frozenset()  # this peer and its followers
 
 
 class Rivals:
@@ -67,8 +69,8 @@ class Rivals:
     def __init__(self, run: bytes, rpc: Rpc, host: Host, following: ConductorClient) -> None:
         self._run, self._rpc, self._host, self.following = run, rpc, host, following
         self._at_once = trio.CapacityLimiter(LOOKED_AT_ONCE)
-        self._doubted: set[PeerId] = set()  # conductors whose position was reported in the log as not proven
-        self._named: set[PeerId] = set()  # peers whose term was reported in the log as not believed
+        self._doubted: set[PeerId] = set()  # conductors whose position was logged as not proven
+        self._named: set[PeerId] = set()  # peers whose term was logged as not credible
 
     async def conducting(self) -> dict[PeerId, Conducts]:
         """The peers of stage 0 that answer that they conduct, each with its answer."""
@@ -87,7 +89,7 @@ class Rivals:
         return found
 
     async def reachable(self, peers: Iterable[PeerId]) -> set[PeerId]:
-        """Those of the peers that can be reached."""
+        """The peers that can be reached. At most LOOKED_AT_PEERS are tried."""
         found: set[PeerId] = set()
 
         async def look(peer: PeerId) -> None:
@@ -98,9 +100,9 @@ class Rivals:
         return found
 
     async def posts(self, peers: Iterable[PeerId]) -> dict[PeerId, Collection[int]]:
-        """The stages that each of the peers serves by its own word; those that cannot be asked are left out.
+        """The stages that each peer says it serves, without the peers that cannot be reached.
 
-        Of one that is too busy to say, its records count.
+        For a peer that is too busy to answer, its records count.
         """
         found: dict[PeerId, Collection[int]] = {}
 
@@ -115,7 +117,7 @@ class Rivals:
             except Overloaded:
                 found[peer] = [stage for other, stage in self.following.directory.announced if other == peer]
             except RemoteError:
-                found[peer] = ()  # it has no part in the run, or none yet
+                found[peer] = ()  # it takes no part in the run yet
             else:
                 found[peer] = answer.body.stages
 
@@ -123,7 +125,7 @@ class Rivals:
         return found
 
     async def answers(self, peer: PeerId) -> bool:
-        """True when the peer answers a call, be it with a refusal."""
+        """True if the peer answers a call, even with a refusal."""
         async with self._at_once:
             try:
                 await self._rpc.call(peer, "swarm/6/who", WhoConducts(self._run), Conducts, timeout_s=_ANSWER_S)
@@ -133,18 +135,18 @@ class Rivals:
                 pass
         return True
 
-    def better(self, ours: Reigning, peer: PeerId, told: Conducts, backing: Backing) -> bool:
-        """True when `peer`, which answers that it conducts, has the better claim to the duty that is ours.
+    def better(self, ours: ConductorClaim, peer: PeerId, told: Conducts, backing: Backing) -> bool:
+        """True if `peer`, which answers that it conducts, has a better claim to the duty than this peer.
 
-        `backing`: which of the two parts enough known members stand behind.
+        `backing`: which of the two parts enough known members have signed for.
         """
         by_work = self._more_work(ours, peer, told, backing)
         return by_work if by_work is not None else self._better_followed(ours, peer, told.term)
 
-    def _more_work(self, ours: Reigning, peer: PeerId, told: Conducts, backing: Backing) -> bool | None:
-        """True if the other part of the run has more proven work, False if ours has; None if work does not decide.
+    def _more_work(self, ours: ConductorClaim, peer: PeerId, told: Conducts, backing: Backing) -> bool | None:
+        """True if the other part of the run has more proven work, False if ours has, None if work does not decide.
 
-        A part counts with the members that are known to be in it: a peer that trains by itself for long yields.
+        Steps count only with the signatures of known members: a peer that has trained alone for long does not win.
         """
         here, there = ours.current, told.current
         if here is None or there is None or here == there or backing is Backing.NEITHER:
@@ -156,22 +158,22 @@ class Rivals:
         if there.step > here.step and peer not in self._doubted:
             self._doubted = {*list(self._doubted)[-LOOKED_AT_PEERS:], peer}
             log.warning(
-                "%s conducts another part of this run at step %d, which too few members known here bear out; this part"
-                " goes on from step %d (to join the other: --trust %s)",
+                "%s conducts another part of this run at step %d, for which too few known members have signed; this"
+                " part continues from step %d (to join the other part: --trust %s)",
                 peer.short, there.step, here.step, peer.text,
             )  # fmt: skip
         return False
 
-    def _better_followed(self, ours: Reigning, peer: PeerId, claimed: int) -> bool:
+    def _better_followed(self, ours: ConductorClaim, peer: PeerId, claimed: int) -> bool:
         term = ours.term
         if believed(term, claimed) != max(term, claimed):
             if peer not in self._named:
                 self._named = {*list(self._named)[-LOOKED_AT_PEERS:], peer}
-                log.warning("%s says that it conducts in term %d: that is not believed", peer.short, claimed)
+                log.warning("%s claims to conduct in term %d: ignored, the term is too high", peer.short, claimed)
             return False
         mine = {self.following.own.text, *ours.followers} - {peer.text}
         theirs = {peer.text, *self.following.followers_of(peer)} - mine
-        if others := set(ours.established) - {self.following.own.text}:  # records of strangers are free
+        if others := set(ours.established) - {self.following.own.text}:  # a stranger can publish any number of records
             mine, theirs = mine & {*others, self.following.own.text}, theirs & others
         if len(theirs) > len(mine):
             return True

@@ -1,7 +1,7 @@
-"""Reports that wait for news, each for its own time at most.
+"""Reports that wait for news, each until its own deadline.
 
-A report waits with nearly every microbatch, and a timer of its own was a tenth of what it cost: the ends of all waits
-are looked at together, twice a second at most, when the first of them is due. So a wait may last LOOK_S longer.
+Nearly every microbatch has a report that waits, and a timer for each report was a tenth of its cost. So the deadlines
+of all waits are checked together, at most twice a second, when the first is due. A wait may last up to 0.5 s longer.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ LOOK_S: Final = 0.5
 
 
 class WaitingReports:
-    """Waits by group, for those who want the same news. `sooner` is told when `look_at` comes nearer."""
+    """Waits, grouped by senders that need the same news. Calls `sooner` if `look_at` becomes earlier."""
 
     def __init__(self, sooner: Callable[[], None]) -> None:
         self._sooner = sooner
-        self._waiting: dict[str, dict[trio.Event, float]] = {}  # group -> its waits, and when each is over
+        self._waiting: dict[str, dict[trio.Event, float]] = {}  # group -> its waits and their deadlines
         self.look_at, self._looked_at = math.inf, -math.inf
 
     @property
@@ -29,7 +29,7 @@ class WaitingReports:
         return not self._waiting
 
     async def wait(self, group: str, until: float) -> None:
-        """Until the group's news, or until that time is over."""
+        """Wait until the group has news, or until the time `until`."""
         event = trio.Event()
         waits = self._waiting.setdefault(group, {})
         waits[event] = until
@@ -42,17 +42,17 @@ class WaitingReports:
                 del self._waiting[group]
 
     def news(self, group: str) -> None:
-        """Wake those of this group who wait now."""
+        """Wake the waits of this group."""
         for event in self._waiting.pop(group, ()):
             event.set()
 
     def news_but_for(self, but: str) -> None:
-        """Wake all groups but this one."""
+        """Wake the waits of all groups except this one."""
         for group in [group for group in self._waiting if group != but]:
             self.news(group)
 
     def end(self, now: float) -> None:
-        """Wake those whose time is over; call it when `look_at` is due."""
+        """Wake the waits whose deadline has passed. Call it when `look_at` is due."""
         if now < self.look_at:
             return
         for waits in self._waiting.values():

@@ -1,1 +1,1 @@
-"""Services that find ways to other peers: AutoNAT, DCUtR, relays, port mapping, LAN discovery."""
+"""Services that find network paths to other peers: AutoNAT, DCUtR, relays, port mapping, LAN discovery."""

@@ -1,8 +1,8 @@
-"""Finding peers of the local network: tells it where this peer is, and connects to those that are found.
+"""Discovery of peers in the local network: announces this peer's addresses, and connects to the peers found.
 
-What is found is a hint: it is dialed like any address, only where it leads into this machine's own networks (so that
-nobody in a café can have us dial the world), few at a time, each peer now and then. A peer of another run is sorted out
-by the directory, as everywhere.
+A discovered address is only a hint. It is dialed like any other, but only if it belongs to one of this machine's
+networks, so nobody in a café can make us dial other hosts. Few are dialed at a time, and each peer at most once a
+minute. As usual, the directory rejects a peer of another run.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from peerd.net.host.host import Host
 from peerd.net.mdns import Mdns, NoDiscovery, addrs_in, available
 
 _log = logging.getLogger("peerd.lan")
-_TOLD: Final = 6  # addresses of ours
+_TOLD: Final = 6  # at most, of our addresses are announced
 
 
 class Finder(Protocol):
     """Discovery among peers of the local network."""
 
     async def run(self, addrs: Sequence[Multiaddr], found: Callable[[bytes], None]) -> None:
-        """Announce `addrs`, and call `found` with what others announce, until cancelled; NoDiscovery says why not."""
+        """Announce `addrs`, and call `found` with others' announcements, until cancelled. NoDiscovery says why not."""
         ...
 
 
@@ -40,25 +40,25 @@ class Finder(Protocol):
 class LanConfig:
     """Times in seconds."""
 
-    again_s: float = 60.0  # before a neighbour that is not connected is dialed again; longer after each failure
-    retry_s: float = 300.0  # before discovery that failed is tried again
-    settle_s: float = 1.0  # addresses often change by several at once
+    again_s: float = 60.0  # before an unconnected neighbour is dialed again; longer after each failure
+    retry_s: float = 300.0  # before failed discovery is retried
+    settle_s: float = 1.0  # several addresses often change together
 
 
 @dataclass(slots=True)
 class _Neighbour:
     addrs: list[Multiaddr]
-    next_s: float = 0.0  # not dialed before
+    next_s: float = 0.0  # do not dial before this time
     failures: int = 0
 
 
 class LanDiscovery:
-    """Neighbours, found and connected. Nothing moves until `run`."""
+    """Finds neighbours and connects to them. Idle until `run`."""
 
     def __init__(
         self, host: Host, finder: Finder, met: Callable[[PeerId, Multiaddr], None], config: LanConfig | None = None
     ) -> None:
-        """`met` hears of each neighbour that was reached, and at which address."""
+        """`met` is called with each neighbour that was reached, and its address."""
         self._host, self._finder, self._met = host, finder, met
         self._config = config or LanConfig()
         self._neighbours = BoundedDict[PeerId, _Neighbour](LAN_PEERS)
@@ -67,7 +67,7 @@ class LanDiscovery:
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Announce and find until cancelled; anew whenever this host's addresses change."""
+        """Announce and find peers until cancelled; restart whenever this host's addresses change."""
         async with trio.open_nursery() as self._nursery:
             self._nursery.start_soon(self._try_again)
             task_status.started()
@@ -81,7 +81,7 @@ class LanDiscovery:
                     nursery.cancel_scope.cancel()
 
     def status(self) -> dict[str, Any]:
-        """Plain data: neighbours found lately, how many of them are connected, and what is wrong."""
+        """Plain data: the numbers of neighbours found and connected, and the current problem."""
         connected = set(self._host.connected())
         return {
             "found": len(self._neighbours),
@@ -95,7 +95,7 @@ class LanDiscovery:
         return [addr for addr in addrs if self._is_near(addr)][:_TOLD]
 
     def _is_near(self, addr: Multiaddr) -> bool:
-        """True when it lies in a network of this machine, or in a private one where these are not known."""
+        """True if it is in a network of this machine, or private if this machine's networks are unknown."""
         ip, networks = ip_of(addr), self._host.whereabouts.networks()
         if ip is None or reach(addr) == 0:
             return False
@@ -103,23 +103,23 @@ class LanDiscovery:
 
     async def _find(self, addrs: Sequence[Multiaddr]) -> None:
         if not addrs:
-            return  # this host is for its own machine only
+            return  # this host listens only on its own machine
         while True:
             try:
                 await self._finder.run(addrs, self._found)
             except NoDiscovery as error:
                 self._problem = str(error)
-                _log.warning("peers of the local network are not looked for: %s", error)
+                _log.warning("no discovery in the local network: %s", error)
             await trio.sleep(self._config.retry_s)
 
     def _found(self, text: bytes) -> None:
-        """Take in an announcement."""
+        """Store an announcement and dial its peer."""
         by_peer: dict[PeerId, list[Multiaddr]] = {}
         for addr in addrs_in(text):
             bare, peer = split_peer(addr)
             if peer is not None and peer != self._host.id and self._is_near(bare):
                 by_peer.setdefault(peer, []).append(bare)
-        for peer, addrs in list(by_peer.items())[:1]:  # one announcement speaks of one peer
+        for peer, addrs in list(by_peer.items())[:1]:  # one announcement is of one peer
             neighbour = self._neighbours[peer] = self._neighbours.get(peer) or _Neighbour(addrs)
             neighbour.addrs = addrs
         self._dial_some()
@@ -151,5 +151,5 @@ class LanDiscovery:
 
 
 def own_finder(clock: Clock) -> Finder | None:
-    """The finder of this machine: multicast DNS, with the extra `peerd[lan]`."""
+    """The finder of this machine: multicast DNS, if the extra `peerd[lan]` is installed."""
     return Mdns(clock.rng("lan")) if available() else None

@@ -1,9 +1,9 @@
-"""Port mapping: keeps the listening port open at the home router for as long as this peer runs.
+"""Port mapping: keeps the listening port open at the home router while this peer runs.
 
-Asks each kind of router in turn, announces the public address and port that one promises, renews long before the
-lease ends (which also repairs what a router forgot when it was restarted), asks anew when this machine moves, and
-takes the mapping back on leaving. Whether strangers really get through is not decided here: others test it. What is
-promised is announced only when it is a public address; behind a second router it leads nowhere.
+Asks each kind of router in turn and announces the public address and port that it maps. Renews long before the lease
+ends, because a router that restarts forgets the mapping; asks again when this machine moves; removes the mapping at the
+end. Other peers test whether the address works (`autonat`). An address that is not public is not announced, because
+behind a second router it is useless.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from peerd.core.clock import Clock
 from peerd.machine.rate.backoff import backoff_s
 from peerd.net.gateway.natpmp import NatPmp
 from peerd.net.gateway.router import NoMapping, Router
-from peerd.net.gateway.upnp import Igd, available
+from peerd.net.gateway.upnp import UpnpRouter, available
 from peerd.net.host.host import Host
 from peerd.net.tcp.interfaces import gateway
 
 _log = logging.getLogger("peerd.portmap")
 MAPPED: Final = "mapped"  # the source under which the address is announced
-_SHORTEST_LEASE_S: Final = 60.0  # a router that grants less is not asked more often than twice in that time
+_SHORTEST_LEASE_S: Final = 60.0  # shorter leases are renewed as if they had this length
 
-_WORDS: Final = {  # by state, for people
+_WORDS: Final = {  # by state, for users
     "mapped": "the router passes {address} on to this peer ({by})",
-    "useless": "the router opens a port, which leads nowhere: {why} ({by})",
+    "useless": "the router opens a port that others cannot reach: {why} ({by})",
     "none": "no router opens a port for this peer: {why}",
     "not needed": "no router is asked for a port: {why}",
 }
@@ -41,28 +41,28 @@ _WORDS: Final = {  # by state, for people
 class PortMapConfig:
     """Times in seconds."""
 
-    lease_s: int = 3600  # what is asked for: RFC 6886's recommendation is twice that; a crash leaves less behind
-    renew_s: float = 300.0  # a router that was restarted has forgotten the mapping
-    retry_s: float = 60.0  # after nobody answered; doubled each time
+    lease_s: int = 3600  # half of what RFC 6886 recommends: after a crash the mapping expires sooner
+    renew_s: float = 300.0  # a router that was restarted has no mapping
+    retry_s: float = 60.0  # after no router answered; doubled each time
     longest_retry_s: float = 3600.0
-    ask_s: float = 15.0  # one router: looking for one that speaks UPnP, in vain, takes half of that
+    ask_s: float = 15.0  # one router; a search that finds no UPnP router takes half of that
     leave_s: float = 2.0
 
 
 class PortMapping:
-    """The router's promise, kept. Nothing moves until `run`."""
+    """Keeps this peer's port mapped. Idle until `run`."""
 
     def __init__(self, host: Host, routers: Sequence[Router], config: PortMapConfig | None = None) -> None:
         self._host, self._routers = host, list(routers)
         self._config = config or PortMapConfig()
-        self._held: tuple[Router, int] | None = None  # the router, and the port that it maps
+        self._held: tuple[Router, int] | None = None  # the router and the port that it maps
         self._failures = 0
         self._was_mapped = False
         self._lease_s = math.inf
         self._status: dict[str, Any] = {"state": "asking", "address": None, "by": None, "why": None}
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep the port open until cancelled."""
+        """Keep the port mapped until cancelled."""
         task_status.started()
         try:
             while True:
@@ -75,7 +75,7 @@ class PortMapping:
                 await self._leave()
 
     def status(self) -> dict[str, Any]:
-        """Plain data: `state` (asking, mapped, useless, none, not needed), the public address, by what, why."""
+        """Plain data: `state` (asking, mapped, useless, none, not needed), public address, kind of router, reason."""
         return dict(self._status)
 
     def _pause_s(self) -> float:
@@ -103,7 +103,7 @@ class PortMapping:
         self._tell("none", why="; ".join(reasons))
 
     def _inside_port(self) -> int | None:
-        """The port to be mapped; None: nothing to map, or strangers need no router's help."""
+        """The port to map. None if there is no port to map, or if strangers reach it without a router's help."""
         places = [(addr, place) for addr in self._host.listen_addrs() if (place := tcp_place(addr)) is not None]
         four = [(addr, place) for addr, place in places if place.family == "ip4"]
         if any(reach(addr) == 2 for addr, _ in four):
@@ -111,7 +111,7 @@ class PortMapping:
         return next((place.port for addr, place in four if reach(addr) == 1), None)
 
     async def _ask(self, router: Router, port: int) -> str | None:
-        """The reason why this router does not help; None: it does."""
+        """Why this router does not help, or None if it maps the port."""
         try:
             with trio.fail_after(self._config.ask_s):
                 mapped = await router.map(port, self._config.lease_s)
@@ -133,7 +133,7 @@ class PortMapping:
         told = {"state": state, "address": address, "by": by, "why": why}
         if told != self._status:
             self._status = told
-            news = state == "mapped" or self._was_mapped  # that there is none, at each start, is told by `peerd status`
+            news = state == "mapped" or self._was_mapped  # at the start only `peerd status` shows a missing one
             self._was_mapped = state == "mapped"
             _log.log(logging.INFO if news else logging.DEBUG, "%s", _WORDS[state].format(**told))
         if address is None:
@@ -146,18 +146,18 @@ class PortMapping:
                 try:
                     await held[0].unmap(held[1])
                 except NoMapping as error:
-                    _log.debug("the mapping was not taken back: %s", error)
+                    _log.debug("the mapping was not removed: %s", error)
 
 
 def own_routers(clock: Clock) -> list[Router]:
-    """The routers that this machine may have, the quickest to ask first; none without the extra `peerd[portmap]`."""
+    """The routers that this machine may have, the quickest to ask first. Empty without the extra `peerd[portmap]`."""
     if not available():
         return []
-    return [NatPmp(gateway), Igd(clock.rng("portmap"))]
+    return [NatPmp(gateway), UpnpRouter(clock.rng("portmap"))]
 
 
 async def tried(routers: Sequence[Router], port: int) -> list[str]:
-    """Each router's answer, in words, when it is asked for `port` for a moment: for `peerd doctor`."""
+    """Each router's answer as text, when it is asked to map `port` for a moment: for `peerd doctor`."""
     told: dict[str, str] = {}
 
     async def attempt(router: Router) -> None:

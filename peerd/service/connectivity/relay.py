@@ -1,17 +1,15 @@
-"""Relay: lets peers that nobody can dial be reached over this one. Serves hop by `machine.connectivity.relay`'s
-decisions.
+"""Circuit relay v2: this peer relays for peers that nobody can dial, as `machine/connectivity/relay` decides.
 
     relay = Relay(host, clock, keypair)
-    nursery.start(relay.run)          # serves from then on; ends every circuit when it is cancelled
+    await nursery.start(relay.run)    # serves until cancelled; then all circuits end
     relay.traffic()                   # reservations, circuits and bytes, for `peerd status`
 
-A circuit is two streams and a task for each direction: a piece is read, waits for its turn, is handed on, and only
-then the next one is read. So a slow reader slows its own writer and nobody else, the end of one direction is carried
-over; what a circuit holds is bounded by the windows of its two streams, and what all hold by ending the fullest.
-Whoever holds a reservation keeps its link.
-A hostile peer may ask without end (refused with a reason), open circuits and say nothing (a deadline), never read (a
-deadline for each piece), send as fast as it can (equal shares for places), or build chains of relays (refused).
-Source: libp2p specs `relay/circuit-v2.md`.
+A circuit is two streams, and a task for each direction that reads a piece, waits for its turn, forwards it, and then
+reads the next one. So a slow reader slows only its own writer. The end of one direction is forwarded, too. The windows
+of its two streams bound the bytes that wait in a circuit; if the total is too large, the fullest circuits are ended. A
+peer with a reservation keeps its link. A hostile peer may send endless requests (refused with a reason), open circuits
+and send nothing (a deadline), never read (a deadline for each piece), send at full speed (equal shares by place), or
+build chains of relays (refused). Source: libp2p specs `relay/circuit-v2.md`.
 """
 
 from __future__ import annotations
@@ -34,15 +32,15 @@ from peerd.core.protobuf.circuit import (
     HopKind,
     HopMessage,
     Limit,
-    Promise,
+    ReservationMessage,
     Status,
     StopKind,
     StopMessage,
     status_words,
 )
 from peerd.core.protobuf.voucher import Voucher
-from peerd.machine.connectivity.path_selection import Way
-from peerd.machine.connectivity.relay import Refusal, RelayConfig, Switchboard, overfull
+from peerd.machine.connectivity.path_selection import PathKind
+from peerd.machine.connectivity.relay import Refusal, RelayConfig, RelayServer, overfull
 from peerd.machine.rate.fair_queue import FairQueue, FlowPace
 from peerd.net.host.host import Host
 from peerd.net.host.link_table import PeerDown
@@ -51,16 +49,16 @@ from peerd.net.link.stream import Stream
 from peerd.net.timer import Timer
 
 _log = logging.getLogger("peerd.relay")
-_PIECE_BYTES = 64 * 1024  # about a frame: what one direction hands on in its turn
-_LOOK_S = 30.0  # between two looks for expired reservations and idle circuits
-_ROUND_TRIP_S = 0.1  # within which one circuit alone may have all that the relay carries under way
-_WEIGH_S = 1.0  # between two looks at how much circuits hold
+_PIECE_BYTES = 64 * 1024  # about a frame: what one direction forwards in its turn
+_LOOK_S = 30.0  # between two checks for expired reservations and idle circuits
+_ROUND_TRIP_S = 0.1  # round trip in which one circuit alone can use the relay's whole rate
+_WEIGH_S = 1.0  # between two checks of the bytes that wait in circuits
 _ADDRS_BYTES = 3072  # of our addresses in one answer, so that it stays within a message
 
 
 @dataclass(frozen=True, slots=True)
 class RelayTraffic:
-    """Load of this relay at the moment, and traffic since its start."""
+    """Current load of this relay, and traffic since its start."""
 
     reservations: int
     circuits: int
@@ -73,33 +71,33 @@ class _Circuit:
     source: Stream
     destination: Stream
     moved_at: float
-    place: str  # of the source, which all of the circuit's bytes count for
+    place: str  # IPv4 address or IPv6 /64 of the source, to which all bytes count
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     carried_bytes: int = 0
-    over: str | None = None  # why it was ended from here
+    over: str | None = None  # why this relay ended it
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that have come and have not left."""
+        """Bytes that have arrived and have not been sent on."""
         return sum(stream.mux.inbox_bytes + stream.mux.out_bytes for stream in (self.source, self.destination))
 
 
 class Relay:
-    """The service."""
+    """The relay service of one host."""
 
     def __init__(self, host: Host, clock: Clock, keypair: Keypair, config: RelayConfig | None = None) -> None:
         self.config = config or RelayConfig()
         self._host, self._clock, self._keypair = host, clock, keypair
-        self._board = Switchboard(self.config)
+        self._board = RelayServer(self.config)
         self._shares = FairQueue(self.config.bytes_per_s)
-        # With a rate of ours, what comes faster would wait here, or fill the line on its way: a crowded line's round
-        # trip grows, and windows that follow it would crowd it further.
+        # Larger windows would not help if our rate is limited: the bytes would wait here, or fill the line and lengthen
+        # its round trip.
         under_way = min(self.config.bytes_per_s * _ROUND_TRIP_S, limits.WINDOW_BYTES_MAX)
         self._window_bytes = max(limits.WINDOW_BYTES_INITIAL, int(under_way))
-        self._passing: dict[int, trio.Event] = {}  # by ticket: a piece that waits for its turn
+        self._passing: dict[int, trio.Event] = {}  # ticket of a piece that waits for its turn
         self._turns = Timer(self._shares.wake_at, self._pass_turns)
         self._circuits: dict[int, _Circuit] = {}
-        self._kept: dict[PeerId, None] = {}  # peers whose links we keep
+        self._kept: dict[PeerId, None] = {}  # peers whose links are protected
         self._past_bytes = self._refused = 0
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -130,7 +128,7 @@ class Relay:
         return RelayTraffic(len(self._board.holders()), len(self._circuits), carried, self._refused)
 
     def _look(self, now: float) -> None:
-        """Expire reservations, keep the links of those that hold one, and end circuits on which nothing moves."""
+        """Expire reservations, protect the links of peers that have one, and end idle circuits."""
         self._board.wake(now)
         holders = dict.fromkeys(self._board.holders())
         for peer in [peer for peer in self._kept if peer not in holders]:
@@ -141,13 +139,13 @@ class Relay:
                 self._end(circuit, f"nothing moved for {self.config.circuit_idle_s:g} s")
 
     async def _keep_small(self) -> None:
-        """End circuits that make us hold too much."""
+        """End circuits in which too many bytes wait."""
         while True:
             await trio.sleep(_WEIGH_S)
             circuits = list(self._circuits.values())
             for number in overfull([(c.place, c.held_bytes) for c in circuits], self.config.held_bytes):
-                _log.info("a circuit from %s holds too much unread", circuits[number].source.peer)
-                self._end(circuits[number], "too much of it waits here unread")
+                _log.info("a circuit from %s has too many unread bytes", circuits[number].source.peer)
+                self._end(circuits[number], "too many unread bytes")
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -156,11 +154,11 @@ class Relay:
             try:
                 message = HopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES))
             except ProtocolViolation as error:
-                _log.warning("peer %s asks the relay for nonsense: %s", stream.peer, error)
+                _log.warning("peer %s sent the relay an invalid request: %s", stream.peer, error)
                 await _answer(stream, Status.MALFORMED_MESSAGE)
                 return
         if scope.cancelled_caught:
-            raise ProtocolViolation("a stream to the relay was opened and nothing asked", stream.peer)
+            raise ProtocolViolation("opened a stream to the relay and sent no request", stream.peer)
         if message.kind == HopKind.RESERVE:
             await self._reserve(stream)
         elif message.kind == HopKind.CONNECT and message.peer is not None:
@@ -172,7 +170,7 @@ class Relay:
         peer = stream.peer
         decision = (
             Refusal(Status.PERMISSION_DENIED, "it came over another relay")
-            if stream.link.way == Way.RELAYED
+            if stream.link.way == PathKind.RELAYED
             else self._board.reserve(self._clock.now(), peer, ip_of(stream.link.remote), spare=self._is_dialable(peer))
         )
         if isinstance(decision, Refusal):
@@ -183,18 +181,18 @@ class Relay:
             self._host.links.keep(peer)
         expires_unix_s = int(self._clock.wall() + self.config.reservation_s)
         voucher = Voucher(self._host.id, peer, expires_unix_s).seal(self._keypair)
-        promise = Promise(expires_unix_s, self._addrs(stream), voucher)
+        promise = ReservationMessage(expires_unix_s, self._addrs(stream), voucher)
         _log.debug("%s %s a reservation", peer, "renewed" if decision.renewed else "has")
         answer = HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=promise, limit=self._limit())
         await send_message(stream, answer.encode())
 
     def _is_dialable(self, peer: PeerId) -> bool:
-        """True when the peer says that it has an address of its own in the internet."""
+        """True if the peer reports a public address of its own."""
         info = self._host.info(peer)
         return info is not None and any(reach(addr) == 2 and not is_relayed(addr) for addr in info.addrs)
 
     def _addrs(self, stream: Stream) -> tuple[bytes, ...]:
-        """Addresses at which we can be reached without a relay, as far as they are of use to the asker."""
+        """Our addresses without a relay that are of use to the requester."""
         local = reach(stream.link.remote) == 0
         direct = [addr for addr in self._host.addrs() if not is_relayed(addr) and (local or reach(addr) > 0)]
         found: list[bytes] = []
@@ -215,7 +213,7 @@ class Relay:
         source = stream.peer
         decision = (
             Refusal(Status.PERMISSION_DENIED, "it came over another relay")
-            if stream.link.way == Way.RELAYED
+            if stream.link.way == PathKind.RELAYED
             else self._board.connect(self._clock.now(), source, ip_of(stream.link.remote), destination)
         )
         if isinstance(decision, Refusal):
@@ -233,7 +231,7 @@ class Relay:
                 ended = await self._bridge(decision.number, stream, far)
             finally:
                 if ended:
-                    await far.aclose()  # what is still queued arrives; the near one is closed by the host likewise
+                    await far.aclose()  # queued bytes are still sent; the host closes the near stream in the same way
                 else:
                     far.reset()
                     stream.reset()
@@ -241,7 +239,7 @@ class Relay:
             self._board.ended(decision.number)
 
     async def _open_far(self, source: PeerId, destination: PeerId) -> Stream | Refusal:
-        """Ask the destination; a stream that is a circuit from now on, or why not."""
+        """Open the circuit's second stream. Returns it once the destination accepts, else the reason for a refusal."""
         link = self._host.links.direct(destination)
         if link is None:
             self._board.left(destination)
@@ -268,7 +266,7 @@ class Relay:
     # --- circuits ------------------------------------------------------------------------------------------
 
     async def _bridge(self, number: int, near: Stream, far: Stream) -> bool:
-        """Hand bytes on in both directions until both have ended (then True), or something ends the circuit."""
+        """Forward bytes in both directions. True if both ended by themselves, False if the circuit was ended."""
         circuit = _Circuit(near, far, self._clock.now(), place_of(ip_of(near.link.remote))[0])
         self._circuits[number] = circuit
         for stream in (near, far):
@@ -280,7 +278,7 @@ class Relay:
                     nursery.start_soon(self._carry, circuit, near, far)
                     nursery.start_soon(self._carry, circuit, far, near)
             if circuit.scope.cancelled_caught:
-                circuit.over = circuit.over or "its time is over"
+                circuit.over = circuit.over or "its time limit was reached"
         finally:
             del self._circuits[number]
             self._past_bytes += circuit.carried_bytes
@@ -289,7 +287,7 @@ class Relay:
         return circuit.over is None
 
     async def _carry(self, circuit: _Circuit, source: Stream, sink: Stream) -> None:
-        """One direction, up to its end."""
+        """Forward one direction until its end."""
         left, pace = self.config.circuit_bytes, FlowPace(self.config.circuit_bytes_per_s)
         try:
             while view := await source.receive_view(_PIECE_BYTES):
@@ -302,13 +300,13 @@ class Relay:
                 with trio.move_on_after(self.config.circuit_stall_s) as stall:
                     await sink.send(view[:size])
                 if stall.cancelled_caught:
-                    self._end(circuit, f"{sink.peer.short} took nothing for {self.config.circuit_stall_s:g} s")
+                    self._end(circuit, f"{sink.peer.short} read nothing for {self.config.circuit_stall_s:g} s")
                     return
                 circuit.moved_at = self._clock.now()
                 circuit.carried_bytes += size
                 left -= size
                 if not left:
-                    self._end(circuit, "its bytes are used up")
+                    self._end(circuit, "its byte limit was reached")
                     return
             await sink.close_write()
         except Unreachable as error:
@@ -325,7 +323,7 @@ class Relay:
                 self._shares.give_back(ticket)
 
     def _pass_turns(self) -> None:
-        """Let pieces pass in their order, at the rate of all together."""
+        """Release waiting pieces in their order, at the total rate."""
         while (ticket := self._shares.pop(trio.current_time())) is not None:
             self._passing.pop(ticket).set()
 

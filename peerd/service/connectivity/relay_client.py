@@ -1,9 +1,9 @@
-"""Reserving: keeps places at relays while nobody can dial this peer, else a spare one, and announces ways over them.
+"""Reservations at relays: kept while nobody can dial this peer, otherwise one as a spare; announces relayed addresses.
 
-Carries out what `machine/connectivity/relay_reservations` decides: asks connected relays through `Circuits`, connects
-to further peers when those are too few, and notices losses: of a place at a relay that is gone, and of one at a relay
-that was restarted and found again before the link to it had ended. What a relay promises is checked by `Circuits`.
-Invariant: announced are the addresses of places that are held now, at most limits.RESERVATION_ADDRS of each.
+Executes the decisions of `machine/connectivity/relay_reservations`: requests reservations at connected relays through
+`Circuits`, connects to further peers if there are too few, and notices losses: a relay that is gone, and a relay that
+has restarted, which is found on a new link before the old one has ended. `Circuits` checks what a relay promises.
+Invariant: only addresses of current reservations are announced, at most limits.RESERVATION_ADDRS of each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import RESERVATION_ADDRS
 from peerd.core.protobuf.circuit import HOP
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.relay_reservations import (
     Candidate,
     FindRelays,
@@ -31,22 +31,22 @@ from peerd.machine.connectivity.relay_reservations import (
     ReservationsConfig,
     Reserve,
 )
-from peerd.net.host.host import Host, PeerDown, PeerTold
+from peerd.net.host.host import Host, PeerDown, PeerIdentified
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.net.timer import Timer
 
 _log = logging.getLogger("peerd.reach")
-CIRCUITS = "circuits"  # announces ways over relays
-_SEARCHED = 3  # peers connected to in one search
+CIRCUITS = "circuits"  # source of announced relayed addresses
+_SEARCHED = 3  # peers that one search connects to
 _CONNECT_S = 15.0
-_LOST_KEPT = 8  # relays that we held a place at, to be tried again
+_LOST_KEPT = 8  # former relays that are tried again
 
 
-class Guide(Protocol):
-    """A source of further peers: the DHT."""
+class PeerSource(Protocol):
+    """A source of further peers, such as the DHT."""
 
     def entry_peers(self) -> Collection[PeerId]:
-        """The peers through which we joined, the first choice as relays."""
+        """The peers through which we joined; they are preferred as relays."""
         ...
 
     def contacts(self) -> Mapping[PeerId, Iterable[Multiaddr]]:
@@ -54,18 +54,18 @@ class Guide(Protocol):
         ...
 
     def look_around(self) -> None:
-        """Learn of more."""
+        """Start to look for more peers."""
 
 
-class Reserving:
-    """Our places at relays. Nothing moves until `run`, and nothing is asked until `want`."""
+class RelayReservations:
+    """Our reservations at relays. Idle until `run`; requests nothing until `want`."""
 
     def __init__(
         self,
         host: Host,
         circuits: Circuits,
         clock: Clock,
-        guide: Guide | None = None,
+        guide: PeerSource | None = None,
         config: ReservationsConfig | None = None,
     ) -> None:
         self._host, self._circuits, self._clock, self._guide = host, circuits, clock, guide
@@ -78,20 +78,20 @@ class Reserving:
 
     @property
     def relays(self) -> list[PeerId]:
-        """Relays that take circuits for us now."""
+        """Relays that accept circuits for us now."""
         return list(self._circuits.reservations)
 
     def on_change(self, hear: Callable[[], None]) -> None:
-        """Have `hear` called when a place was won or lost; it must not block."""
+        """Register `hear`, which is called when a reservation is gained or lost; it must not block."""
         self._heard.append(hear)
 
     def want(self, needs_them: bool, *, spare: bool = False) -> None:
-        """Set whether others need relays to reach us; `spare`: else one is wanted besides."""
+        """Set whether others need relays to reach us. `spare`: keep one reservation even if they do not."""
         self._machine.want(needs_them, spare=spare)
         self.look()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep places until cancelled."""
+        """Keep reservations until cancelled."""
         try:
             with self._host.watch(told=True) as events:
                 async with trio.open_nursery() as self._nursery:
@@ -103,14 +103,14 @@ class Reserving:
                     async for event in events:
                         if isinstance(event, PeerDown):
                             self._gone(event.peer)
-                        elif isinstance(event, PeerTold):
+                        elif isinstance(event, PeerIdentified):
                             self._consider(event.peer)
                         self.look()
         finally:
             self._nursery = None
 
     def look(self) -> None:
-        """Do what is to be done now."""
+        """Do what is due now."""
         if self._nursery is None:
             return
         now = self._clock.now()
@@ -126,28 +126,26 @@ class Reserving:
         self._timer.rearm()
 
     def _consider(self, peer: PeerId) -> None:
-        """Offer this connected peer as a relay if it is one, and is reached without a relay or a punched hole
-        itself.
-        """
+        """Offer a connected peer as a relay if it relays, and if we reach it without a relay or a punched hole."""
         link, info = self._host.links.direct(peer), self._host.info(peer)
         if link is None or info is None:
             return
         named = any(reach(addr) == 2 and not is_relayed(addr) for addr in info.addrs)
-        if HOP in info.protocols and (link.way == Way.DIRECT or (link.way == Way.LOCAL and named)):
+        if HOP in info.protocols and (link.way == PathKind.DIRECT or (link.way == PathKind.LOCAL and named)):
             preferred = self._guide is not None and peer in self._guide.entry_peers()
             self._machine.offers(Candidate(peer, link.remote, link.rtt_s, preferred))
         elif peer not in self._circuits.reservations:
             self._machine.gone(self._clock.now(), peer)
 
     def _moved(self, peer: PeerId) -> None:
-        """Ask a relay again that is reached over another link: one that was restarted knows of no place."""
+        """Ask a relay again that is now reached over another link: after a restart it has lost our reservation."""
         if self._machine.moved(self._clock.now(), peer):
             self.look()
 
     def _gone(self, peer: PeerId) -> None:
         now = self._clock.now()
         if peer in self._machine.held(now):
-            _log.info("the relay %s is lost", peer)
+            _log.info("lost the relay %s", peer)
             self._lost[peer] = None
         self._machine.gone(now, peer)
         self._circuits.forget(peer)
@@ -156,7 +154,7 @@ class Reserving:
         try:
             held = await self._circuits.reserve(peer)
         except RemoteError as error:
-            _log.info("no place at relay %s: %s", peer, error)
+            _log.info("no reservation at relay %s: %s", peer, error)
             self._machine.refused(self._clock.now(), peer)
             if peer not in self._machine.held(self._clock.now()):
                 self._circuits.forget(peer)
@@ -166,7 +164,7 @@ class Reserving:
         self.look()
 
     async def _search(self) -> None:
-        """Connect to further peers: relays that were lost, then whoever may be one. They tell us what they serve."""
+        """Connect to further peers: lost relays first, then known contacts. Identify shows whether they relay."""
         there = {*self._host.connected(), self._host.id}
         contacts = self._guide.contacts() if self._guide is not None else {}
         if self._guide is not None:

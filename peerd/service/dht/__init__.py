@@ -1,1 +1,1 @@
-"""The directory as a service: Kademlia over remote calls."""
+"""The directory as a service: a Kademlia DHT over remote calls."""

@@ -1,9 +1,9 @@
-"""The way into the swarm: bootstrap addresses, each tried until it answers, and again whenever it is lost.
+"""Bootstrap: dials the bootstrap addresses until they answer, and dials again whenever a connection is lost.
 
-Keeps connections to three entry peers, so that two halves of a swarm that lost sight of each other meet again there.
-Of more addresses each peer draws for itself, and the others are in reserve: the entry peers of a large swarm would else
-be full, and would close, for each peer that comes, the connection of another, which comes back. Says for each address
-what came of it, in words that a user can act on. Knows nothing about the DHT.
+Keeps connections to three entry peers, so that two halves of a swarm that lost contact meet again there. If there are
+more addresses, each peer draws three at random and keeps the others in reserve. Otherwise the entry peers of a large
+swarm would be full, and would close another peer's connection for each newcomer, whereupon that peer returns. Reports
+the result for each address in words that a user can act on. Knows nothing about the DHT.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.net.host.host import Host
 
-_OURSELVES: Final = "that is this peer itself"  # as the host and the hand-shake say it
+_OURSELVES: Final = "that is this peer itself"  # text of an error of the host and of the handshake
 _OTHER_PEER: Final = re.compile(r"expected (\w+), but the peer there is (\w+)")
-KEPT: Final = 3  # connections
-_STOOD_S: Final = 60.0  # a connection that ended sooner is not sought again at once: its peer may be full
-NO_PEERD: Final = "answers, but is no peerd peer"  # as the hand-shake says it, too, with what it heard instead
+KEPT: Final = 3  # connections that are kept
+_STOOD_S: Final = 60.0  # after a shorter connection the next pause is longer: its peer may be full
+NO_PEERD: Final = "answers, but is no peerd peer"  # also the beginning of an error of the handshake
 
 
 @dataclass(slots=True)
@@ -37,12 +37,12 @@ class _Entry:
     peer: PeerId | None = None  # the peer there, once we are connected
     problem: str = ""
     attempts: int = 0
-    delay_s: float = 0.0  # before the next one
+    delay_s: float = 0.0  # before the next attempt
     gone: trio.Event = field(default_factory=trio.Event)  # the connection to `peer` has closed
 
 
-class EntryPoints:
-    """Tries and keeps bootstrap addresses; calls `met(peer, addr)` at each new connection."""
+class BootstrapPeers:
+    """Dials bootstrap addresses and keeps connections to them. Calls `met(peer, addr)` at each new connection."""
 
     def __init__(
         self,
@@ -52,20 +52,20 @@ class EntryPoints:
         longest_retry_s: float,
         rng: random.Random,
     ) -> None:
-        self.settled = trio.Event()  # set by the owner once it has joined, and here when there is no way to join by
-        self.failed = trio.Event()  # every address has been tried, and none led to a peer that answers
-        self.reached = trio.Event()  # a peer at one of the addresses has answered, or there is no address but our own
+        self.settled = trio.Event()  # set by the owner once it has joined, and here if no address works
+        self.failed = trio.Event()  # every address has been tried, and no peer answers
+        self.reached = trio.Event()  # a peer at one of the addresses has answered, or all are our own
         self._host = host
         self._met = met
         self._retry_s = retry_s
         self._longest_retry_s = longest_retry_s
         self._rng = rng
         self._entries: list[_Entry] = []
-        self._waiting: list[tuple[float, int, _Entry]] = []  # a heap: those without a connection, by their next attempt
+        self._waiting: list[tuple[float, int, _Entry]] = []  # heap of unconnected entries, by their next attempt
         self._count = itertools.count()
 
     def start(self, nursery: trio.Nursery, bootstrap: Sequence[Multiaddr]) -> None:
-        """Begin; our own address among them means nothing."""
+        """Start dialing. Our own address among `bootstrap` is ignored."""
         others = [addr for addr in dict.fromkeys(bootstrap) if split_peer(addr)[1] != self._host.id]
         self._entries = [_Entry(addr) for addr in others]
         self._settle_if_none()
@@ -79,32 +79,32 @@ class EntryPoints:
 
     @property
     def given(self) -> bool:
-        """True where there is an address besides our own."""
+        """True if there is an address besides our own."""
         return bool(self._entries)
 
     def peers(self) -> list[PeerId]:
-        """Those that are connected."""
+        """The connected entry peers."""
         return [peer for peer, _ in self.connected()]
 
     def connected(self) -> list[tuple[PeerId, Multiaddr]]:
-        """Those that are connected, each with its address."""
+        """The connected entry peers, each with its address."""
         return [(entry.peer, entry.addr) for entry in self._entries if entry.peer is not None]
 
     def lost(self, peer: PeerId) -> None:
-        """The last connection to `peer` has closed."""
+        """Handle the end of the last connection to `peer`."""
         for entry in self._entries:
             if entry.peer == peer:
                 entry.gone.set()
 
     def answered(self, peer: PeerId) -> None:
-        """`peer` has answered a question of the directory."""
+        """Record that `peer` has answered a DHT request."""
         for entry in self._entries:
             if entry.peer == peer:
                 entry.problem = ""
                 self.reached.set()
 
     def refused(self, peer: PeerId, why: str) -> None:
-        """`peer` is there, but does not answer us."""
+        """Record that `peer` is connected, but refuses our requests."""
         told = NO_PEERD if "does not speak" in why else f"it refuses us: {why}"
         for entry in self._entries:
             if entry.peer == peer:
@@ -112,14 +112,14 @@ class EntryPoints:
                 self._note_failures()
 
     def tried(self) -> list[tuple[str, str]]:
-        """Each address, without the peer's id, and why it has not led to a peer yet."""
+        """Each address, without the peer's id, and why no peer there has answered yet."""
         return [
             (str(split_peer(entry.addr)[0]), entry.problem.removeprefix(f"{entry.addr}: ") or "no answer yet")
             for entry in self._entries
         ]
 
     def waits_for(self) -> str | None:
-        """The reason why nobody is known yet; None when there is nobody to know."""
+        """Why no peer is known yet, or None if there is no bootstrap address."""
         if not self._entries:
             return None
         problems = [entry.problem for entry in self._entries if entry.problem]
@@ -132,7 +132,7 @@ class EntryPoints:
         return f"a connection to bootstrap {tried[0].addr}"
 
     def status(self) -> list[dict[str, Any]]:
-        """Plain data: each address, whether it is connected, and if not, why."""
+        """Plain data: each address, whether it is connected, and the problem if not."""
         return [
             {
                 "addr": str(entry.addr),
@@ -145,14 +145,14 @@ class EntryPoints:
         ]
 
     def _note_failures(self) -> bool:
-        """True when no address leads to a peer that answers."""
+        """Set `failed` and return True if every address has a problem."""
         failed = all(entry.problem for entry in self._entries)
         if failed:
             self.failed.set()
         return failed
 
     def _settle_if_none(self) -> None:
-        """Settle when no address is left but our own: there is nobody to wait for."""
+        """Settle if no address but our own is left: there is no peer to wait for."""
         if not self._entries:
             self.reached.set()
         if self._note_failures():
@@ -162,7 +162,7 @@ class EntryPoints:
         heapq.heappush(self._waiting, (until_s, next(self._count), entry))
 
     async def _keep(self, entry: _Entry) -> None:
-        """Keep one connection, at first to this entry peer, and then to whichever is next."""
+        """Keep one connection: first to this entry peer; after it ends, to the next one that waits."""
         while True:
             if await self._hold(entry):
                 self._wait(entry, trio.current_time() + entry.delay_s)
@@ -171,13 +171,13 @@ class EntryPoints:
                 self._entries.remove(entry)
                 self._settle_if_none()
             if not self._waiting:
-                return  # there is one for each of us, unless it was our own address
+                return  # all others have a task of their own: this address was ours
             due_s, _, entry = heapq.heappop(self._waiting)
             if due_s > trio.current_time():
                 await trio.sleep_until(due_s)
 
     async def _hold(self, entry: _Entry) -> bool:
-        """Connect, and wait until the connection has ended; False when the address is our own."""
+        """Connect, and wait until the connection has ended. False if the address is our own."""
         entry.attempts += 1
         try:
             entry.peer = await self._host.connect_addr(entry.addr)
@@ -203,8 +203,9 @@ def _describe(addr: Multiaddr, error: RemoteError) -> str:
 
 
 def why_unreachable(addr: Multiaddr, error: RemoteError) -> str:
-    """The reason why `addr` led nowhere, in plain words and without the address: dialling puts those it tried in
-    front.
+    """Why `addr` could not be reached, as text for the user.
+
+    The text omits the address, with which errors of a dial begin.
     """
     bare, reason = str(split_peer(addr)[0]), str(error.args[0])
     _, found, rest = reason.partition(f"{bare}: ")
@@ -213,6 +214,6 @@ def why_unreachable(addr: Multiaddr, error: RemoteError) -> str:
 
 
 def _another(found: re.Match[str]) -> str:
-    """The two ids as people compare them."""
+    """The two peer ids in their short form, for the user."""
     wanted, there = (PeerId.parse(text).short for text in found.groups())
     return f"another peer answers there: {there}, not {wanted}"

@@ -1,9 +1,9 @@
-"""The DHT's messages on the wire, and their translation to the values that `machine/dht/node` works with.
+"""The DHT's messages on the wire, and their translation to the values of `machine/dht/kademlia`.
 
-Bodies of the calls dht/4/ping, dht/4/find, dht/4/get and dht/4/store. Lengths are bounded by the types, so that
-decoding refuses what is too long; the translation refuses the rest (records that are none, ids of other key types,
-clocks that show no number) with ProtocolViolation. Signatures are not checked here. Addresses that make no sense are
-dropped, not refused: a later version may know kinds that we do not.
+Bodies of the calls dht/4/ping, dht/4/find, dht/4/get and dht/4/store. The types bound all lengths, so that decoding
+refuses what is too long. The translation refuses other invalid input (records, ids of other key types, clocks that are
+not finite) with ProtocolViolation. Signatures are not checked here. Invalid addresses are dropped, not refused: a later
+version may have kinds of addresses that are unknown here.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ PeerBytes = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=P
 TagBytes = Annotated[bytes, msgspec.Meta(min_length=RECORD_TAG_BYTES, max_length=RECORD_TAG_BYTES)]
 RecordBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
 Addrs = Annotated[list[Annotated[bytes, msgspec.Meta(max_length=ADDR_BYTES)]], msgspec.Meta(max_length=ADDRS_PER_PEER)]
-MAX_AGE_S = 3600  # of a copy; an older one is kept nowhere
+MAX_AGE_S = 3600  # of a cached copy; no peer keeps older ones
 Version = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class HelloMessage(Message, frozen=True):
-    """Introduction: the sender's addresses (none: cannot be dialled), and what its uncorrected clock shows."""
+    """Introduction: the sender's addresses (none if it cannot be dialed), and the time of its uncorrected clock."""
 
     addrs: Addrs
     wall: float
@@ -72,9 +72,10 @@ class PongMessage(Message, frozen=True):
 
 
 class FindMessage(Message, frozen=True):
-    """Request of dht/4/find and dht/4/get. `keys`: each once, for one that comes again has no answer of its own.
+    """Request of dht/4/find and dht/4/get. `keys`: distinct, since a repeated key gets no answer of its own.
 
-    `most_bytes`: wanted of one key; 0: all of it. `max_age_s`: of copies. `has`: tags of records that the asker has.
+    `most_bytes`: limit for the records of one key; 0: none. `max_age_s`: limit for the age of cached copies. `has`:
+    tags of records that the caller has already.
     """
 
     keys: Annotated[list[KeyBytes], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
@@ -85,16 +86,16 @@ class FindMessage(Message, frozen=True):
 
 
 class NearMessage(Message, frozen=True):
-    """The answer of dht/4/find: contacts near any of the keys."""
+    """Answer of dht/4/find: contacts near any of the keys."""
 
     contacts: Contacts
     hello: HelloMessage | None
 
 
 class RecordsMessage(Message, frozen=True):
-    """The answer of dht/4/get: records of the first so many keys, and contacts near them.
+    """Answer of dht/4/get: the records of as many keys as fit, in the order of the request, and contacts near them.
 
-    In place of a record that the asker has stands its tag.
+    A record that the caller has already is replaced by its tag.
     """
 
     records: Annotated[list[KeyRecords], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
@@ -122,7 +123,7 @@ ReplyMessage = PongMessage | NearMessage | RecordsMessage | StoredMessage
 
 
 def request_to_wire(request: q.Request, wall: float) -> tuple[str, RequestMessage, type[ReplyMessage]]:
-    """The method, its body, and what its answer looks like. `wall` is what our uncorrected clock shows."""
+    """The method, its body, and the type of its answer. `wall`: time of our uncorrected clock."""
     hello = hello_to_wire(request.hello, wall)
     match request:
         case q.Find(keys, values, _, most_bytes, max_age_s, has):
@@ -148,7 +149,7 @@ def request_from_wire(message: RequestMessage, *, values: bool = False) -> q.Req
 
 
 def reply_to_wire(reply: q.Reply, wall: float, *, values: bool = False) -> ReplyMessage:
-    """`wall` is what our uncorrected clock shows."""
+    """The message of a reply. `wall`: time of our uncorrected clock."""
     hello = hello_to_wire(reply.hello, wall)
     match reply:
         case q.Found(records, contacts):
@@ -166,7 +167,7 @@ def reply_to_wire(reply: q.Reply, wall: float, *, values: bool = False) -> Reply
 
 
 def reply_from_wire(message: ReplyMessage, asked: int) -> q.Reply:
-    """`asked`: keys that the question held. Raises ProtocolViolation."""
+    """The reply of a message. `asked`: number of keys in the request. Raises ProtocolViolation."""
     hello = _hello(message.hello)
     match message:
         case RecordsMessage(records, contacts):
@@ -188,14 +189,14 @@ def hello_to_wire(hello: q.Hello | None, wall: float) -> HelloMessage | None:
 
 
 def addrs_to_wire(addrs: Iterable[Multiaddr]) -> tuple[bytes, ...]:
-    """The addresses that we tell of ourselves: dialable, without our id; loopback only when there is nothing else."""
+    """Our addresses as we announce them: dialable, without our peer id, loopback only if there are no others."""
     bare = [addr for addr in dict.fromkeys(split_peer(addr)[0] for addr in addrs) if is_dialable(addr)]
     outside = [addr for addr in bare if reach(addr) > 0]
     return tuple(addr.to_bytes() for addr in (outside or bare)[:ADDRS_PER_PEER])
 
 
 def addrs_from_wire(addrs: Iterable[bytes]) -> list[Multiaddr]:
-    """The addresses that make sense and could be dialled."""
+    """The addresses that are valid and can be dialed."""
     found = []
     for raw in addrs:
         try:
@@ -211,7 +212,7 @@ def _hello(message: HelloMessage | None) -> q.Hello | None:
     if message is None:
         return None
     if not math.isfinite(message.wall):
-        raise ProtocolViolation("a clock that shows no number")
+        raise ProtocolViolation("a clock whose time is not a finite number")
     return q.Hello(tuple(addr.to_bytes() for addr in addrs_from_wire(message.addrs)))
 
 
@@ -222,13 +223,13 @@ def _contacts(messages: Iterable[ContactMessage]) -> tuple[Contact, ...]:
         raise ProtocolViolation(str(error)) from None
 
 
-@functools.lru_cache(maxsize=4096)  # answers name the same peers over and over; making one costs two hashes
+@functools.lru_cache(maxsize=4096)  # answers often name the same peers; making a contact costs two hashes
 def _contact(peer: bytes, addrs: tuple[bytes, ...]) -> Contact:
     return Contact(PeerId(peer), addrs)
 
 
 def _verdict(number: int) -> Verdict:
-    """A verdict that we don't know is a refusal all the same."""
+    """The verdict of a number. An unknown one counts as a refusal."""
     try:
         return Verdict(number)
     except ValueError:

@@ -1,11 +1,11 @@
-"""The DHT of a running peer: drives `machine/dht/node` over calls, and offers get, put and withdraw.
+"""The DHT of a running peer: drives `machine/dht/kademlia` over remote calls, and offers get, put and withdraw.
 
-Decides nothing about the DHT itself: it carries out each Ask as one call, answers what others ask, tells the machine
-when connections close and time has passed, and waits for operations on behalf of callers. It also finds the way in
-(bootstrap addresses, tried again for ever, with a reason to show) and corrects the clock by what peers' clocks show.
+Makes no DHT decisions. It executes each Ask as one call, answers others' requests, notifies the machine when
+connections close and time passes, and waits for operations on behalf of callers. It also joins through bootstrap
+addresses, which it retries forever with a reason for the user, and corrects our clock by the peers' clocks.
 
-Hostile input is bounded by dht_messages (sizes) and the machine (everything else); verifying signatures is spread over
-turns of the loop. Not covered: an attacker with very many identities near a key.
+Hostile input is bounded by `codec` (sizes) and the machine (everything else). Other tasks run between verifications of
+signatures. Not covered: an attacker with very many identities near a key.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import DHT_STORE_BYTES
 from peerd.core.record import LATEST_S, Record, Verifier
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.dht import messages as q
-from peerd.machine.dht.node import Kademlia
+from peerd.machine.dht.kademlia import Kademlia
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
@@ -38,17 +38,17 @@ from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.net.host.host import Host, PeerDown, PeerUp
 from peerd.net.timer import Timer
 from peerd.service.dht import codec as wire
-from peerd.service.dht.bootstrap import EntryPoints
-from peerd.service.dht.requests import DhtCalls, PeerClock
+from peerd.service.dht.bootstrap import BootstrapPeers
+from peerd.service.dht.requests import DhtRequests, PeerClock
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.rpc.types import Answer, Incoming
+from peerd.service.rpc.rpc_types import Answer, Incoming
 
 __all__ = ["Dht", "DhtConfig", "Record"]
 
 _log = logging.getLogger("peerd.dht")
 _PROTOCOL = "dht/4"
-_CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads at the same time has about ten
-_SLACK_BYTES = 32 << 10  # of a message beyond the records in it
+_CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads needs about ten
+_SLACK_BYTES = 32 << 10  # of a message, besides its records
 _SMALL: Final = Declaration(
     shows=Shows.NOTHING,
     rows=None,
@@ -64,36 +64,36 @@ DECLARED: Final = {
     "dht/4/store": replace(_SMALL, body_bytes=DHT_STORE_BYTES + _SLACK_BYTES),
 }
 _OUTDATED = (Verdict.STALE, Verdict.UNTIMELY)
-_TOGETHER_S = 0.5  # addresses often change by several at once
-DIRECTORY_S: Final = 10.0  # for one command, which asks many
-_WITHDRAW_S: Final = 5.0  # to take back what we published
-_LINKS_S = 20.0  # between two looks at connected peers
-_NAMED_S = 60.0  # a peer that offers outdated records is named once in so long
-_NAMED_PEERS = 1024  # remembered for that
+_TOGETHER_S = 0.5  # several addresses often change together
+DIRECTORY_S: Final = 10.0  # for one operation, which asks many peers
+_WITHDRAW_S: Final = 5.0  # to withdraw our records
+_LINKS_S = 20.0  # between two checks of connected peers
+_NAMED_S = 60.0  # a peer that offers outdated records is logged once in this time
+_NAMED_PEERS = 1024  # peers remembered for that
 
 D = TypeVar("D", q.GetDone, q.PutDone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DhtConfig:
-    """Figures of the service; those of the DHT are in `node`. Times in seconds."""
+    """Settings of the service; those of the DHT node are in `node`. Times in seconds."""
 
     node: KademliaConfig = field(default_factory=KademliaConfig)
-    calls: int = 128  # under way at once
-    retry_s: float = 1.0  # a bootstrap address that failed is tried again, then after twice as long, ...
+    calls: int = 128  # in progress at once
+    retry_s: float = 1.0  # pause before a failed bootstrap address is retried; doubles each time
     longest_retry_s: float = 30.0
 
 
 @dataclass(slots=True)
 class _Operation:
-    """A command under way, and the tasks that wait for it."""
+    """An operation in progress, and the tasks that wait for it."""
 
     ended: trio.Event = field(default_factory=trio.Event)
     done: q.GetDone | q.PutDone | None = None
 
 
 class Dht:
-    """This peer's part of the DHT. Nothing moves until `run`."""
+    """This peer's part of the DHT. Idle until `run`."""
 
     def __init__(self, host: Host, rpc: Rpc, clock: Clock, keypair: Keypair, config: DhtConfig | None = None) -> None:
         self._host, self._rpc, self._clock = host, rpc, clock
@@ -101,23 +101,23 @@ class Dht:
         verifier = Verifier(verify)
         self._kad = Kademlia(keypair, verifier, clock.rng("dht"), self._config.node, host.book)
         self._peer_clock = PeerClock(clock, self._may_vote)
-        self._calls = DhtCalls(host, rpc, self._peer_clock, verifier, self._config.calls)
+        self._calls = DhtRequests(host, rpc, self._peer_clock, verifier, self._config.calls)
         rng = clock.rng("bootstrap")
-        self.entries = EntryPoints(host, self._met, self._config.retry_s, self._config.longest_retry_s, rng)
+        self.entries = BootstrapPeers(host, self._met, self._config.retry_s, self._config.longest_retry_s, rng)
         self._nursery: trio.Nursery | None = None
         self._timer = Timer(lambda: self._kad.wake_at(clock.now()), self._wake)
         self._numbers = itertools.count(1)
         self._operations: dict[int, _Operation] = {}
         self._responses: dict[int, q.Reply] = {}
         self._cache: dict[Key, tuple[float, list[Record]]] = {}
-        self._named: dict[PeerId, float] = {}  # when, for outdated records
+        self._named: dict[PeerId, float] = {}  # peer -> when we last logged its outdated records
 
     async def run(
         self, bootstrap: Sequence[Multiaddr] = (), *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Join through `bootstrap` (nobody: we are the first) and take part until cancelled.
+        """Join through `bootstrap` (empty for the first peer of a DHT) and take part until cancelled.
 
-        Started means: others are answered. Operations wait by themselves until the way in was found or has failed.
+        It has started once it answers others. Operations wait until this peer has joined or failed to join.
         """
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -143,10 +143,10 @@ class Dht:
                 for number in list(self._operations):
                     self._handle(q.Stop(number))
 
-    # --- what others use ---------------------------------------------------------------------------------------
+    # --- operations ------------------------------------------------------------------------------------------
 
     def meet(self, peer: PeerId, addr: Multiaddr) -> None:
-        """Consider a peer to which we are connected at `addr`, and which nobody of the DHT has named."""
+        """Add a peer to which we are connected at `addr`, and which no DHT peer has named."""
         if self._nursery is not None:
             self._met(peer, addr)
 
@@ -160,14 +160,14 @@ class Dht:
         stays: bool = False,
         timeout_s: float = DIRECTORY_S,
     ) -> int:
-        """Publish `value` under `key` and our own sub-key (our id and `suffix`), replacing what we had there.
+        """Publish `value` under `key` and our own sub-key (our id and `suffix`), replacing our earlier record there.
 
-        Returns how many peers hold it by now; 0 means nobody yet. Either way it stays published, renewed and brought
-        to peers that come nearer, until `ttl_s` has passed or `withdraw`. With `stays`, `withdraw_all` leaves it to
-        those who hold it, until `ttl_s` has passed. LocalError when it is too large.
+        Returns how many peers store it by now; it may be 0. In any case it stays published until `ttl_s` has passed or
+        `withdraw`: it is renewed, and sent to peers that join nearer to the key. With `stays`, `withdraw_all` does not
+        delete it at the peers that store it, until `ttl_s` has passed. Raises LocalError if it is too large.
         """
         if not (ttl_s > 0 and math.isfinite(ttl_s)):
-            raise LocalError(f"a record cannot live for {ttl_s} s")
+            raise LocalError(f"a record cannot have a lifetime of {ttl_s} s")
         self._cache.pop(key, None)
         done = await self._perform(lambda op: q.Put(op, key, suffix, value, ttl_s, stays), q.PutDone, timeout_s)
         return done.peers
@@ -177,9 +177,9 @@ class Dht:
     ) -> list[Record]:
         """All live records under `key`, verified, one per sub-key, sorted by sub-key.
 
-        `max_age_s`: a result of this age will do, from an earlier call with that parameter or from copies that peers on
-        the way to the key keep. When the time runs out, what was found by then. `most_bytes`: of a key, from each peer
-        that answers; 0: all that it holds. A peer that holds more gives every publisher's share, small records first.
+        `max_age_s`: accept a result of this age, from an earlier call with this parameter or cached by peers near the
+        key. On timeout returns what was found by then. `most_bytes`: limit for a key and each peer that answers, 0 for
+        none; a peer that has more records sends some of each publisher, small records first.
         """
         return (await self.get_many([key], timeout_s=timeout_s, max_age_s=max_age_s, most_bytes=most_bytes))[key]
 
@@ -193,7 +193,7 @@ class Dht:
     async def read(
         self, keys: Iterable[Key], *, timeout_s: float = DIRECTORY_S, max_age_s: float = 0.0, most_bytes: int = 0
     ) -> tuple[dict[Key, list[Record]], bool]:
-        """`get_many`, and whether another peer answered: if none did, keys without records may well have some."""
+        """Returns `get_many`, and whether any peer answered. If none did, keys without records may well have some."""
         now, found = self._clock.now(), dict[Key, list[Record]]()
         answered = True
         wanted = list(dict.fromkeys(keys))
@@ -211,19 +211,19 @@ class Dht:
             done = await self._perform(lambda op: q.Get(op, missing, most_bytes, age_s), q.GetDone, timeout_s)
             found |= done.records
             answered = done.answered
-            if answered and max_age_s > 0 and not most_bytes:  # a part would not do for a caller that wants all
+            if answered and max_age_s > 0 and not most_bytes:  # a partial result must not be reused for all
                 self._remember(done.records)
         else:
             await trio.lowlevel.checkpoint()
         return {key: list(found.get(key, ())) for key in wanted}, answered
 
     async def withdraw(self, key: Key, *, suffix: bytes = b"", timeout_s: float = _WITHDRAW_S) -> None:
-        """Take back what we published under this sub-key; nothing, if we did not."""
+        """Withdraw our record under this sub-key, if there is one."""
         self._cache.pop(key, None)
         await self._perform(lambda op: q.Withdraw(op, key, suffix), q.PutDone, timeout_s, leaving=True)
 
     async def withdraw_all(self, *, timeout_s: float = _WITHDRAW_S) -> None:
-        """Take back everything but what stays, in few messages: before leaving."""
+        """Withdraw all our records except those that stay, in few messages, before leaving."""
         self._cache.clear()
         await self._perform(lambda op: q.Withdraw(op), q.PutDone, timeout_s, leaving=True)
 
@@ -232,7 +232,7 @@ class Dht:
         return self.entries.peers()
 
     def clock_problem(self) -> str | None:
-        """What is wrong with this machine's clock, and what to do; None if peers can read each other's records."""
+        """What is wrong with this machine's clock, and what to do. None if peers can read each other's records."""
         return self._peer_clock.waits_for()
 
     @property
@@ -241,12 +241,12 @@ class Dht:
         return self._peer_clock.compared
 
     def look_around(self) -> None:
-        """Ask our neighbours for further peers near us."""
+        """Ask our neighbours for more peers near us."""
         self._kad.look_around(self._clock.now())
         self._handle(None)
 
     def contacts(self) -> dict[PeerId, list[Multiaddr]]:
-        """Peers of the routing table, and where they say they can be dialed."""
+        """Peers of the routing table, and the addresses at which they say they can be dialed."""
         return {contact.peer: wire.addrs_from_wire(contact.addrs) for contact in self._kad.node.neighbours.table}
 
     def status(self) -> dict[str, Any]:
@@ -280,16 +280,16 @@ class Dht:
     async def _perform(
         self, command: Callable[[int], q.Input], kind: type[D], timeout_s: float, *, leaving: bool = False
     ) -> D:
-        """Give the machine a command and wait for its end, or stop it when the time has run out.
+        """Run an operation of the machine and wait for its end; stop it on timeout.
 
-        Before we have joined it would reach nobody: wait for that first, unless we are `leaving` anyway.
+        Waits first until this peer has joined, since an operation reaches no peer before that, unless it is `leaving`.
         """
         deadline = trio.current_time() + timeout_s
         if not leaving:
             with trio.CancelScope(deadline=deadline):
                 await self.entries.settled.wait()
         if self._nursery is None:
-            raise LocalError("the DHT does not run")
+            raise LocalError("the DHT is not running")
         number, operation = next(self._numbers), _Operation()
         self._operations[number] = operation
         try:
@@ -312,9 +312,9 @@ class Dht:
     # --- the machine -------------------------------------------------------------------------------------------
 
     def _handle(self, event: q.Input | None) -> None:
-        """Pass in an event (None: time has passed) and do what comes of it."""
+        """Pass an event to the machine (None: time has passed) and execute its outputs."""
         now = self._clock.now()
-        # A clock that is off by centuries keeps nobody from publishing: others refuse the records, and status says why.
+        # A clock that is off by centuries must not prevent publishing: others refuse the records, and status says why.
         self._kad.node.clock_ahead_s = min(max(self._clock.wall(), 0.0), LATEST_S) - now
         outputs = self._kad.wake(now) if event is None else self._kad.handle(now, event)
         for output in outputs:
@@ -330,7 +330,7 @@ class Dht:
                         operation.done = output
                         operation.ended.set()
                 case q.BlamePeer(peer, why):
-                    _log.warning("peer %s broke the DHT's rules: %s", peer, why)
+                    _log.warning("peer %s violated the DHT protocol: %s", peer, why)
         if self._kad.node.joined:
             self.entries.settled.set()
         self._timer.rearm()
@@ -340,7 +340,7 @@ class Dht:
         self._handle(None)
 
     async def _follow_addrs(self) -> None:
-        """Tell the peers that have us in a table of our new addresses, or that we have none."""
+        """Announce our new addresses, or that we have none, to the peers that have us in a table."""
         while True:
             await self._host.whereabouts.readdressed()
             await trio.sleep(_TOGETHER_S)
@@ -354,10 +354,10 @@ class Dht:
         self._tell_addrs()
         self._handle(q.Met(Contact(peer, (split_peer(addr)[0].to_bytes(),))))
 
-    # --- asking ------------------------------------------------------------------------------------------------
+    # --- requests to others ------------------------------------------------------------------------------------
 
     async def _ask(self, ask: q.Ask) -> None:
-        """One question and its answer; whatever happens, the machine hears of it."""
+        """Make one request. Every outcome is reported to the machine."""
         outcome: q.Input = q.AskFailed(ask.id)
         try:
             with trio.CancelScope(deadline=trio.current_time() + self._config.node.silent_s):
@@ -370,15 +370,15 @@ class Dht:
             _log.info("peer %s: %s", ask.contact.peer, error)
             outcome = q.AskFailed(ask.id, lied=True)
         except RemoteError as error:
-            _log.debug("a question to %s failed: %s", ask.contact.peer, error)
+            _log.debug("a request to %s failed: %s", ask.contact.peer, error)
             if isinstance(error, Refused):
                 self.entries.refused(ask.contact.peer, str(error.args[0]))
         self._handle(outcome)
 
     async def _watch_links(self) -> None:
-        """Ask peers whose clock we have not seen where they are now: a link over a relay may become direct.
+        """Check connected peers repeatedly: ask for clocks that we do not know, maybe over a link that is now direct.
 
-        While nobody is known, ask the entry peers once more: one that refused us may take our new token.
+        While no peer is known, ask the entry peers again: one that refused us may accept our new token.
         """
         while True:
             await trio.sleep(_LINKS_S)
@@ -389,7 +389,7 @@ class Dht:
                 await self._compare_clocks(peer)
 
     async def _compare_clocks(self, peer: PeerId) -> None:
-        """Ask a peer what time it is, if we know too few clocks. Those that cannot be dialed are asked nothing else."""
+        """Ask a peer for its time if we know too few clocks. For peers that cannot be dialed it is the only request."""
         link = self._host.links.best(peer)
         if link is None or not self._peer_clock.wants(peer, link.remote):
             return
@@ -397,7 +397,7 @@ class Dht:
         with suppress(RemoteError), trio.move_on_after(silent_s):
             await self._calls.ask(Contact(peer, ()), q.Ping(self._kad.node.hello), silent_s)
 
-    # --- answering ---------------------------------------------------------------------------------------------
+    # --- requests of others ------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         rpc, declared = self._rpc, DECLARED
@@ -429,9 +429,9 @@ class Dht:
         return Answer(wire.reply_to_wire(reply, self._peer_clock.raw_wall(), values=values))
 
     def _name_replays(self, peer: PeerId, request: q.StoreRecords, reply: q.Stored) -> None:
-        """Log which peer brought outdated records of others, and that they were refused; rarely for each peer.
+        """Log which peer brought outdated records of others, which were refused; once a minute for each peer.
 
-        No blame: an honest peer may not have heard of the newer one yet, or have a clock that is off.
+        It is not blamed: an honest peer may not have the newer record yet, or have a clock that is off.
         """
         told = zip(request.records, reply.verdicts, strict=False)
         outdated = [r for r, (verdict, _) in told if verdict in _OUTDATED and r.publisher != peer]
@@ -445,18 +445,18 @@ class Dht:
         _log.debug("peer %s offered %d outdated records, the first of them of %s: refused", peer, count, publisher)
 
     def _may_vote(self, peer: PeerId) -> bool:
-        """True when the peer's clock has a vote: in a run with tokens, only a member's does."""
+        """True if the peer's clock may correct ours: in a run with tokens, only a member's may."""
         return self._rpc.gate is None or self._rpc.gate.may_vote(peer)
 
     def _is_dialable(self, peer: PeerId, hello: q.Hello) -> bool:
-        """True when others can probably dial the peer where it says, without a relay.
+        """True if others can probably dial the peer at its addresses, without a relay.
 
-        Proven if we dialed it. Not so when it calls from the internet and names only addresses of some home network,
-        or ways over relays: it would be a dead entry in everybody's table, or have every question carried by a relay.
-        Such a peer asks and is not asked, as in libp2p; its records are kept by those who can be dialed, on all of them
-        while these are few, so that the loss of one costs nothing.
+        Proven if we dialed it. False if it connects from the internet and has only addresses of a private network, or
+        relayed ones: in others' tables it would be a dead entry, or every request to it would load a relay. As in
+        libp2p, such a peer sends requests and gets none. Peers that can be dialed store its records, all of them while
+        these are few, so that the loss of one has no effect.
         """
         link = self._host.links.best(peer)
-        if link is None or link.way == Way.LOCAL or (link.way == Way.DIRECT and link.initiator):
+        if link is None or link.way == PathKind.LOCAL or (link.way == PathKind.DIRECT and link.initiator):
             return True
         return any(reach(addr) == 2 and not is_relayed(addr) for addr in wire.addrs_from_wire(hello.addrs))

@@ -1,8 +1,8 @@
-"""One question of the DHT to one peer, carried out: connect, call, translate, verify; and what its clock tells us.
+"""Requests of the DHT to other peers (connect, call, translate, verify), and comparison of their clocks with ours.
 
-Every failure is one of three: no answer (RemoteError), an answer that breaks the protocol (ProtocolViolation), or our
-own end (Cancelled). Signatures are checked here ahead of the machine, a few per turn of the loop, so that a large
-answer does not block it; what does not pass is left to the machine to judge.
+A request fails in one of three ways: no answer (RemoteError), an answer against the protocol (ProtocolViolation), or
+cancellation (Cancelled). Signatures are verified here before the machine needs them, a few per turn of the event loop,
+so that a large answer does not block it. The machine judges records that do not pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from peerd.core.limits import ADDRS_PER_PEER
 from peerd.core.messages.token import age
 from peerd.core.record import Record, Verifier
 from peerd.machine.clock_skew import ClockSkew
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
 from peerd.net.host.host import Host
@@ -31,29 +31,29 @@ from peerd.service.dht import codec as wire
 from peerd.service.rpc.rpc import Rpc
 
 _VERIFIED_PER_TURN = 4  # signatures, about 0.1 ms each
-_ENOUGH_NETWORKS = 8  # whose clocks are known: no peer is asked for the sake of its clock any more
-_HEARD_ROUND_TRIP_S = 60.0  # of a sample that shows the user that the clock is off; half of it is the error
-_CLOCK_STEP_S = 0.1  # a smaller correction is not worth a clock that jumps
+_ENOUGH_NETWORKS = 8  # with known clocks: after that no peer is asked only for its clock
+_HEARD_ROUND_TRIP_S = 60.0  # longest of a sample for the user's warning; its error is half of that
+_CLOCK_STEP_S = 0.1  # a smaller correction is not worth a jump of the clock
 
 
 class PeerClock:
-    """Our clock among those of our peers: shows it uncorrected, and corrects it by what they show."""
+    """Compares our uncorrected clock with our peers' clocks, and corrects ours."""
 
     def __init__(self, clock: Clock, may_vote: Callable[[PeerId], bool]) -> None:
-        """`may_vote`: True for peers whose clocks count."""
+        """`may_vote`: True for peers whose clocks may correct ours."""
         self.skew = ClockSkew()
-        # Of all peers, also of those without a vote, and over slow lines: evidence for the user, never a correction.
+        # Of all peers, also those without a vote and over slow lines: evidence for the user, never a correction.
         self._heard = ClockSkew(_HEARD_ROUND_TRIP_S)
         self._clock, self._may_vote = clock, may_vote
         self._adjustable = clock if isinstance(clock, AdjustableClock) else None
 
     def raw_wall(self) -> float:
-        """Unix seconds without the correction by peers: that is what peers compare."""
+        """Unix seconds without the correction by peers, as peers compare them."""
         return self._clock.wall() - (self._adjustable.offset_s if self._adjustable is not None else 0.0)
 
     def wants(self, peer: PeerId, at: Multiaddr) -> bool:
-        """True when the clock of a peer, connected at that address, should be asked for."""
-        if self.uncorrected_s():  # until it has been set, or more clocks say what is right
+        """True if a peer, connected at that address, should be asked for its time."""
+        if self.uncorrected_s():  # until our clock is set, or more clocks show which one is right
             return True
         return self.skew.networks < _ENOUGH_NETWORKS and self._may_vote(peer) and not self.skew.knows(peer, at)
 
@@ -65,12 +65,12 @@ class PeerClock:
     def uncorrected_s(self) -> float:
         """Seconds by which peers' clocks are ahead of ours beyond any correction; 0 if records are understood.
 
-        Peers with a vote decide; where none is known, all others do.
+        Peers with a vote decide; if none is known, all others do.
         """
         return self.skew.uncorrected_s() if self.skew.votes else self._heard.uncorrected_s()
 
     def waits_for(self) -> str | None:
-        """What is wrong with this machine's clock, and what to do; None if peers can read each other's records."""
+        """What is wrong with this machine's clock, and what to do. None if peers can read each other's records."""
         off = self.uncorrected_s()
         if not off:
             return None
@@ -81,7 +81,7 @@ class PeerClock:
         return told if count > 1 else f"{told}; or give a second bootstrap address, which shows whose clock is wrong"
 
     def compare(self, peer: PeerId, at: Multiaddr, sent: float, theirs: float) -> None:
-        """The peer's clock, at that address, showed `theirs` between `sent` and now."""
+        """Record that the peer's clock, at that address, showed `theirs` between `sent` and now."""
         if not math.isfinite(theirs):
             return
         self._heard.sample(peer, at, sent, self.raw_wall(), theirs)
@@ -94,15 +94,16 @@ class PeerClock:
 
 
 def _dialed(link: StreamOwner) -> bytes | None:
-    """The address at which we dialed the peer without a relay; None if the link was made otherwise, or leads to this
-    machine itself, which others cannot dial.
+    """The address at which we dialed the peer without a relay.
+
+    None if the link was made otherwise, or leads to this machine itself, which others cannot dial.
     """
-    direct = link.initiator and link.way in (Way.LOCAL, Way.DIRECT)
+    direct = link.initiator and link.way in (PathKind.LOCAL, PathKind.DIRECT)
     return link.remote.to_bytes() if direct and reach(link.remote) > 0 else None
 
 
-class DhtCalls:
-    """Asks peers over `rpc`, at most `at_once` at a time."""
+class DhtRequests:
+    """Sends requests to peers over `rpc`, at most `at_once` at a time."""
 
     def __init__(self, host: Host, rpc: Rpc, clock: PeerClock, verifier: Verifier, at_once: int) -> None:
         self._host, self._rpc = host, rpc
@@ -111,13 +112,13 @@ class DhtCalls:
         self._places = trio.CapacityLimiter(at_once)
 
     async def ask(self, contact: Contact, request: q.Request, timeout_s: float) -> q.Reply:
-        """The answer; raises RemoteError or ProtocolViolation. The caller sees to the deadline of the whole."""
+        """Send one request. Raises RemoteError or ProtocolViolation. The caller limits the total time."""
         peer = contact.peer
         async with self._place():
-            # The connection first, so that the round trip below is one and the clocks can be compared.
+            # Connect first, so that `sent` and the answer are one round trip apart, for comparing clocks.
             if self._host.links.best(peer) is None:
                 await self._host.connect(peer, wire.addrs_from_wire(contact.addrs), checked=True)
-            await trio.lowlevel.checkpoint_if_cancelled()  # when all ends at once, the calls may have ended before us
+            await trio.lowlevel.checkpoint_if_cancelled()  # at a shutdown the calls may have ended before this task
             sent = self._clock.raw_wall()
             method, body, kind = wire.request_to_wire(request, sent)
             answer = (await self._rpc.call(peer, method, body, kind, timeout_s=timeout_s)).body
@@ -129,11 +130,11 @@ class DhtCalls:
         if reply.hello is not None:
             addrs = tuple(filter(may, reply.hello.addrs))
             if reply.hello.addrs and link is not None and (dialed := _dialed(link)) is not None:
-                # A peer behind a published port may know its inner addresses only: this one has led there.
+                # A peer behind a published port may know only its inner addresses; this one works.
                 addrs = (dialed, *(addr for addr in addrs if addr != dialed))[:ADDRS_PER_PEER]
             reply = replace(reply, hello=q.Hello(addrs))
         if isinstance(reply, q.Found):
-            # What stands in our table was looked at when it was told.
+            # `may` filters only new addresses; ours were filtered when we got them.
             named = ((contact, tuple(filter(may, contact.addrs))) for contact in reply.contacts)
             contacts = tuple(k if k.addrs == addrs else Contact(k.peer, addrs) for k, addrs in named if addrs)
             reply = replace(reply, contacts=contacts)
@@ -142,7 +143,7 @@ class DhtCalls:
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
-        """A place among those for calls; without a turn of the loop when there is one."""
+        """A place among the calls; does not yield to the scheduler if one is free."""
         try:
             self._places.acquire_nowait()
         except trio.WouldBlock:
@@ -153,7 +154,7 @@ class DhtCalls:
             self._places.release()
 
     async def verify(self, records: Iterable[Record]) -> None:
-        """Check signatures, for the machine to find them checked; ends at the first that is forged."""
+        """Verify signatures ahead of the machine, which then need not. Ends at the first forged one."""
         fresh = 0
         for record in records:
             if self._verifier.knows(record):

@@ -1,8 +1,8 @@
-"""Blocking calls to experts, for plain threads: implements `core.experts.contract.ExpertCaller` over trio tasks.
+"""Blocking calls to experts, for plain threads: implements `core.experts.expert_network.ExpertCaller` over trio tasks.
 
 Many threads may call at once; each waits for its own call. A call runs in the trio run that `token` names, until it is
-done, the caller is closed, or the run ends: then its thread gets Unreachable. Ctrl+C in a thread that waits is held
-back until its call is done, which its own deadline bounds.
+done, the caller is closed, or the run ends; in the last two cases its thread gets Unreachable. Ctrl+C in a waiting
+thread takes effect only after its call, which ends by its own deadline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from peerd.core.errors import LocalError, Unreachable
-from peerd.core.experts.contract import ExpertAsk, ExpertNetwork, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertNetwork, ExpertReply
 from peerd.core.experts.grid import Uid
 
 if TYPE_CHECKING:
@@ -25,37 +25,37 @@ T = TypeVar("T")
 
 
 class BlockingExperts:
-    """Calls of plain threads; made in the trio run, and closed there before it ends."""
+    """Calls of plain threads. Created in the trio run, and closed there before it ends."""
 
     def __init__(self, network: ExpertNetwork, token: trio.lowlevel.TrioToken | None = None) -> None:
-        """`token`: the trio run that `network` lives in; None: this one."""
+        """`token` identifies the trio run of `network`; the default is the current one."""
         self._network = network
         self._token = token or trio.lowlevel.current_trio_token()
         self._home = threading.get_ident() if token is None else None
-        self._scopes = set[trio.CancelScope]()  # of calls under way; the trio run's own
+        self._scopes = set[trio.CancelScope]()  # scopes of running calls; only used in the trio run
         self._closed = False
 
     def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
-        """The best `k` live experts of each sample, best first; fewer where fewer live."""
+        """The best `k` live experts for each sample, best first; fewer if fewer are live."""
         return self._call(partial(self._network.choose, layer, scores, k))
 
-    def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
-        """The experts' outputs, None for those that failed or came late. Raises TooFewExperts."""
+    def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
+        """The experts' outputs, None for those that failed or were late. Raises TooFewExperts."""
         return self._call(partial(self._network.forward, asks, samples))
 
-    def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
-        """Gradients of the inputs; None counts as a constant."""
+    def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
+        """Gradients of the inputs. A None counts as a constant (no gradient)."""
         return self._call(partial(self._network.backward, asks))
 
     def close(self) -> None:
-        """End the calls under way, and refuse others; in the trio run."""
+        """Cancel running calls and refuse further ones. Call it in the trio run."""
         self._closed = True
         for scope in self._scopes:
             scope.cancel()
 
     def _call(self, job: Callable[[], Awaitable[T]]) -> T:
         if threading.get_ident() == self._home:
-            raise LocalError("a blocking call to experts in the very thread that would carry it")
+            raise LocalError("a blocking call to experts in the trio thread that would have to process it")
         try:
             return trio.from_thread.run(self._run, job, trio_token=self._token)
         except (trio.RunFinishedError, trio.Cancelled):

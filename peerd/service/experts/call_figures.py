@@ -1,4 +1,4 @@
-"""Figures of calls to experts, as one caller sees them: what failed and why, how stale updates were, what was lost."""
+"""Counters of calls to experts at one caller: failures by reason, staleness of updates, lost updates."""
 
 from __future__ import annotations
 
@@ -33,38 +33,38 @@ _REASONS: Final[list[tuple[type[RemoteError], str]]] = [
 
 
 def reason_of(error: RemoteError) -> str:
-    """One word for why a call failed."""
+    """One word for the reason of a failed call."""
     return next((word for kind, word in _REASONS if isinstance(error, kind)), "failed")
 
 
 @dataclass(slots=True)
 class CallFigures:
-    """What became of calls to experts."""
+    """Counters of one caller's calls to experts."""
 
     forwards: int = 0
     backwards: int = 0
     failed: Counter[str] = field(default_factory=Counter)  # by reason
-    late: int = 0  # cut off by the grace, or by the deadline
+    late: int = 0  # beyond the grace time or the deadline
     repeats: int = 0
     stale_sum: int = 0  # updates of others between a forward and its backward
     stale_most: int = 0
-    lost_updates: int = 0  # of experts that came back with an older state
-    seconds: float = 0.0  # that answered calls took
+    lost_updates: int = 0  # of experts that were restored with an older state
+    seconds: float = 0.0  # duration of answered calls
     short: int = 0  # forwards with a sample that got too few answers
     _seen: BoundedDict[Uid, tuple[int, int]] = field(default_factory=lambda: BoundedDict(EXPERTS_SEEN))
 
     def note_backward(self, stale: int) -> None:
-        """A backward was answered, with so many updates of others since its forward."""
+        """Count an answered backward, with `stale` updates of other callers since its forward."""
         self.backwards += 1
         self.stale_sum += stale
         self.stale_most = max(self.stale_most, stale)
 
     def note_version(self, uid: Uid, generation: int, version: int) -> None:
-        """An answer was computed with these weights: a newer generation with fewer updates has lost some."""
+        """Record the weights that an answer was computed with: a newer generation with fewer updates has lost some."""
         before = self._seen.get(uid)
         if before is not None and generation > before[0] and version < before[1]:
             self.lost_updates += before[1] - version
-            log.info("expert %s came back %d updates older", uid, before[1] - version)
+            log.info("expert %s was restored with %d fewer updates", uid, before[1] - version)
         if before is None or (generation, version) > before:
             self._seen[uid] = generation, version
 

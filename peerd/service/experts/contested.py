@@ -1,10 +1,10 @@
-"""Experts that several hosts claim: which of the claims counts for a caller.
+"""Experts that several hosts claim: decides which claim counts for a caller.
 
-Anybody can claim an expert in any generation, so the number proves nothing. If several hosts claim an expert, callers
-call its owner by its lineage (`machine.owners.lineage`), as hosts and holders know it. If the lineage cannot be read,
-or the owner does not claim the expert now, a caller goes on with the host that it called before, as long as that one
-still claims it. A host that this caller has called for eight announcement periods counts as the owner if this peer
-knows no other. If all this names no host, or if there is no source of owners, `ExpertDirectory` takes the highest
+Any peer can claim an expert in any generation, so the number proves nothing. If several hosts claim an expert, callers
+call its owner by its lineage (`machine.owners.lineage`), like hosts and holders. If the lineage cannot be read, or the
+owner does not claim the expert now, a caller continues with the host that it called before, as long as that still
+claims it. A host that this caller has called for eight announcement periods counts as the owner if no other owner is
+known. If none of these rules names a host, or there is no source of owners, `ExpertDirectory` uses the highest
 generation.
 """
 
@@ -21,15 +21,15 @@ from peerd.core.errors import RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERTS_SEEN
-from peerd.machine.experts.prefix_cache import ToldClaim
+from peerd.machine.experts.prefix_cache import CachedClaim
 from peerd.machine.owners.owner_tree import ExpertReign
 
 log = logging.getLogger("peerd.service.experts.contested")
 
-_OWNERS_S: Final = 5.0  # for one look at the lineages
-_STEADY_PERIODS: Final = 8.0  # of announcements: an orphan has another host by then, a false claim has company
+_OWNERS_S: Final = 5.0  # for one read of the lineages
+_STEADY_PERIODS: Final = 8.0  # announcement periods: by then an orphan has another host, and a false claim has rivals
 
-Told = Sequence[tuple[int, ToldClaim]]  # claims below a prefix, by coordinate
+Told = Sequence[tuple[int, CachedClaim]]  # claims below a prefix, by coordinate
 
 
 class OwnerSource(Protocol):
@@ -41,18 +41,20 @@ class OwnerSource(Protocol):
 
 
 class ContestedExperts:
-    """Finds the owners of experts that several hosts claim; remembers which hosts this caller has called."""
+    """Finds the owners of experts that several hosts claim, and remembers which hosts this caller has called."""
 
     def __init__(self, announce_s: float) -> None:
         self.source: OwnerSource | None = None
         self._steady_s = _STEADY_PERIODS * announce_s
-        self._called = BoundedDict[Uid, tuple[PeerId, float]](EXPERTS_SEEN)  # hosts, and since when
+        self._called = BoundedDict[Uid, tuple[PeerId, float]](EXPERTS_SEEN)  # (host, since when)
 
     async def owners(self, told: Mapping[Uid, Told]) -> dict[Uid, PeerId]:
-        """The hosts whose claims count, of the experts with several claims. `told`: by prefix right above experts."""
+        """The hosts whose claims count, for experts with several claims. `told`: claims by prefix directly above
+        experts.
+        """
         if self.source is None:
             return {}
-        claims = dict[Uid, list[ToldClaim]]()
+        claims = dict[Uid, list[CachedClaim]]()
         for prefix, below in told.items():
             for coordinate, claim in below:
                 claims.setdefault(prefix.below(coordinate), []).append(claim)
@@ -76,7 +78,7 @@ class ContestedExperts:
     def _called_host(self, uid: Uid) -> PeerId | None:
         return self._called[uid][0] if uid in self._called else None
 
-    def _steady(self, contested: Mapping[Uid, Iterable[ToldClaim]]) -> dict[Uid, ExpertReign]:
+    def _steady(self, contested: Mapping[Uid, Iterable[CachedClaim]]) -> dict[Uid, ExpertReign]:
         """Hosts that still claim the experts for which they have been called for some time."""
         steady, found = trio.current_time() - self._steady_s, dict[Uid, ExpertReign]()
         for uid, claims in contested.items():
@@ -86,7 +88,7 @@ class ContestedExperts:
                     found[uid] = ExpertReign(claim.generation, claim.host)
         return found
 
-    async def _ask(self, contested: Mapping[Uid, Iterable[ToldClaim]]) -> Mapping[Uid, PeerId]:
+    async def _ask(self, contested: Mapping[Uid, Iterable[CachedClaim]]) -> Mapping[Uid, PeerId]:
         assert self.source is not None
         prefixes = sorted({uid.prefix for uid in contested})
         with trio.move_on_after(_OWNERS_S):

@@ -1,8 +1,8 @@
 """One batch of a hosted expert, as a job for the device's thread: requests in, results out.
 
-Synchronous. A request that cannot be computed costs its own caller alone: a model says which one it was before it has
-changed anything, and the rest is computed without it. A backward whose forward is older than its caller accepts is
-left out, by the version that the weights have when the batch begins: nothing can come in between.
+Synchronous. A request that cannot be computed affects only its own caller: before the model changes anything, it
+reports which request is at fault, and the others are computed without it. A backward that is older than its caller
+accepts is left out. Its age is measured at the beginning of the batch; the weights cannot change in between.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Frames = tuple[TensorFrame, ...]
 
 
 class ExpertModel(Protocol):
-    """An expert's weights and optimizer, as `compute/experts` has them.
+    """An expert's weights and optimizer, as in `compute/experts`.
 
-    ValueError means that nothing was changed; its `index`, if it has one, is that of the request which was at fault.
+    ValueError means that nothing was changed; its `index`, if it has one, is that of the request at fault.
     """
 
     @property
     def version(self) -> int:
-        """Updates made."""
+        """Number of updates made."""
         ...
 
     def forward(self, xs: Sequence[TensorFrame]) -> list[TensorFrame]:
@@ -33,13 +33,15 @@ class ExpertModel(Protocol):
         ...
 
     def backward(self, pairs: Sequence[tuple[TensorFrame, TensorFrame]]) -> list[TensorFrame]:
-        """Gradients of several requests' samples; makes one update."""
+        """Input gradients of several requests; makes one update."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """One request of a batch. `most_stale`: updates since its forward that its caller accepts; -1: any number."""
+    """One request of a batch. `most_stale`: the number of updates since its forward that its caller accepts; -1:
+    any.
+    """
 
     frames: Frames
     forward_version: int = 0
@@ -48,9 +50,9 @@ class BatchPart:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One request's result: a frame and the version that it belongs to, or what is wrong with the request.
+    """One request's result: a frame and the version of the weights, or the fault of the request.
 
-    `stale`: nothing but its age.
+    `stale` is True if the request was only too old.
     """
 
     version: int
@@ -60,7 +62,7 @@ class Result:
 
 
 def too_old(age: int, most_stale: int) -> str:
-    """What the caller of a stale backward is told."""
+    """The error text for the caller of a stale backward."""
     return f"{age} updates were made since its forward; its caller accepts {most_stale}"
 
 
@@ -84,7 +86,9 @@ _Run = Callable[[ExpertModel, Sequence[Frames]], list[TensorFrame]]
 def _attempt(
     model: ExpertModel, run: _Run, parts: Sequence[BatchPart], left: list[int], results: dict[int, Result]
 ) -> None:
-    """Compute what is left together; without the first that is wrong; and each by itself when there are more."""
+    """Compute the requests `left` together; then without the first faulty one; then, if there are more faults, each
+    alone.
+    """
     for _ in range(2):
         if not left:
             return

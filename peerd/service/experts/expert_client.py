@@ -1,14 +1,14 @@
-"""Calls to the experts of one run, for layers of experts: implements `core.experts.contract.ExpertNetwork`.
+"""Calls to the experts of one run, for layers of experts: implements `core.experts.expert_network.ExpertNetwork`.
 
-Every call goes to the host whose claim counts, and fails over to no other: another host has other weights. A backward
-goes where its forward was answered, under one request id, so that a repeat after a lost link counts once. Where a host
-refuses, and the directory says that the expert has moved on to another in a later generation, it is asked there once.
-All calls of a round share one deadline (`machine/experts/answer_rule`); experts that fail or come late leave the
-average.
+Every call goes to the host whose claim counts and never to another one, because another host has other weights. A
+backward goes to the host that answered its forward, always with the same request id, so that a repeat after a lost link
+counts once. If a host refuses, and the directory shows that the expert has moved to another host in a later generation,
+that host is called once. All calls of a round share one deadline (`machine/experts/answer_rule`); experts that fail or
+answer late are left out of the average.
 
-A hostile host may: stay silent, send its answer drop by drop, answer with other rows, another dtype or shape, more
-frames, NaN, an older generation than it claims, or that it has no such expert. Each is a failure of
-that call alone; the log names the host, and it rests (`host_rests`). Sizes are bounded before frames come.
+A hostile host may stay silent, send its answer very slowly, answer with other rows, another dtype or shape, more
+frames, NaN, or an older generation than it claims, or say that it does not have the expert. Each of these fails only
+that call; the log names the host, and it rests (`host_rests`). Sizes are limited before frames arrive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from peerd.core.errors import (
     TooSlow,
     Unreachable,
 )
-from peerd.core.experts.contract import ExpertAsk, ExpertReply, Served
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_RESTS, EXPERT_TOP_K
@@ -43,7 +43,7 @@ from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.answer_rule import AnswerRule
 from peerd.machine.experts.beam import BeamSearch
-from peerd.machine.experts.prefix_cache import ToldClaim
+from peerd.machine.experts.prefix_cache import CachedClaim
 from peerd.machine.experts.round_limit import RoundLimit
 from peerd.service.experts.answer_check import AnswerCheck
 from peerd.service.experts.call_figures import CallFigures, reason_of
@@ -60,27 +60,27 @@ log = logging.getLogger("peerd.service.experts.expert_client")
 
 _FORWARD: Final = "expert/1/forward"
 _BACKWARD: Final = "expert/1/backward"
-_SOONEST_S, _LATEST_S = 0.02, 5.0  # before a host is asked again that says it cannot take a call now
-_LOOK_AGAIN_S: Final = 1.0  # between two looks for experts below one prefix that have moved
-_REPEATS: Final = 3  # of a backward whose link was lost: a host that is gone is not asked for long
-_REPEAT_S: Final = 0.5  # before that
-_LATE_IN_A_ROW: Final = 4  # answers of one host that the grace cut off: then others are chosen for a while
+_SOONEST_S, _LATEST_S = 0.02, 5.0  # bounds of the pause before an overloaded host is called again
+_LOOK_AGAIN_S: Final = 1.0  # between two reads of a prefix in search of moved experts
+_REPEATS: Final = 3  # repeats of a backward after lost links, few because the host may be gone
+_REPEAT_S: Final = 0.5  # before each repeat
+_LATE_IN_A_ROW: Final = 4  # late answers of one host after which it rests
 
 
 @dataclass(slots=True)
 class _Round:
-    """Calls that are waited for together."""
+    """Calls that are awaited together."""
 
     rule: AnswerRule
     replies: list[ExpertReply | None]
     began: float
-    took: list[float] = field(default_factory=list)  # seconds of each answer
-    slow: list[int] = field(default_factory=list)  # calls that ended for lack of time
+    took: list[float] = field(default_factory=list)  # seconds until each answer
+    slow: list[int] = field(default_factory=list)  # calls that timed out
     changed: Signal = field(default_factory=Signal)
 
 
 class ExpertClient:
-    """Calls to experts, wherever they are."""
+    """Calls to the experts of one run, at their hosts."""
 
     def __init__(self, run: RunFile, rpc: Rpc, directory: ExpertDirectory, clock: Clock, worker: Worker) -> None:
         self._section = run.experts or ExpertsSection()
@@ -89,14 +89,14 @@ class ExpertClient:
         shape_in, shape_out = sample_shapes(run)
         self._outputs = AnswerCheck(shape_out, self._section.dtype, self._section.code, worker)
         self._gradients = AnswerCheck(shape_in, self._section.dtype, self._section.code, worker)
-        self._live_share = 1.0  # of first prefixes
-        self._late = BoundedDict[PeerId, int](EXPERT_RESTS)  # calls in a row that were cut off
-        self._looked_again = BoundedDict[Uid, float](EXPERT_RESTS)  # by prefix, when
+        self._live_share = 1.0  # share of first prefixes with live experts
+        self._late = BoundedDict[PeerId, int](EXPERT_RESTS)  # late answers in a row
+        self._looked_again = BoundedDict[Uid, float](EXPERT_RESTS)  # prefix -> time
         self._limit = RoundLimit(self._section.timeout_s)
         self.figures = CallFigures()
 
     async def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
-        """The best `k` live experts of each sample, best first, by beam search; fewer where fewer live."""
+        """The best `k` live experts for each sample, best first, by beam search; fewer if fewer are live."""
         if not 1 <= k <= EXPERT_TOP_K:
             raise LocalError(f"{k} experts for a sample; allowed: 1 to {EXPERT_TOP_K}")
         search = await self._run(partial(BeamSearch, self._grid, layer, scores, k, self._live_share))
@@ -107,14 +107,14 @@ class ExpertClient:
         self._live_share = search.live_share
         return await self._run(search.result)
 
-    async def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
-        """The experts' outputs, None for those that failed or came late; one deadline for all (see `RoundLimit`).
+    async def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
+        """The experts' outputs, None for those that failed or were late; one deadline for all (see `RoundLimit`).
 
-        Raises TooFewExperts when one of the `samples` samples has fewer than `k_min` answers.
+        Raises TooFewExperts if one of the `samples` samples has fewer than `k_min` answers.
         """
         self._check_asks(asks, 1)
         calls = [(ask.uid, ask.samples) for ask in asks]
-        grace_s = self._section.grace_s * self._limit.stretch  # grows with the limit
+        grace_s = self._section.grace_s * self._limit.stretch  # proportional to the limit
         rule = AnswerRule(calls, samples, self._section.k_min, grace_s)
         replies = await self._all(asks, rule, self._forward)
         shortage = rule.shortage()
@@ -123,8 +123,10 @@ class ExpertClient:
             raise TooFewExperts(shortage)
         return replies
 
-    async def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
-        """Gradients of the inputs; each expert that answers has made an update. None: it counts as a constant."""
+    async def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
+        """Gradients of the inputs; each expert that answers has made an update. A None counts as a constant (no
+        gradient).
+        """
         self._check_asks(asks, 2)
         rule = AnswerRule([(ask.uid, ()) for ask in asks], 0, 0, math.inf)
         return await self._all(asks, rule, self._backward)
@@ -133,8 +135,8 @@ class ExpertClient:
         """Plain data for `peerd status`."""
         return {**self.figures.status(), "limit_s": self._limit.seconds, "directory": self._directory.status()}
 
-    def _check_asks(self, asks: Sequence[ExpertAsk], frames: int) -> None:
-        """Raise LocalError unless these can be asked at all."""
+    def _check_asks(self, asks: Sequence[ExpertCall], frames: int) -> None:
+        """Raise LocalError if these calls are malformed."""
         for ask in asks:
             if not self._grid.is_expert(ask.uid):
                 raise LocalError(f"{ask.uid} is no expert of the grid {self._grid}")
@@ -142,7 +144,7 @@ class ExpertClient:
             if len(ask.frames) != frames or rows != {(len(ask.samples),)}:
                 raise LocalError(f"{len(ask.samples)} samples for expert {ask.uid} with {len(ask.frames)} frames")
             if frames > 1 and ask.served is None:
-                raise LocalError(f"a backward of expert {ask.uid} without what answered its forward")
+                raise LocalError(f"a backward of expert {ask.uid} without the host that answered its forward")
 
     async def _run(self, job: Callable[[], T]) -> T:
         return await self._worker.run(job, name="choose experts")
@@ -150,9 +152,9 @@ class ExpertClient:
     # --- rounds ------------------------------------------------------------------------------------------------
 
     async def _all(
-        self, asks: Sequence[ExpertAsk], rule: AnswerRule, ask_one: Callable[[ExpertAsk, float], Any]
+        self, asks: Sequence[ExpertCall], rule: AnswerRule, ask_one: Callable[[ExpertCall, float], Any]
     ) -> list[ExpertReply | None]:
-        """Make all calls side by side until the rule says that it is over."""
+        """Make all calls concurrently until the rule ends the round."""
         began, limit_s = trio.current_time(), self._limit.seconds
         turn = _Round(rule, [None] * len(asks), began)
         rule.begin(began, limit_s)
@@ -167,10 +169,10 @@ class ExpertClient:
         self._end(turn, asks, limit_s, timed_out=trio.current_time() >= deadline)
         return turn.replies
 
-    def _end(self, turn: _Round, asks: Sequence[ExpertAsk], limit_s: float, *, timed_out: bool) -> None:
+    def _end(self, turn: _Round, asks: Sequence[ExpertCall], limit_s: float, *, timed_out: bool) -> None:
         """Adapt the limit after a round, and judge the hosts that did not answer.
 
-        If nobody answered in time, the limit may have been too short: no host rests for that.
+        If no host answered in time, the limit may have been too short, so no host rests.
         """
         late = turn.rule.late() if trio.current_time() > turn.began else []
         few = turn.rule.shortage() is not None or not turn.took
@@ -194,21 +196,21 @@ class ExpertClient:
 
     # --- calls -------------------------------------------------------------------------------------------------
 
-    async def _forward(self, ask: ExpertAsk, deadline: float) -> ExpertReply:
+    async def _forward(self, ask: ExpertCall, deadline: float) -> ExpertReply:
         claim = self._directory.owner(ask.uid)
         if claim is None:
             await self._directory.below([ask.uid.prefix])
             claim = self._directory.owner(ask.uid)
         if claim is None:
             self.figures.failed["gone"] += 1
-            raise Unreachable("no host that can be asked announces it")
+            raise Unreachable("no host that can be called announces it")
         try:
             return await self._forward_at(claim, ask, deadline, follows=claim.generation)
         except _MovedError as moved:
             return await self._forward_at(moved.to, ask, deadline)
 
     async def _forward_at(
-        self, claim: ToldClaim, ask: ExpertAsk, deadline: float, follows: int | None = None
+        self, claim: CachedClaim, ask: ExpertCall, deadline: float, follows: int | None = None
     ) -> ExpertReply:
         body = Forward(self._fingerprint, Name.of(ask.uid))
 
@@ -219,13 +221,13 @@ class ExpertClient:
             if told.generation < claim.generation:
                 raise ProtocolViolation(f"generation {told.generation} of {claim.generation} that it claims")
             self.figures.note_version(ask.uid, told.generation, told.version)
-            return ExpertReply(answer.frames[0], Served(claim.host.text, told.generation, told.version))
+            return ExpertReply(answer.frames[0], ServedBy(claim.host.text, told.generation, told.version))
 
         reply = await self._guarded(ask.uid, claim.host, call, deadline, follows, backward=False)
         self.figures.forwards += 1
         return reply
 
-    async def _backward(self, ask: ExpertAsk, deadline: float) -> ExpertReply:
+    async def _backward(self, ask: ExpertCall, deadline: float) -> ExpertReply:
         served, request = ask.served, self._clock.secure_bytes(16)
         assert served is not None
         host = PeerId.parse(served.host)
@@ -235,7 +237,7 @@ class ExpertClient:
             return await self._backward_at(moved.to.host, request, ask, deadline)
 
     async def _backward_at(
-        self, host: PeerId, request: bytes, ask: ExpertAsk, deadline: float, follows: int | None = None
+        self, host: PeerId, request: bytes, ask: ExpertCall, deadline: float, follows: int | None = None
     ) -> ExpertReply:
         served = ask.served
         assert served is not None
@@ -249,15 +251,15 @@ class ExpertClient:
             if told.generation < served.generation or not told.version:
                 raise ProtocolViolation(f"update {told.version} of generation {told.generation}")
             self.figures.note_version(ask.uid, told.generation, told.version)
-            stale = max(0, told.version - 1 - served.version)  # below 0: it came back with an older state
-            return ExpertReply(answer.frames[0], Served(host.text, told.generation, told.version), stale)
+            stale = max(0, told.version - 1 - served.version)  # negative if the expert was restored with an older state
+            return ExpertReply(answer.frames[0], ServedBy(host.text, told.generation, told.version), stale)
 
         reply = await self._guarded(ask.uid, host, call, deadline, follows, backward=True)
         self.figures.note_backward(reply.stale)
         return reply
 
-    async def _moved(self, uid: Uid, refused: PeerId, generation: int) -> ToldClaim | None:
-        """The host that an expert has moved to from the one that refused; None: to nobody that the directory knows."""
+    async def _moved(self, uid: Uid, refused: PeerId, generation: int) -> CachedClaim | None:
+        """The claim of the host to which an expert has moved from the one that refused, or None if none is known."""
         now = self._clock.now()
         if now - self._looked_again.get(uid.prefix, -math.inf) >= _LOOK_AGAIN_S:
             self._looked_again[uid.prefix] = now
@@ -267,7 +269,7 @@ class ExpertClient:
         return claim if claim is not None and claim.host != refused and claim.generation > generation else None
 
     async def _call(
-        self, host: PeerId, method: str, body: Forward | Backward, reply: type[Any], ask: ExpertAsk, deadline: float
+        self, host: PeerId, method: str, body: Forward | Backward, reply: type[Any], ask: ExpertCall, deadline: float
     ) -> Answer[Any]:
         check = self._outputs if method == _FORWARD else self._gradients
         most_bytes = check.most_bytes(len(ask.samples))
@@ -279,8 +281,9 @@ class ExpertClient:
     async def _guarded(
         self, uid: Uid, host: PeerId, call: Callable[[], Any], deadline: float, follows: int | None, *, backward: bool
     ) -> ExpertReply:
-        """One call, asked again when the host says it is busy; a backward, which counts once, also when the link to the
-        host was lost. `follows`: the generation beyond which an expert that is refused may live elsewhere.
+        """Make one call; repeat it while the host is overloaded, and a backward, which counts once, after a lost link.
+
+        `follows`: if the host refuses, look for the expert at another host in a generation beyond this one.
         """
         started, repeats = trio.current_time(), _REPEATS if backward else 0
         while True:
@@ -300,7 +303,7 @@ class ExpertClient:
                     raise _MovedError(moved) from None
                 raise self._failed(uid, host, error.blame(host), backward=backward) from None
             except TooSlow:
-                raise  # what follows, the end of the round shows
+                raise  # judged at the end of the round
             except RemoteError as error:
                 raise self._failed(uid, host, error.blame(host), backward=backward) from None
             else:
@@ -311,12 +314,12 @@ class ExpertClient:
             self.figures.repeats += 1
             await trio.sleep(pause_s)
 
-    # --- what became of them -----------------------------------------------------------------------------------
+    # --- outcomes ----------------------------------------------------------------------------------------------
 
     def _failed(self, uid: Uid, host: PeerId, error: RemoteError, *, backward: bool, rests: bool = True) -> RemoteError:
-        """Count a failure, let the host rest with all or with this expert (`rests`), and name it in the log.
+        """Count a failure, let the host rest, for all experts or for this one (unless `rests` is False), and log it.
 
-        A backward that is refused may be too stale, or made before: that says nothing about the expert.
+        A refused backward may only be too old or a repeat, so it does not count against the expert.
         """
         reason = reason_of(error)
         self.figures.failed[reason] += 1
@@ -331,13 +334,16 @@ class ExpertClient:
         else:
             times = kept_from.failed(now, host, uid)
             self._directory.forget(uid)
-        level = logging.INFO if times == 1 and not rested else logging.DEBUG  # the first failure tells it all
+        level = logging.INFO if times == 1 and not rested else logging.DEBUG  # log only the first failure as info
         log.log(level, "expert %s %s: %s", uid, reason, error)
         return error
 
-    def _overdue(self, ask: ExpertAsk, limit_s: float | None, *, rests: bool) -> None:
-        """A host has not answered. This is a failure if the round lasted for its limit (`limit_s`; None: it ended
-        earlier), or if the host is late repeatedly. `rests`: after a failure the host is not asked for a while.
+    def _overdue(self, ask: ExpertCall, limit_s: float | None, *, rests: bool) -> None:
+        """Handle a host that has not answered. This is a failure if the round lasted for its limit, or if the host is
+        late repeatedly.
+
+        `limit_s`: that limit; None if the round ended earlier. `rests`: after a failure the host is not called for a
+        while.
         """
         claim = self._directory.owner(ask.uid)
         host = PeerId.parse(ask.served.host) if ask.served is not None else claim.host if claim is not None else None
@@ -347,16 +353,16 @@ class ExpertClient:
         if limit_s is not None:
             error = TooSlow(f"no answer within {limit_s:.3g} s", host)
         elif times >= _LATE_IN_A_ROW:
-            error = TooSlow(f"{times} answers in a row came late, or never", host)
+            error = TooSlow(f"{times} answers in a row came late or never", host)
         else:
             return
         self._failed(ask.uid, host, error, backward=ask.served is not None, rests=rests)
 
 
 class _MovedError(Exception):
-    """An expert is not at the host that was asked any more. `to`: the claim that counts now."""
+    """An expert is no longer at the host that was called. `to`: the claim that counts now."""
 
-    def __init__(self, to: ToldClaim) -> None:
+    def __init__(self, to: CachedClaim) -> None:
         super().__init__(f"it is at peer {to.host} now")
         self.to = to
 

@@ -1,12 +1,13 @@
-"""Directory of experts: what hosts announce below prefixes of the grid, as the DHT tells it; and announcing our own.
+"""Directory of experts: reads from the DHT what hosts announce below prefixes of the grid, and announces our own
+experts.
 
-Each host publishes one record per prefix. Records are strangers' words: decoded strictly, checked against the grid and
-the key they stand under, and in a run with tokens believed only with a token for `expert`; a bad one is skipped and its
-publisher named in the log. Their addresses go to the host's address book. Of several claims to one expert the owner's
-counts (`contested`), then the highest (generation, peer id), unless its host rests because it failed this caller.
+Each host publishes one record per prefix. Records come from strangers: they are strictly decoded, checked against the
+grid and their key, and in a run with tokens accepted only with a token for `expert`; a bad record is skipped and its
+publisher logged. Their addresses go to the host's address book. Of several claims to one expert the owner's counts
+(`contested`), else the highest (generation, peer id), unless its host rests because it failed this caller.
 
-What was read is remembered for one announcement period, and read anew in time while it is used (`run`). Does not call
-experts (`expert_client`), and does not choose among them (`machine/experts/beam`).
+What was read is cached for one announcement period, and refreshed in time while it is used (`run`). This module does
+not call experts (`expert_client`) nor choose among them (`machine/experts/beam`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from peerd.core.record import Record
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.experts.host_rests import HostRests
 from peerd.machine.experts.live_bits import LiveBits
-from peerd.machine.experts.prefix_cache import Claims, PrefixCache, ToldClaim, ranked
+from peerd.machine.experts.prefix_cache import CachedClaim, Claims, PrefixCache, ranked
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.experts.contested import ContestedExperts, Told
@@ -42,19 +43,19 @@ log = logging.getLogger("peerd.service.experts.expert_directory")
 
 K = TypeVar("K")
 
-LOOKUP_S: Final = 5.0  # for one round of look-ups: a slow DHT costs a batch that much and no more
-_LIVES_PERIODS: Final = 2.0  # of announcements: a host that is gone is forgotten when its orphans are adopted
-_LATE_PERIODS: Final = 16.0  # after which the next announcement comes at the latest, as far as it is counted on
-_LIVES_MORE_S: Final = 2.0  # for an announcement that is on its way
-_LONGEST_NEGATIVE_S: Final = 15.0  # before a dead prefix is looked up again
-_TAUGHT_S: Final = 60.0  # before the same addresses go to the address book again
-_SAID_AGAIN_S: Final = 600.0  # before the same peer is named for bad records again
-_PUTS: Final = 32  # announcements under way at once
-_RECORDS_A_TURN: Final = 16  # are looked at before others have their turn: a millisecond
+LOOKUP_S: Final = 5.0  # for one round of look-ups, so that a slow DHT delays a batch no longer
+_LIVES_PERIODS: Final = 2.0  # announcement periods until a claim expires, when its orphans are adopted
+_LATE_PERIODS: Final = 16.0  # longest gap between announcements that record lifetimes allow for
+_LIVES_MORE_S: Final = 2.0  # for an announcement in transit
+_LONGEST_NEGATIVE_S: Final = 15.0  # before an empty prefix is looked up again
+_TAUGHT_S: Final = 60.0  # before the same addresses are added to the address book again
+_SAID_AGAIN_S: Final = 600.0  # before the same peer is logged for bad records again
+_PUTS: Final = 32  # concurrent announcements
+_RECORDS_A_TURN: Final = 16  # records processed before other tasks run: about a millisecond
 
 
 class ExpertDirectory:
-    """Who hosts which experts of one run."""
+    """The hosts of the experts of one run."""
 
     def __init__(self, run: RunFile, rpc: Rpc, host: Host, dht: Dht, clock: Clock) -> None:
         section = run.experts or ExpertsSection()
@@ -67,14 +68,14 @@ class ExpertDirectory:
         self._bits = LiveBits(self.grid, self.rests, lambda peer: peer == host.id or host.links.best(peer) is not None)
         self._reading: dict[Uid, trio.Event] = {}
         self._announced: set[Uid] = set()
-        self._announced_at, self._gap_s = -math.inf, 0.0  # the last announcement of all, and how long after another one
+        self._announced_at, self._gap_s = -math.inf, 0.0  # time of the last full announcement, and the gap before it
         self._taught = BoundedDict[PeerId, tuple[tuple[str, ...], float]](EXPERT_RESTS)
         self._said = BoundedDict[PeerId, float](EXPERT_RESTS)
         self._rivals = BoundedDict[tuple[PeerId, PeerId], float](EXPERT_RESTS)
-        self.records, self.refused = 0, 0  # read and believed, or not
+        self.records, self.refused = 0, 0  # records read: accepted, rejected
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Read anew what is in use before it is too old, so that no caller waits for it, until cancelled."""
+        """Refresh prefixes in use before they expire, so that no caller waits for them, until cancelled."""
         task_status.started()
         while True:
             await trio.sleep(self._period_s / 8)
@@ -85,7 +86,7 @@ class ExpertDirectory:
     # --- reading -----------------------------------------------------------------------------------------------
 
     async def below(self, prefixes: Iterable[Uid]) -> dict[Uid, Claims]:
-        """What hosts claim below prefixes, empty where nothing lives; not older than an announcement period."""
+        """The claims below prefixes, at most one announcement period old; empty if there are none."""
         wanted, found = list(dict.fromkeys(prefixes)), dict[Uid, Claims]()
         while True:
             now, missing = self._clock.now(), list[Uid]()
@@ -104,7 +105,7 @@ class ExpertDirectory:
                 await self._reading[missing[0]].wait()
 
     async def read(self, prefixes: Iterable[Uid]) -> dict[Uid, Claims]:
-        """As `below`, from the DHT now; of prefixes that it has no answer for in time, what was known last."""
+        """As `below`, read from the DHT now. For prefixes without an answer in time, returns the last known claims."""
         wanted = list(dict.fromkeys(prefixes))
         read, began = trio.Event(), trio.current_time()
         self._reading |= dict.fromkeys(wanted, read)
@@ -123,7 +124,7 @@ class ExpertDirectory:
             for prefix, claims in found.items():
                 if claims or whole:
                     self._cache.put(now, prefix, claims)
-                else:  # a look-up that ran out of time has not shown that nothing lives there
+                else:  # a look-up that ran out of time does not prove that there are no experts
                     found[prefix] = self._known_last(prefix)
             return found
         finally:
@@ -133,20 +134,20 @@ class ExpertDirectory:
             read.set()
 
     def _known_last(self, prefix: Uid) -> Claims:
-        """Claims below a prefix as last read, for as long as an announcement stands."""
+        """Claims below a prefix as last read, until they expire."""
         return self._cache.last(self._clock.now(), prefix, _LIVES_PERIODS * self._period_s + _LIVES_MORE_S)
 
     def live(self, found: Mapping[Uid, Claims]) -> dict[Uid, bytes]:
-        """Bitmaps of what lives below prefixes and may be asked now, by their claims; empty where nothing does."""
+        """Bitmaps of the experts below prefixes that may be called now, by their claims; empty if there are none."""
         return self._bits.of(self._clock.now(), found)
 
-    def owner(self, uid: Uid) -> ToldClaim | None:
-        """The claim to an expert that counts, as far as it was read; None: none is known that may be asked now."""
+    def owner(self, uid: Uid) -> CachedClaim | None:
+        """The claim to an expert that counts, from the cache; None if no known host may be called now."""
         now = self._clock.now()
         return self._bits.owner(now, uid, (self._cache.get(now, uid.prefix) or {}).get(uid.at[-1], ()))
 
     def forget(self, uid: Uid) -> None:
-        """A claim to the expert was found wrong: look it up again."""
+        """Drop the cached claims to an expert because one was wrong, so that they are read again."""
         self._cache.forget(uid.prefix)
 
     def status(self) -> dict[str, Any]:
@@ -160,9 +161,9 @@ class ExpertDirectory:
             "announced": len(self._announced),
         }
 
-    async def _told_below(self, prefix: Uid, records: list[Record]) -> list[tuple[int, ToldClaim]]:
+    async def _told_below(self, prefix: Uid, records: list[Record]) -> list[tuple[int, CachedClaim]]:
         """The claims in a prefix's records."""
-        told = list[tuple[int, ToldClaim]]()
+        told = list[tuple[int, CachedClaim]]()
         for number, record in enumerate(records):
             if number % _RECORDS_A_TURN == _RECORDS_A_TURN - 1:
                 await trio.lowlevel.checkpoint()
@@ -174,7 +175,7 @@ class ExpertDirectory:
         return told
 
     def _claims(self, prefix: Uid, told: Told, owners: Mapping[Uid, PeerId]) -> Claims:
-        """The claims below a prefix, those that count first; names those who announced it where nothing stands."""
+        """The claims below a prefix, those that count first. Logs hosts with wrong announcements or rival claims."""
         below = {uid.at[-1]: owner for uid, owner in owners.items() if uid.prefix == prefix}
         claims = ranked(told, self.rests.hosts(self._clock.now()), below)
         if not claims and len(prefix.at) > 1:
@@ -186,8 +187,10 @@ class ExpertDirectory:
     def _is_last(self, prefix: Uid) -> bool:
         return len(prefix.at) == len(self.grid.sides) - 1
 
-    def _told(self, peer: PeerId, value: bytes, prefix: Uid) -> Iterator[tuple[int, ToldClaim]]:
-        """The claims of one record; none without a token that counts, and ProtocolViolation when it is not valid."""
+    def _told(self, peer: PeerId, value: bytes, prefix: Uid) -> Iterator[tuple[int, CachedClaim]]:
+        """The claims of one record; empty if its token does not count. Raises ProtocolViolation if the record is
+        invalid.
+        """
         record = decode(Announced, value)
         if record.prefix.uid != prefix:
             raise ProtocolViolation(f"an announcement of experts below {record.prefix.uid} under the key of {prefix}")
@@ -201,11 +204,11 @@ class ExpertDirectory:
         gate = self._rpc.gate
         if gate is not None and gate.named(peer, record.token, "expert") is None:
             self.refused += 1
-            return iter(())  # the gate has said so
+            return iter(())  # already logged by the gate
         self._teach(peer, record.addrs)
         numbers = zip(record.generations, record.versions, strict=True) if experts else ((0, 0) for _ in below)
         return (
-            (coordinate, ToldClaim(peer, generation, version, record.queue_s, record.client))
+            (coordinate, CachedClaim(peer, generation, version, record.queue_s, record.client))
             for coordinate, (generation, version) in zip(below, numbers, strict=True)
         )
 
@@ -221,14 +224,14 @@ class ExpertDirectory:
         self._taught[peer] = told, now
 
     def _name_ghost(self, prefix: Uid) -> None:
-        """Nothing stands under a prefix: hosts that announced it rest with that."""
+        """Let hosts rest that announced a prefix below which there are no experts, and log them."""
         now = self._clock.now()
         for claim in (self._cache.get(now, prefix.prefix) or {}).get(prefix.at[-1], ()):
             self.rests.failed(now, claim.host, prefix)
             self._say(ProtocolViolation(f"announces experts below {prefix}, where it has none", claim.host), claim.host)
 
     def _name_rivals(self, prefix: Uid, claims: Claims) -> None:
-        """Name hosts that claim what another one owns: liars, or owners before a partition healed."""
+        """Log hosts that claim an expert of another owner: false claims, or owners from before a partition healed."""
         for coordinate, told in claims.items():
             for lower in told[1:]:
                 pair, uid = (told[0].host, lower.host), prefix.below(coordinate)
@@ -237,13 +240,15 @@ class ExpertDirectory:
                 log.log(level, text, uid, pair[0].short, told[0].generation, pair[1].short, lower.generation)
 
     def _say(self, error: RemoteError, peer: PeerId) -> None:
-        """Name a peer whose announcement does not count; in the log now and then, for it stands there for long."""
+        """Count and log an announcement that does not count; as a warning only now and then, since it is read
+        repeatedly.
+        """
         self.refused += 1
         level = logging.WARNING if self._may_say(self._said, peer) else logging.DEBUG
         log.log(level, "skipped an announcement of experts: %s", error)
 
     def _may_say(self, said: BoundedDict[K, float], about: K) -> bool:
-        """True when nothing was said about it for a while; it is now."""
+        """True if nothing was logged about this for ten minutes; also records the present time."""
         now = self._clock.now()
         if now - said.get(about, -_SAID_AGAIN_S) < _SAID_AGAIN_S:
             return False
@@ -253,30 +258,31 @@ class ExpertDirectory:
     # --- announcing --------------------------------------------------------------------------------------------
 
     async def announce(self, records: Iterable[Announced]) -> None:
-        """Publish all that we host, one record per prefix, and withdraw what we hosted before; addresses and token are
-        filled in here. Expires by itself unless repeated every announcement period.
+        """Publish all that we host, one record per prefix, and withdraw other records of ours.
+
+        Adds addresses and token. Records expire unless they are announced again in every announcement period.
         """
         told = {record.prefix.uid: record for record in records}
         now = self._clock.now()
         gap_s = now - self._announced_at if math.isfinite(self._announced_at) else 0.0
-        self._gap_s = max(gap_s, self._gap_s / 2)  # what is told soon after a change says nothing about the next time
+        self._gap_s = max(gap_s, self._gap_s / 2)  # an announcement soon after a change does not shorten the gap much
         self._announced_at = now
         await self._withdraw(self._announced - told.keys())
         await self.add(told.values())
 
     async def add(self, records: Iterable[Announced]) -> None:
-        """Publish these in place of what stands under their prefixes, and let the others stand."""
+        """Publish these records in place of earlier ones under their prefixes; other records stay."""
         told = {record.prefix.uid: record for record in records}
         token = self._rpc.gate.token if self._rpc.gate is not None else b""
         known = {"addrs": self._own_addrs(), "token": token, "client": not self._host.takes_inbound}
         self._announced |= told.keys()
-        # Experts first, then the prefixes that lead to them: who walks down finds no promise broken.
+        # Experts before the prefixes above them, so that a reader never finds an empty prefix.
         for length in sorted({len(prefix.at) for prefix in told}, reverse=True):
             values = {p: msgspec.structs.replace(r, **known) for p, r in told.items() if len(p.at) == length}
             await self._put(values)
 
     async def withdraw(self, prefixes: Iterable[Uid] | None = None) -> None:
-        """Take back our records of prefixes; None: all, before leaving."""
+        """Withdraw our records of these prefixes, or all of them if `prefixes` is None."""
         await self._withdraw(self._announced if prefixes is None else self._announced.intersection(prefixes))
 
     async def _put(self, records: Mapping[Uid, Announced]) -> None:
@@ -289,7 +295,7 @@ class ExpertDirectory:
                 try:
                     await self._dht.put(prefix_key(self._run, prefix), encode(record), ttl_s=ttl_s)
                 except RemoteError as error:
-                    log.info("what lives below %s could not be announced: %s", prefix, error)
+                    log.info("experts below %s could not be announced: %s", prefix, error)
 
         async with trio.open_nursery() as nursery:
             for prefix, record in sorted(records.items()):
@@ -308,6 +314,6 @@ class ExpertDirectory:
                 nursery.start_soon(withdraw, prefix)
 
     def _own_addrs(self) -> list[str]:
-        """Addresses to tell others; relays have a part in some of them, and may have made these too long."""
+        """Our addresses to publish, without too long ones (relays contribute to some of them)."""
         told = [str(addr) for addr in self._host.addrs()]
         return [text for text in told if len(text) <= ADDR_BYTES][:ADDRS_PER_PEER]

@@ -1,13 +1,13 @@
 """Serving of experts: answers `expert/1/forward` and `expert/1/backward` for the experts that this peer hosts.
 
-Calls wait in the merge queue and are computed by the batch on the device's worker. A backward that was queued counts
-once, however often it is repeated, and is taken back only while nobody has begun it and no caller waits for it. Which
-experts are hosted is the host's affair: the server looks them up, and is told when one goes.
+Calls wait in the merge queue and are computed in batches on the device's worker. A queued backward counts once, no
+matter how often it is repeated, and is withdrawn only if its computation has not begun and no caller waits for it. The
+host decides which experts are hosted; the server looks them up, and `forget` reports one that is gone.
 
-A hostile caller may send: experts outside the grid or not served here, other rows, shapes and dtypes than the run
-file says (refused by the frames' headers, before a byte of them comes), values that are not finite, a backward of
-another run or generation, the same backward again and again, and any number of calls. Each costs its own caller alone,
-which is named in the log where it broke the protocol, a few lines a minute at most.
+A hostile caller may send calls for experts outside the grid or not served here, rows, shapes and dtypes that do not fit
+the run file (refused by the frames' headers, before the payloads arrive), values that are not finite, a backward of
+another run or generation, the same backward repeatedly, and any number of calls. Each of these affects only its own
+caller; protocol errors are logged with the caller's name, a few lines a minute at most.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from peerd.signals import Signal
 __all__ = ["ExpertModel", "ExpertServer", "HostedModel", "ServerConfig"]
 
 _log = logging.getLogger("peerd.experts")
-_AHEAD: Final = 2  # batches at the worker: the next one is there when the device is free; more would merge less
-_BACKWARD_COST: Final = 3.0  # of a sample, in its forwards: forward again, backward, update
-_NAMED_S: Final = 30.0  # a caller that breaks the protocol is named once in so long, as is a lack of memory
-_NO_MEMORY_S: Final = 1.0  # until a request that found no memory is worth another try
-_NAMED: Final = 1024  # callers remembered for that
-_MORE_CALLS: Final = 32  # of one caller than may wait: those being computed, and repeats; the queue says no first
-_SLACK_BYTES: Final = 64 << 10  # by which coded frames may be larger than the samples in them
+_AHEAD: Final = 2  # batches at the worker, so that the device never idles; with more, fewer requests would be merged
+_BACKWARD_COST: Final = 3.0  # cost of a sample in forward passes: forward again, backward, update
+_NAMED_S: Final = 30.0  # time between two log lines about a caller's protocol errors, or about a lack of memory
+_NO_MEMORY_S: Final = 1.0  # retry delay for a request that found no memory
+_NAMED: Final = 1024  # number of callers remembered for these log lines
+_MORE_CALLS: Final = 32  # calls of one caller beyond the waiting ones, as running ones and repeats also count
+_SLACK_BYTES: Final = 64 << 10  # by which encoded frames may exceed their samples
 _FORWARD: Final = Declaration(
     shows=Shows.NOTHING,
     rows=Needs.EXPERT_BATCH,
@@ -59,10 +59,10 @@ _FORWARD: Final = Declaration(
     calls=2 * EXPERT_QUEUED,
 )
 DECLARED: Final = {"expert/1/forward": _FORWARD, "expert/1/backward": replace(_FORWARD, frames=2)}
-_GONE: Final = 4096  # experts that were served here once, with the reason why they are not now
+_GONE: Final = 4096  # number of formerly hosted experts remembered, with the reason
 
 Contain = Callable[[Callable[[], Awaitable[None]], Callable[[], str]], Awaitable[bool]]
-Line = tuple[Uid, bool]  # an expert, and whether it is its backward
+Line = tuple[Uid, bool]  # (expert, is a backward)
 
 
 class HostedModel(Protocol):
@@ -77,7 +77,7 @@ class HostedModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Figures of the server. `cost_s`: time of a batch, by whether it is a backward, and samples; for simulations."""
+    """Settings of the server. `cost_s`, for simulations: the time of a batch, by (is a backward, samples)."""
 
     cost_s: Callable[[bool, int], float] = lambda backward, samples: 0.0
 
@@ -91,7 +91,7 @@ class ServingStats:
     updates: int = 0
     batches: int = 0
     samples: int = 0
-    repeats: int = 0  # backwards that had been made, or were under way
+    repeats: int = 0  # backwards already made or running
     stale: int = 0  # backwards that were too old for their callers
     refused: int = 0  # calls that broke the protocol
     busy_s: float = 0.0
@@ -99,14 +99,14 @@ class ServingStats:
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """One call that waits, with its frames."""
+    """One waiting call, with its frames."""
 
     frames: Frames
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One request in the queue, and the calls that wait for it: more than one where it was repeated."""
+    """One request in the queue, and the calls that wait for it: more than one if it was repeated."""
 
     peer: PeerId
     body: Forward | Backward
@@ -117,7 +117,7 @@ class _Request:
 
     @property
     def kept_as(self) -> tuple[Uid, bytes] | None:
-        """The name of an update."""
+        """The key of an update's kept answer; None for a forward."""
         return (self.body.expert.uid, self.body.request) if isinstance(self.body, Backward) else None
 
     def settle(self, result: Answer[Any] | PeerdError) -> None:
@@ -132,7 +132,7 @@ _Queued = Queued[Line, _Request]
 
 
 class ExpertServer:
-    """See the module's header. `experts`: what is hosted now."""
+    """Serves the experts of one host. `experts` are those hosted now."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class ExpertServer:
         self._free_at = -math.inf
         self._gone = BoundedDict[Uid, str](_GONE)
         self._named = BoundedDict[PeerId, float](_NAMED)
-        self._told_again_at = -math.inf  # that there is no memory
+        self._told_again_at = -math.inf  # next time to log a lack of memory
 
     async def run(
         self,
@@ -166,7 +166,7 @@ class ExpertServer:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serve until cancelled. `contain` runs what may fail by our own fault, as `Host.supervise`."""
+        """Serve until cancelled. `contain` runs work that may fail by our own fault, as `Host.supervise` does."""
         self._serve()
         try:
             async with trio.open_nursery() as nursery:
@@ -183,26 +183,26 @@ class ExpertServer:
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return len(self._queue)
 
     def queue_s(self) -> float:
-        """Time that a request would wait now."""
+        """Seconds that a new request would wait."""
         return self._queue.wait_s()
 
     async def hold(self, uid: Uid) -> None:
-        """Make no more updates of an expert until `release` or `forget`; returns when none is under way."""
+        """Pause updates of an expert until `release` or `forget`; returns when no update is running."""
         self._queue.hold((uid, True))
         while any(queued.line == (uid, True) for queued in self._computing):
             await self._settled.wait()
 
     def release(self, uid: Uid) -> None:
-        """Make updates of an expert again, with those that have waited meanwhile first."""
+        """Resume updates of an expert, beginning with those that waited."""
         self._queue.release((uid, True))
         self._came.notify()
 
     def forget(self, uid: Uid, why: str) -> None:
-        """An expert is not hosted any more: refuse what waits for it, and what comes, with the reason."""
+        """Refuse waiting and later calls for an expert that is no longer hosted, with the reason `why`."""
         self._gone[uid] = why
         for backward in (False, True):
             for queued in self._queue.clear((uid, backward)):
@@ -225,7 +225,7 @@ class ExpertServer:
             self._rpc.serve(method, request, handler, declared=declared, objection=objection, frames_objection=frames)
 
     def _objection(self, peer: PeerId, body: Forward | Backward) -> PeerdError | None:
-        """Why a call is refused, by its body alone."""
+        """Reason to refuse a call, from its body alone, or None."""
         uid = body.expert.uid
         if body.run != self._fingerprint:
             return Refused(OTHER_RUN_FILE)
@@ -245,7 +245,7 @@ class ExpertServer:
         return full
 
     def _stale(self, hosted: HostedModel, body: Backward) -> Refused | None:
-        """Why a backward is too old for its caller; looked at once more when it is computed."""
+        """Reason why a backward is too old for its caller, or None; checked again when it is computed."""
         if body.most_stale < 0:
             return None
         uid, age = body.expert.uid, hosted.model.version - body.version
@@ -261,7 +261,7 @@ class ExpertServer:
     def _frames_objection(
         self, expected: Sequence[tuple[int, ...]], peer: PeerId, headers: Sequence[FrameHeader | TensorFrame]
     ) -> PeerdError | None:
-        """Why a call is refused, by the headers of its frames."""
+        """Reason to refuse a call, from the headers of its frames, or None."""
         if len(headers) != len(expected):
             return self._blame(f"a call with {len(headers)} frames; expected {len(expected)}", peer)
         for header, sample in zip(headers, expected, strict=True):
@@ -277,13 +277,13 @@ class ExpertServer:
         return None
 
     def _blame(self, why: str, peer: PeerId) -> ProtocolViolation:
-        """What a caller did wrong, noted in the log with its name."""
+        """A ProtocolViolation of the caller, which is also counted and logged."""
         self.stats.refused += 1
         self._name(why, peer)
         return ProtocolViolation(why, peer)
 
     def _name(self, why: str, peer: PeerId) -> None:
-        """Name a caller in the log, now and then."""
+        """Log a caller's fault, at most once in 30 s."""
         now = self._clock.now()
         if now - self._named.get(peer, -math.inf) >= _NAMED_S:
             self._named[peer] = now
@@ -316,7 +316,7 @@ class ExpertServer:
         if known is Known.KEPT:
             return self._kept.answer(caller, name)
         if known is Known.FORGOTTEN:
-            raise Refused("this update was made; its answer is not kept any more")
+            raise Refused("this update was made, but its answer is no longer kept")
         queued = self._kept.under_way(caller, name)
         if call.frames[0].shape[0] != queued.samples:
             raise self._blame(f"a repeat with {call.frames[0].shape[0]} samples of {queued.samples}", call.peer)
@@ -324,7 +324,7 @@ class ExpertServer:
 
     def _queue_up(self, call: Incoming[Any], *, backward: bool) -> _Queued:
         uid, samples = call.body.expert.uid, call.frames[0].shape[0]
-        if uid not in self._experts:  # it went while the frames came
+        if uid not in self._experts:  # it left while the frames arrived
             raise self._not_here(uid)
         cost = samples * (_BACKWARD_COST if backward else 1.0)
         queued = Queued((uid, backward), call.peer.text, samples, cost, _Request(call.peer, call.body))
@@ -335,7 +335,7 @@ class ExpertServer:
         return queued
 
     async def _answer(self, queued: _Queued, call: Incoming[Any]) -> Answer[Any]:
-        """Wait for a request's answer. One that nobody waits for any more is not computed."""
+        """Wait for a request's answer. If the last waiting call is cancelled, the request is withdrawn."""
         request, offer = queued.request, _Offer(call.frames)
         request.offers.append(offer)
         try:
@@ -343,7 +343,7 @@ class ExpertServer:
         finally:
             request.offers.remove(offer)
             if not request.offers and self._queue.withdraw(queued):
-                self._settle(queued, Refused("its caller went"))
+                self._settle(queued, Refused("its caller left"))
         if request.failure is not None:
             raise request.failure
         assert request.answer is not None
@@ -360,11 +360,11 @@ class ExpertServer:
             uid, backward = batch[0].line
             about = f"a {'backward' if backward else 'forward'} of expert {uid}"
             self._computing |= dict.fromkeys(batch)
-            parts = [_part(queued.request) for queued in batch]  # now, while each has a caller that waits
+            parts = [_part(queued.request) for queued in batch]  # now, while each has a waiting caller
             if not await contain(partial(self._compute, worker, batch, parts), partial(str, about)):
                 for queued in batch:
                     if queued in self._computing:
-                        self._settle(queued, Refused(f"{about} failed here, by no fault of yours"))
+                        self._settle(queued, Refused(f"{about} failed here, not by the caller's fault"))
 
     async def _compute(self, worker: Worker, batch: Sequence[_Queued], parts: Sequence[BatchPart]) -> None:
         (uid, backward), began = batch[0].line, self._clock.now()
@@ -391,7 +391,7 @@ class ExpertServer:
 
     def _count(self, batch: Sequence[_Queued], results: Sequence[Result], began: float) -> None:
         now, stats, backward = self._clock.now(), self.stats, batch[0].line[1]
-        seconds = now - max(began, self._free_at)  # without the time that another batch was computed
+        seconds = now - max(began, self._free_at)  # without the time in which another batch was computed
         self._free_at = now
         good = [queued for queued, result in zip(batch, results, strict=True) if result.frame is not None]
         self._queue.served(sum(queued.cost for queued in batch), seconds)
@@ -406,7 +406,7 @@ class ExpertServer:
             stats.forwards += len(good)
 
     def _told(self, queued: _Queued, result: Result, generation: int, began: float) -> Answer[Any] | PeerdError:
-        """The answer to one request."""
+        """The answer to one request, or its error."""
         if result.frame is None:
             return Refused(result.fault) if result.stale else self._blame(result.fault, queued.request.peer)
         waited_s = min(1e6, max(0.0, began - queued.since))
@@ -414,7 +414,7 @@ class ExpertServer:
         return Answer(kind(generation, result.version, waited_s), (result.frame,))
 
     def _settle(self, queued: _Queued, result: Answer[Any] | PeerdError) -> None:
-        """End a request: keep an update's answer, or forget that it was begun."""
+        """End a request: keep an update's answer, or drop the record that it was begun."""
         self._computing.pop(queued, None)
         name = queued.request.kept_as
         if name is not None:

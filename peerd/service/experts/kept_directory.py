@@ -1,10 +1,10 @@
-"""Directory of kept experts: who holds which checkpoints, who claims which experts, who has room; and telling so.
+"""Directory of kept experts: who holds which checkpoints, claims which experts and has room; reading and publishing it.
 
-Records are strangers': decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens
-one counts only with its publisher's token in it: of an expert for claims, of an expert or a backbone for the rest. A
-pointer counts only with its owner's signature, whoever shows it, and claims and pointers only in the lineage of an
-expert (`machine.owners.lineage`): where that depends on who holds what, holders are called to see which networks they
-are in. Addresses go to the host's address book.
+Records come from strangers: they are strictly decoded, and a bad one is skipped and its publisher logged. In a run with
+tokens a record counts only with its publisher's token in it: for role expert in a claim, for expert or backbone in the
+others. A pointer counts only with its owner's signature, no matter which peer holds it. Claims and pointers count only
+in the lineage of an expert (`machine.owners.lineage`); if that depends on the holders, these are called to learn their
+networks. Addresses go to the host's address book.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from peerd.core.limits import (
     KEPT_RECORDS_PER_PREFIX,
 )
 from peerd.core.messages.encoding import Empty, decode, encode
-from peerd.core.messages.experts import DIGEST_BYTES, Announced, HolderOffer, KeptExperts, PieceWanted, Pointer
+from peerd.core.messages.experts import DIGEST_BYTES, Announced, CheckpointRef, HolderOffer, KeptExperts, PieceWanted
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.budget.book import NEAR, user_at
-from peerd.machine.experts.custody import SeenClaim
+from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
 from peerd.net.host.host import Host
@@ -56,16 +56,16 @@ log = logging.getLogger("peerd.service.experts.kept_directory")
 
 M = TypeVar("M", Announced, HolderOffer, KeptExperts)
 GET: Final = "vault/2/get"
-_AT_ONCE: Final = 8  # records that are published
-_CALLED: Final = 32  # holders that one look calls to see where they are, those of known owners first
+_AT_ONCE: Final = 8  # records published concurrently
+_CALLED: Final = 32  # holders that one read calls to learn their networks, those of known owners first
 _RELAYED: Final = "behind relays"
-_SAID_AGAIN_S: Final = 600.0  # before the same fault of a peer is a warning again
-_PATIENCE_S, _PATIENCE_MOST_S = 1.0, 10.0  # with a peer, at least and at most
+_SAID_AGAIN_S: Final = 600.0  # time after which the same fault of a peer is a warning again
+_PATIENCE_S, _PATIENCE_MOST_S = 1.0, 10.0  # least and most time that a peer gets to answer
 _NOTHING: Final = PieceWanted(bytes(DIGEST_BYTES), 0)
 
 
 class VaultPeer(Protocol):
-    """The peer on which a vault stands: a role's context, or a peer's stack."""
+    """The peer on which a vault runs: a role's context, or a peer's stack."""
 
     @property
     def host(self) -> Host: ...
@@ -79,13 +79,13 @@ class VaultPeer(Protocol):
 
 @dataclass(slots=True)
 class CustodyView:
-    """What one look at the directory showed."""
+    """The result of one read of the directory."""
 
-    kept: dict[Uid, list[KeptCopy]] = field(default_factory=dict)  # of owners in the lineage, the newest first
-    claims: dict[Uid, SeenClaim] = field(default_factory=dict)  # of the owner of each
+    kept: dict[Uid, list[KeptCopy]] = field(default_factory=dict)  # of owners in the lineage, newest first
+    claims: dict[Uid, SeenClaim] = field(default_factory=dict)  # the owner's claim of each
     offers: dict[PeerId, HolderOffer] = field(default_factory=dict)
-    told: dict[Uid, list[SeenClaim]] = field(default_factory=dict)  # all claims, strangers' too
-    waits: set[Uid] = field(default_factory=set)  # experts that another host may be about to own
+    told: dict[Uid, list[SeenClaim]] = field(default_factory=dict)  # all claims, including strangers'
+    waits: set[Uid] = field(default_factory=set)  # experts that another host may own soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,42 +99,43 @@ class ReadingPeer:
 
 
 class KeptDirectory:
-    """See the module's header."""
+    """The directory of one run's kept experts."""
 
     def __init__(self, run: RunFile, peer: VaultPeer, worker: Worker) -> None:
         assert run.experts is not None
         self.run, self.grid = run.run, grid_of(run)
         self._fingerprint = fingerprint(run)
         self._peer, self._worker = peer, worker
-        # A peer that was lost holds up whoever asks it; what was found, or told, by then has to do.
+        # A lost peer delays every reader, so reads return what was found by then.
         self._patience_s = min(_PATIENCE_MOST_S, max(_PATIENCE_S, run.experts.announce_s / 8))
         self._ttl_s = max(3 * run.experts.announce_s, 5.0)
-        self._genuine = BoundedDict[bytes, None](4 * KEPT_EXPERTS)  # pointers whose signatures were checked
+        self._genuine = BoundedDict[bytes, None](4 * KEPT_EXPERTS)  # pointers with valid signatures
         self._forged = BoundedDict[bytes, None](KEPT_EXPERTS)
         self._announce_s = run.experts.announce_s
         self.lineages = ExpertLineages(run.experts.announce_s, peer.host.id, self.seat)
-        self._silent = BoundedDict[PeerId, float](KEPT_EXPERTS)  # peers that did not answer, until when
-        self._said = BoundedDict[tuple[PeerId, str], float](KEPT_EXPERTS)  # what the log blames on whom, until when
-        self._published: dict[tuple[Key, bytes], tuple[object, float]] = {}  # what of it is told anew, and when it was
+        self._silent = BoundedDict[PeerId, float](KEPT_EXPERTS)  # peers that did not answer -> end of the pause
+        self._said = BoundedDict[tuple[PeerId, str], float](KEPT_EXPERTS)  # (peer, logged fault) -> time
+        self._published: dict[tuple[Key, bytes], tuple[object, float]] = {}  # (compared content, time of publication)
 
     @property
     def last_prefixes(self) -> int:
-        """Number of prefixes right above experts."""
+        """Number of prefixes directly above experts."""
         return self.grid.layers * self.grid.places // self.grid.sides[-1]
 
     def last_prefix(self, number: int) -> Uid:
-        """A prefix right above experts, by number."""
+        """A prefix directly above experts, by number."""
         return self.grid.uid(number * self.grid.sides[-1]).prefix
 
     # --- reading ----------------------------------------------------------------------------------------------
 
     async def look(
-        self, prefixes: Sequence[Uid], timeout_s: float | None = None, shown: Pointer | None = None
+        self, prefixes: Sequence[Uid], timeout_s: float | None = None, shown: CheckpointRef | None = None
     ) -> CustodyView:
-        """Claims and checkpoints below these, and all offers; RemoteError when the directory cannot be read.
+        """Read claims and checkpoints below these prefixes, and all offers. Raises RemoteError if the directory is
+        unreadable.
 
-        When the time runs out, what was found by then: a peer that was lost holds up whoever asks it. `shown`: a signed
-        pointer that its owner shows to this peer, and that may not stand in the directory yet.
+        If the time runs out, returns what was found by then, because a lost peer delays every reader. `shown`: a signed
+        pointer that its owner sends to this peer and that may not be in the directory yet.
         """
         kept = {kept_experts_key(self.run, prefix): prefix for prefix in prefixes}
         claimed = {prefix_key(self.run, prefix): prefix for prefix in prefixes}
@@ -151,9 +152,10 @@ class KeptDirectory:
         return view
 
     async def owners(self, prefixes: Sequence[Uid], before: Mapping[Uid, ExpertReign]) -> dict[Uid, PeerId]:
-        """Hosts that own experts below these and say so; RemoteError when the directory cannot be read.
+        """Hosts that own experts below these prefixes and claim them. Raises RemoteError if the directory is
+        unreadable.
 
-        `before`: hosts that this peer has called for some time; they count where it does not know the lineage.
+        `before`: hosts that this peer has called for some time; they count if it does not know the lineage.
         """
         for uid, reign in before.items():
             self.lineages.followed(trio.current_time(), uid, reign)
@@ -161,13 +163,13 @@ class KeptDirectory:
         return {uid: claim.peer for uid, claim in view.claims.items()}
 
     async def _settle(self, view: CustodyView, copies: dict[Uid, list[KeptCopy]], whole: bool) -> None:
-        """Fill in the owner of each expert, and what its owners kept. `whole`: some peer answered for each key."""
+        """Fill in the owner of each expert, and its owners' checkpoints. `whole`: some peer answered for each key."""
         uids, now = [*dict.fromkeys([*view.told, *copies])], trio.current_time()
         known, others = list[list[PeerId]](), list[list[PeerId]]()
         for uid in uids:
             claims, shown = view.told.get(uid, ()), copies.get(uid, ())
             if self.lineages.is_open(now, uid, claims, shown):
-                # Who adopts looks whether the last owner answers; to wait for it here, too, makes each look late.
+                # Adopters check whether the last owner answers; waiting for it here would delay every read.
                 gone, line = self.lineages.gone(now, uid, claims), self.lineages.line(uid)
                 holders = dict[ExpertReign, list[PeerId]]()
                 for copy in shown:
@@ -191,15 +193,15 @@ class KeptDirectory:
             self._name_strangers(uid, shown, found.kept)
 
     def _name_strangers(self, uid: Uid, shown: Sequence[KeptCopy], kept: Sequence[KeptCopy]) -> None:
-        """Name the owners of checkpoints that do not count."""
+        """Log the owners of checkpoints that do not count."""
         counted = {copy.pointer.peer for copy in kept}
         for owner in dict.fromkeys(copy.pointer.peer for copy in shown):
             if owner not in counted:
-                text = "skipped a checkpoint of expert %s by peer %s: it is not an owner in the lineage that is known"
+                text = "skipped a checkpoint of expert %s by peer %s, which is not an owner in the known lineage"
                 self.blame(owner, text, uid, owner)
 
     def blame(self, peer: PeerId, text: str, *facts: object) -> None:
-        """Log what a peer did wrong as a warning; if it does the same again within ten minutes, for debugging only."""
+        """Log a peer's fault as a warning; the same fault within ten minutes is logged for debugging only."""
         now, known = trio.current_time(), (peer, text)
         again = self._said.get(known, now) > now
         if not again:
@@ -207,9 +209,10 @@ class KeptDirectory:
         log.log(logging.DEBUG if again else logging.WARNING, text, *facts)
 
     def seat(self, peer: PeerId) -> str | None:
-        """The network of a peer, or its address in a private network, as its connection shows; None without one.
+        """The network of a peer, or its address in a private network, as its connection shows; None without a
+        connection.
 
-        All peers behind relays are in one network: relays cost nothing, so their networks say nothing.
+        All peers behind relays count as one network, because relays are free and so their networks prove nothing.
         """
         if peer == self._peer.host.id:
             addr = next(iter(self._peer.host.addrs()), None)
@@ -224,8 +227,8 @@ class KeptDirectory:
         return user.place if user.region.startswith(NEAR) else user.region
 
     async def answers(self, peer: PeerId, timeout_s: float) -> bool:
-        """True when a peer gives an answer, whatever it is. One that gives none in the time of a look is not called by
-        looks for a while.
+        """True if a peer answers at all. A peer that does not within a read's time limit is not called by reads for a
+        while.
         """
         try:
             await self._peer.rpc.call(peer, GET, _NOTHING, Empty, timeout_s=timeout_s, reply_frame_bytes=0)
@@ -239,7 +242,7 @@ class KeptDirectory:
         return True
 
     async def _call(self, peers: Iterable[PeerId]) -> None:
-        """Connect to those of these that there is no connection to, so that they have a voice."""
+        """Connect to those of these peers that have no connection, so that their networks count."""
         now = trio.current_time()
         absent = [
             peer for peer in dict.fromkeys(peers) if self.seat(peer) is None and self._silent.get(peer, now) <= now
@@ -250,7 +253,7 @@ class KeptDirectory:
                 nursery.start_soon(self.answers, peer, self._patience_s)
 
     async def offers(self) -> dict[PeerId, HolderOffer]:
-        """The peers that have room."""
+        """The peers that offer room."""
         key = holders_key(self.run)
         return self._offers(await self._peer.dht.get(key, most_bytes=DIRECTORY_READ_BYTES))
 
@@ -269,14 +272,14 @@ class KeptDirectory:
     def _check_claims(self, prefix: Uid, announced: Announced) -> str | None:
         side, coordinates = self.grid.side_below(prefix), coordinates_in(announced.below)
         if announced.prefix.uid != prefix:
-            return "stands under another prefix"
+            return "is stored under another prefix"
         if len(announced.below) != -(-side // 8) or any(at >= side for at in coordinates):
             return "has a bitmap of another size"
         if not len(coordinates) == len(announced.generations) == len(announced.versions):
-            return "has another number of generations or versions than experts"
+            return "has different numbers of generations, versions and experts"
         return None
 
-    def _shown(self, prefix: Uid, records: Iterable[Record]) -> Iterator[tuple[PeerId, Pointer]]:
+    def _shown(self, prefix: Uid, records: Iterable[Record]) -> Iterator[tuple[PeerId, CheckpointRef]]:
         check: Callable[[KeptExperts], str | None] = partial(self._check_kept, prefix)
         for record in records:
             kept = self._read(KeptExperts, record, "expert", "backbone", check=check)
@@ -287,11 +290,11 @@ class KeptDirectory:
             if pointer.run != self._fingerprint:
                 return "names checkpoints of another run"
             if not self.grid.is_expert(pointer.expert.uid) or pointer.expert.uid.prefix != prefix:
-                return "names experts that do not lie below its prefix"
+                return "names experts that are not below its prefix"
         return None
 
-    async def _copies(self, shown: list[tuple[PeerId, Pointer]]) -> dict[Uid, list[KeptCopy]]:
-        """The pointers that their owners signed, the newest of each expert first."""
+    async def _copies(self, shown: list[tuple[PeerId, CheckpointRef]]) -> dict[Uid, list[KeptCopy]]:
+        """The pointers with valid signatures of their owners, the newest of each expert first."""
         told = [(holder, pointer, encode(pointer)) for holder, pointer in shown]
         signed = {whole for _, _, whole in told if whole in self._genuine}
         new = {whole: pointer for _, pointer, whole in told if whole not in signed and whole not in self._forged}
@@ -308,7 +311,7 @@ class KeptDirectory:
             if whole in signed:
                 copies.setdefault(whole, KeptCopy(pointer)).holders.append(holder)
             else:
-                text = "skipped a checkpoint of expert %s that peer %s shows: its owner did not sign"
+                text = "skipped a checkpoint of expert %s published by peer %s: its owner did not sign it"
                 self.blame(holder, text, pointer.expert.uid, holder)
         found = dict[Uid, list[KeptCopy]]()
         for copy in sorted(copies.values(), key=lambda c: c.pointer.rank, reverse=True):
@@ -318,7 +321,7 @@ class KeptDirectory:
     def _read(
         self, kind: type[M], record: Record, *roles: str, check: Callable[[M], str | None] = lambda _: None
     ) -> M | None:
-        """A record's content, its publisher's addresses learned; None when it does not count."""
+        """Decode a record and learn its publisher's addresses. Returns None if the record does not count."""
         gate = self._peer.rpc.gate
         try:
             read = decode(kind, record.value)
@@ -335,19 +338,19 @@ class KeptDirectory:
             return None
         return read
 
-    # --- telling ----------------------------------------------------------------------------------------------
+    # --- publishing -------------------------------------------------------------------------------------------
 
-    async def announce(self, pointers: Sequence[Pointer], offer: HolderOffer) -> None:
-        """Publish what we hold, in the order of importance, and what room we have; RemoteError when it fails.
+    async def announce(self, pointers: Sequence[CheckpointRef], offer: HolderOffer) -> None:
+        """Publish what we hold, most important first, and our free room. Raises RemoteError.
 
-        Of a prefix, what does not fit into our share of its key is held and not told. `offer` needs no addresses.
+        Checkpoints of a prefix that exceed our share of its key are held but not published. `offer` needs no addresses.
         """
         token = self._peer.rpc.gate.token if self._peer.rpc.gate is not None else b""
         addrs, wall = self._own_addrs(), self._peer.clock.wall()
         client = not self._peer.host.takes_inbound
         offer = msgspec.structs.replace(offer, addrs=addrs, token=token, client=client)
         records = {(holders_key(self.run), b""): (encode(offer), encode(offer))}
-        below = dict[Uid, list[Pointer]]()
+        below = dict[Uid, list[CheckpointRef]]()
         for pointer in pointers:
             below.setdefault(pointer.expert.uid.prefix, []).append(pointer)
         for prefix, inside in below.items():
@@ -360,7 +363,9 @@ class KeptDirectory:
         await self._publish(records)
 
     async def _publish(self, records: dict[tuple[Key, bytes], tuple[bytes, bytes]]) -> None:
-        """Put what is new, or a third of its life old; withdraw what is no more. Records: what is compared, value."""
+        """Publish records that are new or past a third of their life; withdraw others. Records: (compared content,
+        value).
+        """
         now, limit = trio.current_time(), trio.CapacityLimiter(_AT_ONCE)
 
         async def put(place: tuple[Key, bytes], same: bytes, value: bytes) -> None:
@@ -384,7 +389,7 @@ class KeptDirectory:
                 nursery.start_soon(withdraw, place)
 
     async def withdraw(self) -> None:
-        """Take everything back."""
+        """Withdraw all our records."""
         await self._publish({})
 
     def _own_addrs(self) -> list[str]:
@@ -393,5 +398,5 @@ class KeptDirectory:
 
 
 def _in_turns(lists: Sequence[Sequence[PeerId]]) -> list[PeerId]:
-    """The first of each list, then the second of each, and so on: no list crowds out the others."""
+    """The first of each list, then the second of each, and so on, so that no list crowds out the others."""
     return [peer for each in zip_longest(*lists) for peer in each if peer is not None]

@@ -1,12 +1,13 @@
 """Vault: the checkpoints of experts that this peer holds, for itself and for others; serves `vault/2`.
 
-`keep` asks it to fetch a checkpoint from the caller, the expert's host; `get` gives pieces of what it holds. It says in
-the directory what it holds, and what room it has. Bounds: `machine.experts.kept_shelf`, and half of the disk's free
-room. Needs no torch: what the bytes mean, only a host knows.
+`keep` asks it to fetch a checkpoint from the caller, the expert's host; `get` returns pieces of held checkpoints. It
+publishes in the directory what it holds and how much room it has. It is limited by `machine.experts.kept_shelf` and by
+half of the disk's free space. Needs no torch, because only hosts interpret the bytes.
 
-A hostile peer may: ask to keep what it did not sign, what is not of this run, what is too large, more than its share,
-or what it never sends (each such call ends by a deadline that its size sets, and is one of few); ask for pieces that
-are not held; claim room and hold nothing (`fetch` checks every piece, and asks others). It is named in the log.
+A hostile peer may ask to keep a checkpoint that it did not sign, that is of another run, too large or beyond its share,
+or that it never sends (such a call ends by a deadline set by its size, and their number is limited); it may ask for
+pieces that are not held; or offer room and hold nothing (`fetch` checks every piece, and asks other holders). The log
+names it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from peerd.core.limits import (
     STATE_PIECES_PER_DONOR,
 )
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.experts import DIGEST_BYTES, HolderOffer, Keep, Kept, Name, PieceWanted, Pointer
+from peerd.core.messages.experts import DIGEST_BYTES, CheckpointRef, HolderOffer, Keep, Kept, Name, PieceWanted
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_shelf import KeptShelf
@@ -48,9 +49,9 @@ from peerd.signals import Signal
 log = logging.getLogger("peerd.service.experts.vault")
 
 T = TypeVar("T")
-VAULT_BYTES: Final = 16 << 30  # of disk, unless told otherwise
+VAULT_BYTES: Final = 16 << 30  # of disk, by default
 KEEP: Final = "vault/2/keep"
-_KEPT_AT_ONCE: Final = 8  # checkpoints that are fetched from hosts
+_KEPT_AT_ONCE: Final = 8  # checkpoints fetched from hosts concurrently
 DECLARED: Final = {
     KEEP: Declaration(
         shows=Shows.OWNER,
@@ -70,43 +71,43 @@ DECLARED: Final = {
         calls=STATE_GIVEN,
     ),
 }
-_SHAKE_S: Final = 30.0  # of a hand-over, beyond what its bytes take
-_TOGETHER_S: Final = 0.5  # checkpoints often come by several at once
-_OWNER_S: Final = 2.0  # that the owner of an expert is called before another one's checkpoint is kept
+_SHAKE_S: Final = 30.0  # time for a hand-over, in addition to the transfer of its bytes
+_TOGETHER_S: Final = 0.5  # checkpoints often arrive several at once
+_OWNER_S: Final = 2.0  # time to call the known owner before another's checkpoint is kept
 
 
 class Vault:
-    """See the module's header. `open` comes first, then `run`."""
+    """The vault of one peer. Call `open`, then `run`."""
 
     def __init__(
         self, run: RunFile, peer: VaultPeer, disk: VaultDisk, worker: Worker, most_bytes: int = VAULT_BYTES
     ) -> None:
-        """`worker`: for files and hashes, best one that computes nothing else."""
+        """`worker` is for files and hashes, preferably one that computes nothing else."""
         assert run.experts is not None
         self.directory = KeptDirectory(run, peer, worker)
         self.fingerprint = fingerprint(run)
         self.adopts: Callable[[], bool] = lambda: False  # whether this peer would take over experts now
-        self.share: Callable[[], HostShare] = lambda: HostShare(0, 0)  # of a host of experts, as others are to know it
-        self.taking: list[Uid] = []  # that it is about to take over
-        self.giving: set[Uid] = set()  # that another host is about to take over from it
-        self.problem: str | None = None  # the reason that the disk takes nothing
+        self.share: Callable[[], HostShare] = lambda: HostShare(0, 0)  # of this peer's host of experts, for publication
+        self.taking: list[Uid] = []  # experts that this peer is about to take over
+        self.giving: set[Uid] = set()  # experts that another host is about to take over from this peer
+        self.problem: str | None = None  # why the disk rejects checkpoints
         self._announce_s = run.experts.announce_s
         self._grid = grid_of(run)
         self._peer, self._disk, self._worker = peer, disk, worker
         self._shelf = KeptShelf(peer.host.id.public_key, most_bytes)
         self._fetching = PieceFetch(peer.rpc, worker)
         self._lent: dict[bytes, list[tuple[bytes, memoryview]]] = {}  # by digest: checkpoints in memory
-        self._coming: dict[bytes, Pointer] = {}  # by signature: what is fetched from hosts
+        self._coming: dict[bytes, CheckpointRef] = {}  # by signature: checkpoints being fetched from hosts
         self._free_bytes = 0
         self._changed = Signal()
-        self._telling = trio.Lock()  # of two announcements at once, the older one could stay
+        self._telling = trio.Lock()  # if two announcements overlapped, the older one could remain
 
     # --- life -------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Find what is held from before; OSError when the folder cannot be used."""
+        """Find the checkpoints held from before. Raises OSError if the folder is unusable."""
         found = await self._worker.run(self._disk.open, name="list checkpoints of experts")
-        gone = list[Pointer]()
+        gone = list[CheckpointRef]()
         for pointer in sorted(found, key=lambda p: p.rank, reverse=True):
             fits = pointer.run == self.fingerprint and self._shelf.bytes_held + pointer.size_bytes
             if fits is False or fits > self._shelf.most_bytes:
@@ -119,7 +120,7 @@ class Vault:
         await self._look_at_disk()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve, and say what is held, until cancelled."""
+        """Serve, and publish what is held, until cancelled."""
         rpc = self._peer.rpc
         rpc.serve(KEEP, Keep, self._keep, declared=DECLARED[KEEP])
         rpc.serve(GET, PieceWanted, self._give, declared=DECLARED[GET])
@@ -134,8 +135,9 @@ class Vault:
             rpc.unserve("vault/2")
 
     async def announce(self) -> bool:
-        """Say what is held, what room there is and what is about to be taken over, as it is now; True when others can
-        read it. A failure is logged, the next announcement comes.
+        """Publish what is held, the free room and the intended adoptions. Returns True once others can read it.
+
+        A failure is logged; the next announcement follows anyway.
         """
         async with self._telling:
             await self._look_at_disk()
@@ -155,14 +157,14 @@ class Vault:
                 await self.directory.announce(self._shelf.pointers, offer)
                 said = True
             except* RemoteError as group:
-                log.info("what is held could not be announced: %s", group.exceptions[0])
+                log.info("held checkpoints could not be announced: %s", group.exceptions[0])
             return said
 
-    # --- what is held -----------------------------------------------------------------------------------------
+    # --- held here --------------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> list[Pointer]:
-        """All checkpoints here, of each expert the newest first."""
+    def held(self) -> list[CheckpointRef]:
+        """All checkpoints held here, the newest of each expert first."""
         return self._shelf.pointers
 
     @property
@@ -171,21 +173,21 @@ class Vault:
         coming = sum(pointer.size_bytes for pointer in self._coming.values())
         return max(0, min(self._shelf.room_bytes(), self._free_bytes // 2) - coming)
 
-    def own(self, uid: Uid) -> Pointer | None:
-        """The newest checkpoint of an expert that this very peer made."""
+    def own(self, uid: Uid) -> CheckpointRef | None:
+        """The newest checkpoint of an expert that this peer made itself, or None."""
         me = self._peer.host.id.public_key
         return next((p for p in self._shelf.of(uid) if p.owner == me), None)
 
-    async def read(self, pointer: Pointer) -> bytes:
-        """A checkpoint that is held here; ValueError when it is damaged, and then it is held no more."""
+    async def read(self, pointer: CheckpointRef) -> bytes:
+        """Read a checkpoint held here. Raises ValueError if it is damaged; it is then dropped."""
         try:
             return await self._worker.run(partial(self._disk.read, pointer), name="read a checkpoint of an expert")
         except (OSError, ValueError) as error:
             await self._lose(pointer, str(error))
             raise ValueError(str(error)) from error
 
-    async def put(self, pointer: Pointer, digests: Sequence[bytes], data: Bytes) -> None:
-        """Write a checkpoint of our own; OSError when the disk does not take it, ValueError when the shelf does not."""
+    async def put(self, pointer: CheckpointRef, digests: Sequence[bytes], data: Bytes) -> None:
+        """Write a checkpoint of our own. Raises OSError if the disk rejects it, and ValueError if the shelf does."""
         why = self._shelf.objection(pointer)
         if why is not None:
             raise ValueError(why)
@@ -194,8 +196,8 @@ class Vault:
         await self._settle(pointer)
 
     @contextmanager
-    def lent(self, pointer: Pointer, digests: Sequence[bytes], data: Bytes) -> Iterator[None]:
-        """Give pieces of `data` from memory meanwhile: it is asked for before, or though, the disk does not have it."""
+    def lent(self, pointer: CheckpointRef, digests: Sequence[bytes], data: Bytes) -> Iterator[None]:
+        """Serve pieces of `data` from memory during the block, before the disk has it or if the disk rejects it."""
         self._lent.setdefault(pointer.digest, []).append((b"".join(digests), memoryview(data)))
         try:
             yield
@@ -204,33 +206,35 @@ class Vault:
             if not self._lent[pointer.digest]:
                 del self._lent[pointer.digest]
 
-    # --- what others hold -------------------------------------------------------------------------------------
+    # --- held by others ---------------------------------------------------------------------------------------
 
-    async def hand(self, pointer: Pointer, holder: PeerId) -> None:
-        """Have `holder` keep a checkpoint of ours; RemoteError says why it does not."""
+    async def hand(self, pointer: CheckpointRef, holder: PeerId) -> None:
+        """Have `holder` keep a checkpoint of ours. Raises RemoteError with the reason if it does not."""
         timeout_s = _SHAKE_S + pointer.size_bytes / STATE_LEAST_BYTES_PER_S
         answer = await self._peer.rpc.call(holder, KEEP, Keep(pointer), Kept, timeout_s=timeout_s, reply_frame_bytes=0)
         if not answer.body.held:
             raise Refused("it does not hold the checkpoint", holder)
 
-    async def fetch(self, pointer: Pointer, holders: Sequence[PeerId]) -> bytes | bytearray:
-        """A checkpoint, whole and checked, from here or from `holders`; RemoteError says why there is none."""
+    async def fetch(self, pointer: CheckpointRef, holders: Sequence[PeerId]) -> bytes | bytearray:
+        """A checkpoint, whole and checked, from here or from `holders`. Raises RemoteError with the reason if none has
+        it.
+        """
         if self._has(pointer):
             try:
                 return await self.read(pointer)
             except ValueError:
-                pass  # the log says so: others may have it whole
+                pass  # already logged; others may have it undamaged
         others = [peer for peer in holders if peer != self._peer.host.id]
         digests = await self._fetching.digests(pointer, others)
         sink = MemorySink(pointer.size_bytes)
         await self._fetching.fetch(pointer, others, digests, sink)
         return sink.data
 
-    def _has(self, pointer: Pointer) -> bool:
+    def _has(self, pointer: CheckpointRef) -> bool:
         return any(p.signature == pointer.signature for p in self._shelf.of(pointer.expert.uid))
 
     async def answers(self, peer: PeerId, timeout_s: float) -> bool:
-        """True when a peer gives an answer, whatever it is."""
+        """True if a peer answers at all."""
         return await self.directory.answers(peer, timeout_s)
 
     # --- serving ----------------------------------------------------------------------------------------------
@@ -249,14 +253,14 @@ class Vault:
             raise Refused("no such piece")
         return Answer(Empty(), (TensorFrame("uint8", (len(data),), data),))
 
-    async def _from_disk(self, pointer: Pointer, number: int) -> bytes:
+    async def _from_disk(self, pointer: CheckpointRef, number: int) -> bytes:
         disk = self._disk
         job = partial(disk.piece, pointer, number) if number >= 0 else partial(disk.digests, pointer)
         try:
             return await self._worker.run(job, name="read a piece of an expert")
         except (OSError, ValueError) as error:
             await self._lose(pointer, str(error))
-            raise Refused("this checkpoint is held here no more") from error
+            raise Refused("this checkpoint is no longer held here") from error
 
     async def _keep(self, call: Incoming[Keep]) -> Answer[Kept]:
         pointer, peer = call.body.pointer, call.peer
@@ -275,7 +279,7 @@ class Vault:
             self.directory.blame(peer, text, peer, pointer.expert.uid)
             raise Refused("you do not own the expert, as far as this peer knows")
         if pointer.size_bytes > self.room_bytes or pointer.signature in self._coming:
-            raise Overloaded("no room beside what is being fetched", _SHAKE_S)
+            raise Overloaded("no room besides the checkpoints being fetched", _SHAKE_S)
         self._coming[pointer.signature] = pointer
         try:
             await self._pull(pointer, peer)
@@ -283,13 +287,15 @@ class Vault:
             log.warning("peer %s did not hand over the checkpoint of expert %s: %s", peer, pointer.expert.uid, error)
             raise Refused(f"the checkpoint could not be fetched from you: {error.args[0]}") from error
         except OSError as error:
-            raise Refused("the disk of this peer takes nothing now") from error
+            raise Refused("this peer cannot write to its disk now") from error
         finally:
             del self._coming[pointer.signature]
         return Answer(Kept(held=True))
 
-    async def _is_in_lineage(self, pointer: Pointer) -> bool:
-        """True if the owner of a checkpoint owns the expert. Its word counts with others once this peer holds it."""
+    async def _is_in_lineage(self, pointer: CheckpointRef) -> bool:
+        """True if the owner of a checkpoint owns the expert. Holding the checkpoint makes this peer vouch for its
+        owner.
+        """
         uid, lineages = pointer.expert.uid, self.directory.lineages
         reign = ExpertReign(pointer.generation, pointer.peer)
         if lineages.owner(uid) == reign:
@@ -307,18 +313,18 @@ class Vault:
             lineages.lost(trio.current_time(), uid)
         return False
 
-    def fault(self, pointer: Pointer, peer: PeerId) -> str | None:
-        """Why a checkpoint that `peer` shows as its own is none; None: it is."""
+    def fault(self, pointer: CheckpointRef, peer: PeerId) -> str | None:
+        """Reason to reject a checkpoint that `peer` presents as its own, or None if it is valid."""
         if pointer.run != self.fingerprint:
             return "it is of another run"
         if not self._grid.is_expert(pointer.expert.uid):
-            return "no such expert lies in the grid"
+            return "the grid has no such expert"
         if pointer.owner != peer.public_key:
             return "it is another peer's checkpoint"
         return None if pointer.is_signed() else "its owner did not sign it"
 
-    async def _pull(self, pointer: Pointer, peer: PeerId) -> None:
-        """Fetch a checkpoint from its host onto the disk, in the time that its size allows."""
+    async def _pull(self, pointer: CheckpointRef, peer: PeerId) -> None:
+        """Fetch a checkpoint from its host to the disk, within the time that its size allows."""
         with trio.move_on_after(_SHAKE_S + pointer.size_bytes / STATE_LEAST_BYTES_PER_S):
             digests = await self._fetching.digests(pointer, [peer])
             listed = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
@@ -336,9 +342,9 @@ class Vault:
             return
         raise TooSlow("it took too long", peer)
 
-    async def _settle(self, pointer: Pointer) -> None:
-        """Put what is on the disk on the shelf, and let go what it takes the place of."""
-        why = self._shelf.objection(pointer)  # another one came meanwhile
+    async def _settle(self, pointer: CheckpointRef) -> None:
+        """Register a written checkpoint, and delete those that it replaces."""
+        why = self._shelf.objection(pointer)  # another one may have come meanwhile
         with trio.CancelScope(shield=True):
             gone = [pointer] if why is not None else self._shelf.take(pointer)
             await self._worker.run(partial(self._remove, gone), name="drop checkpoints of experts")
@@ -348,23 +354,23 @@ class Vault:
         self._changed.notify()
 
     async def _to_disk(self, job: Callable[[], T], name: str) -> T:
-        """Run a job that writes; an OSError becomes `problem`, too."""
+        """Run a job that writes. An OSError also sets `problem`."""
         try:
             return await self._worker.run(job, name=name)
         except OSError as error:
-            told = f"{self._disk.folder} takes no checkpoint of an expert: {error.strerror or error}"
+            told = f"no checkpoint of an expert can be written to {self._disk.folder}: {error.strerror or error}"
             if told != self.problem:
                 log.warning("%s", told)
             self.problem = told
             raise
 
-    async def _lose(self, pointer: Pointer, why: str) -> None:
-        log.warning("a checkpoint of expert %s is held no more: %s", pointer.expert.uid, why)
+    async def _lose(self, pointer: CheckpointRef, why: str) -> None:
+        log.warning("a checkpoint of expert %s is dropped: %s", pointer.expert.uid, why)
         self._shelf.drop(pointer)
         await self._worker.run(partial(self._remove, [pointer]), name="drop a checkpoint of an expert")
         self._changed.notify()
 
-    def _remove(self, pointers: Sequence[Pointer]) -> None:
+    def _remove(self, pointers: Sequence[CheckpointRef]) -> None:
         for pointer in pointers:
             try:
                 self._disk.remove(pointer)

@@ -1,8 +1,9 @@
 """Checkpoints of experts on disk, one file each: its signed pointer, the digests of its pieces, then its bytes.
 
-Synchronous: for jobs of a worker. A file is written beside its name, synced and renamed, so it is there whole or not
-at all; what a crash left half written is removed by `open`. Room is taken before the first byte, so that a full disk
-is an OSError at the start. What is read is checked by its digests, for disks rot: ValueError names the file.
+Synchronous: for jobs of a worker. A file is written under a temporary name, synced and renamed, so it exists completely
+or not at all; `open` removes files that a crash left incomplete. Space is allocated before the first byte, so that a
+full disk is an OSError at the start. Reads are checked against the digests, because disks may corrupt data: ValueError
+names the file.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from typing import BinaryIO, Final
 from peerd.core.errors import ProtocolViolation
 from peerd.core.limits import STATE_PIECE_BYTES
 from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.experts import DIGEST_BYTES, Pointer, state_root
+from peerd.core.messages.experts import DIGEST_BYTES, CheckpointRef, state_root
 from peerd.core.messages.state import piece_digest
 
 _MAGIC: Final = b"peerd expert 1\n\0"
 _HEAD: Final = struct.Struct(f"<{len(_MAGIC)}sI")  # magic, length of the pointer
-_POINTER_BYTES: Final = 1024  # some 450 in fact
-SUFFIX: Final = ".expert"  # of a checkpoint's file
+_POINTER_BYTES: Final = 1024  # about 450 in practice
+SUFFIX: Final = ".expert"  # of checkpoint files
 
 Bytes = bytes | bytearray | memoryview
 
@@ -36,7 +37,7 @@ def pieces_of(size_bytes: int) -> int:
 
 
 def piece_at(size_bytes: int, number: int) -> tuple[int, int]:
-    """Where a piece begins and ends."""
+    """Begin and end offset of a piece."""
     begin = number * STATE_PIECE_BYTES
     return begin, min(begin + STATE_PIECE_BYTES, size_bytes)
 
@@ -48,9 +49,9 @@ def digests_of(data: Bytes) -> list[bytes]:
 
 
 class VaultFile:
-    """A checkpoint that is being written; `finish` makes it one that is there, `abandon` leaves nothing."""
+    """A checkpoint being written. `finish` makes it permanent, `abandon` removes it."""
 
-    def __init__(self, path: Path, pointer: Pointer, digests: Sequence[bytes]) -> None:
+    def __init__(self, path: Path, pointer: CheckpointRef, digests: Sequence[bytes]) -> None:
         self._path, self._aside = path, path.with_name(path.name + ".new")
         told = encode(pointer)
         head = _HEAD.pack(_MAGIC, len(told)) + told + b"".join(digests)
@@ -70,7 +71,7 @@ class VaultFile:
         self._file.write(data)
 
     def finish(self) -> None:
-        """Make it last."""
+        """Sync the file and give it its final name."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -83,7 +84,7 @@ class VaultFile:
                 os.close(folder)
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Close and remove the temporary file."""
         with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(OSError):
@@ -91,15 +92,15 @@ class VaultFile:
 
 
 class VaultDisk:
-    """The folder of one run's checkpoints."""
+    """The folder of one run's expert checkpoints."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def open(self) -> list[Pointer]:
-        """The checkpoints that are there; what is half written or damaged goes. OSError when the folder is not usable.
+    def open(self) -> list[CheckpointRef]:
+        """List the checkpoints and remove incomplete or damaged files. Raises OSError if the folder is unusable.
 
-        Looks at heads and sizes alone: bytes are checked when they are read.
+        Checks only heads and sizes; contents are checked when they are read.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         found = self.listed()
@@ -109,29 +110,29 @@ class VaultDisk:
                 path.unlink(missing_ok=True)
         return found
 
-    def listed(self) -> list[Pointer]:
-        """The checkpoints that look whole; changes nothing, so that the folder may be another process's."""
-        paths = sorted(self.folder.glob(f"*{SUFFIX}"))  # none where there is no such folder
+    def listed(self) -> list[CheckpointRef]:
+        """The checkpoints that look complete. Changes nothing, so another process may use the folder."""
+        paths = sorted(self.folder.glob(f"*{SUFFIX}"))  # empty if there is no such folder
         return [pointer for path in paths if (pointer := self._whole(path)) is not None]
 
-    def _whole(self, path: Path) -> Pointer | None:
-        """The pointer of a file that has the size and the name that go with it."""
+    def _whole(self, path: Path) -> CheckpointRef | None:
+        """The pointer of a file whose size and name match it, else None."""
         try:
             pointer, begin = _head(path)
             whole = path.stat().st_size == begin + pointer.size_bytes and path == self._path(pointer)
-        except (ValueError, FileNotFoundError):  # not found: its process has just removed it
+        except (ValueError, FileNotFoundError):  # not found: another process has just removed it
             return None
         return pointer if whole else None
 
     def free_bytes(self) -> int:
-        """Free room of the file system."""
+        """Free space of the file system."""
         return shutil.disk_usage(self.folder).free
 
-    def begin(self, pointer: Pointer, digests: Sequence[bytes]) -> VaultFile:
-        """A file for a checkpoint whose digests are right; OSError where there is no room."""
+    def begin(self, pointer: CheckpointRef, digests: Sequence[bytes]) -> VaultFile:
+        """Create a file for a checkpoint with verified digests. Raises OSError if there is no space."""
         return VaultFile(self._path(pointer), pointer, digests)
 
-    def write(self, pointer: Pointer, digests: Sequence[bytes], data: Bytes) -> None:
+    def write(self, pointer: CheckpointRef, digests: Sequence[bytes], data: Bytes) -> None:
         """Write a whole checkpoint."""
         file = self.begin(pointer, digests)
         try:
@@ -142,14 +143,14 @@ class VaultDisk:
             file.abandon()
             raise
 
-    def digests(self, pointer: Pointer) -> bytes:
+    def digests(self, pointer: CheckpointRef) -> bytes:
         """The digests of all pieces, joined."""
         path = self._path(pointer)
         with path.open("rb") as file:
             return self._digests(file, path, pointer)
 
-    def piece(self, pointer: Pointer, number: int) -> bytes:
-        """One piece, checked by the digest that stands for it in the file."""
+    def piece(self, pointer: CheckpointRef, number: int) -> bytes:
+        """One piece, checked against its digest in the file."""
         path = self._path(pointer)
         _, begin = _head(path)
         start, end = piece_at(pointer.size_bytes, number)
@@ -162,7 +163,7 @@ class VaultDisk:
             raise ValueError(f"{path} is damaged: its bytes are not those of its digests")
         return data
 
-    def read(self, pointer: Pointer) -> bytes:
+    def read(self, pointer: CheckpointRef) -> bytes:
         """The whole checkpoint, checked."""
         path = self._path(pointer)
         with path.open("rb") as file:
@@ -173,30 +174,30 @@ class VaultDisk:
             raise ValueError(f"{path} is damaged: its bytes are not those of its digests")
         return data
 
-    def remove(self, pointer: Pointer) -> None:
-        """Delete a checkpoint, if it is there."""
+    def remove(self, pointer: CheckpointRef) -> None:
+        """Delete a checkpoint, if it exists."""
         self._path(pointer).unlink(missing_ok=True)
 
-    def _digests(self, file: BinaryIO, path: Path, pointer: Pointer) -> bytes:
+    def _digests(self, file: BinaryIO, path: Path, pointer: CheckpointRef) -> bytes:
         file.seek(_head(path)[1] - DIGEST_BYTES * pieces_of(pointer.size_bytes))
         digests = file.read(DIGEST_BYTES * pieces_of(pointer.size_bytes))
         if state_root([digests]) != pointer.digest:
             raise ValueError(f"{path} is damaged: its digests are not those of its pointer")
         return digests
 
-    def _path(self, pointer: Pointer) -> Path:
+    def _path(self, pointer: CheckpointRef) -> Path:
         names = pointer.digest.hex()[:16], hashlib.sha256(pointer.signature).hexdigest()[:16]
         return self.folder / f"{pointer.expert.uid}.{'.'.join(names)}{SUFFIX}"
 
 
-def _head(path: Path) -> tuple[Pointer, int]:
-    """The pointer of a file, and where its bytes begin; ValueError when it is damaged."""
+def _head(path: Path) -> tuple[CheckpointRef, int]:
+    """The pointer of a file and the offset of its bytes. Raises ValueError if the head is damaged."""
     with path.open("rb") as file:
         try:
             magic, length = _HEAD.unpack(file.read(_HEAD.size))
             if magic != _MAGIC or length > _POINTER_BYTES:
                 raise ValueError(f"{path} is not a checkpoint of an expert")
-            pointer = decode(Pointer, file.read(length))
+            pointer = decode(CheckpointRef, file.read(length))
         except (struct.error, ProtocolViolation) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
     return pointer, _HEAD.size + length + DIGEST_BYTES * pieces_of(pointer.size_bytes)

@@ -1,9 +1,10 @@
-"""Fetching of a checkpoint in pieces from one holder or several at once, each piece checked before it is written.
+"""Fetches a checkpoint in pieces from one or more holders at once; each piece is checked before it is written.
 
-The pieces stand in one queue from which the holders' lanes take; what one could not give goes back, another gives it.
-The digests come first, from any holder whose own have the pointer's digest. A hostile holder may send other bytes,
-other shapes, or nothing: it is named in the log, and one that lied is not asked for that checkpoint for a while (its
-disk may rot: for others it is). What is late from one is asked of another, too.
+The pieces are in one queue, from which each holder's lanes take. If a holder fails to send a piece, the piece returns
+to the queue for another holder. The digests are fetched first, from any holder whose digests match the pointer's. A
+hostile holder may send other bytes, other shapes, or nothing: the log names it, and a holder that sent wrong data is
+not asked for that checkpoint for a while (only for that one, as its disk may be corrupt). A late piece is requested
+from another holder as well.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import LINKS
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.experts import DIGEST_BYTES, PieceWanted, Pointer, state_root
+from peerd.core.messages.experts import DIGEST_BYTES, CheckpointRef, PieceWanted, state_root
 from peerd.core.messages.state import piece_digest
 from peerd.core.work import Worker
 from peerd.service.experts.kept_directory import GET
@@ -32,16 +33,16 @@ from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.experts.vault_fetch")
 
-_PIECE_S: Final = 30.0  # for one piece, or the digests: 1 MiB at the pace of a modem
-_LANES: Final = 4  # pieces asked of one holder at once
-_HOLDERS: Final = 4  # asked at once; more take their place when one fails
-_LATE_S: Final = 2.0  # then another holder is asked, too
-_FAILURES: Final = 2  # of one holder, then it is left alone
-_SHUN_S: Final = 600.0  # that a liar is not asked
+_PIECE_S: Final = 30.0  # for one piece, or the digests: 1 MiB at the rate of a modem
+_LANES: Final = 4  # pieces requested from one holder at once
+_HOLDERS: Final = 4  # asked at once; others replace those that fail
+_LATE_S: Final = 2.0  # after which another holder is asked as well
+_FAILURES: Final = 2  # of one holder, after which it is not asked further
+_SHUN_S: Final = 600.0  # for which a holder that sent wrong data is not asked
 
 
 class PieceSink(Protocol):
-    """What takes pieces, on the worker."""
+    """The destination of pieces; called on the worker."""
 
     def write(self, number: int, data: Bytes) -> None: ...
 
@@ -58,16 +59,16 @@ class MemorySink:
 
 
 class PieceFetch:
-    """Fetches checkpoints, any number at once; remembers which holders lied."""
+    """Fetches checkpoints, any number at once, and remembers which holders sent wrong data."""
 
     def __init__(self, rpc: Rpc, worker: Worker) -> None:
         self._rpc, self._worker = rpc, worker
-        self._shunned = BoundedDict[tuple[PeerId, bytes], float](LINKS)  # for a digest, until when
+        self._shunned = BoundedDict[tuple[PeerId, bytes], float](LINKS)  # (holder, digest) -> end of the pause
 
-    async def digests(self, pointer: Pointer, holders: Sequence[PeerId]) -> bytes:
-        """The digests of all pieces, joined; RemoteError of the last holder when none gives them.
+    async def digests(self, pointer: CheckpointRef, holders: Sequence[PeerId]) -> bytes:
+        """The digests of all pieces, joined. Raises the RemoteError of the last holder if none returns them.
 
-        A holder that takes its time is asked on, and the next one beside it.
+        If a holder is slow, the next one is asked as well.
         """
         failure: RemoteError = Unreachable("no holder of the checkpoint is known")
         found = list[bytes]()
@@ -95,7 +96,7 @@ class PieceFetch:
             raise failure
         return found[0]
 
-    async def _digests(self, pointer: Pointer, holder: PeerId) -> bytes:
+    async def _digests(self, pointer: CheckpointRef, holder: PeerId) -> bytes:
         size = DIGEST_BYTES * pieces_of(pointer.size_bytes)
         data = bytes(await self._get(holder, PieceWanted(pointer.digest, -1), size))
         root = await self._worker.run(lambda: state_root([data]), name="check the digests of an expert")
@@ -103,8 +104,10 @@ class PieceFetch:
             raise ProtocolViolation("the digests of the checkpoint have the wrong digest", holder)
         return data
 
-    async def fetch(self, pointer: Pointer, holders: Sequence[PeerId], digests: bytes, sink: PieceSink) -> None:
-        """All pieces into `sink`; RemoteError when the holders cannot give them, OSError when it cannot take them."""
+    async def fetch(self, pointer: CheckpointRef, holders: Sequence[PeerId], digests: bytes, sink: PieceSink) -> None:
+        """Fetch all pieces into `sink`. Raises RemoteError if the holders cannot provide them, OSError if the sink
+        fails.
+        """
         download = _Download(pointer, digests, sink, deque(self._honest(pointer, holders)))
         async with trio.open_nursery() as nursery:
             download.scope = nursery.cancel_scope
@@ -116,7 +119,7 @@ class PieceFetch:
             raise download.failure
 
     async def _ask_holders(self, download: _Download) -> None:
-        """One holder after another, until all is there or none is left."""
+        """Ask one holder after another, until all pieces have arrived or no holder is left."""
         while download.holders:
             holder = download.holders.popleft()
             async with trio.open_nursery() as nursery:
@@ -127,7 +130,7 @@ class PieceFetch:
         while download.failures[holder] < _FAILURES:
             number = download.next_piece(holder, trio.current_time())
             if number is None:
-                with trio.move_on_after(_LATE_S):  # what is under way may come back, or be late
+                with trio.move_on_after(_LATE_S):  # a requested piece may return to the queue, or be late
                     await download.news.wait()
                 continue
             try:
@@ -152,25 +155,25 @@ class PieceFetch:
         frame = answer.frames[0] if len(answer.frames) == 1 else TensorFrame("uint8", (0,), b"")
         if (frame.dtype, frame.shape, frame.coding, frame.lossless) == ("uint8", (size,), "none", False):
             return memoryview(frame.payload)
-        raise ProtocolViolation("a piece of a checkpoint has another size than asked for", holder)
+        raise ProtocolViolation("a piece of a checkpoint does not have the requested size", holder)
 
-    def _honest(self, pointer: Pointer, holders: Sequence[PeerId]) -> list[PeerId]:
+    def _honest(self, pointer: CheckpointRef, holders: Sequence[PeerId]) -> list[PeerId]:
         now, digest = trio.current_time(), pointer.digest
         return [peer for peer in dict.fromkeys(holders) if self._shunned.get((peer, digest), now) <= now]
 
-    def _failed(self, pointer: Pointer, holder: PeerId, error: RemoteError) -> RemoteError:
+    def _failed(self, pointer: CheckpointRef, holder: PeerId, error: RemoteError) -> RemoteError:
         lied = isinstance(error, ProtocolViolation)
         if lied:
             self._shunned[holder, pointer.digest] = trio.current_time() + _SHUN_S
         level = logging.WARNING if lied else logging.INFO
-        log.log(level, "peer %s gave nothing of expert %s: %s", holder, pointer.expert.uid, error)
+        log.log(level, "peer %s did not provide the checkpoint of expert %s: %s", holder, pointer.expert.uid, error)
         return error
 
 
 class _Download:
-    """One download under way: the pieces that nobody was asked for, those that are late, and those that are there."""
+    """A download in progress: the pieces still to be requested, those requested, and those that have arrived."""
 
-    def __init__(self, pointer: Pointer, digests: bytes, sink: PieceSink, holders: deque[PeerId]) -> None:
+    def __init__(self, pointer: CheckpointRef, digests: bytes, sink: PieceSink, holders: deque[PeerId]) -> None:
         self.pointer, self.holders = pointer, holders
         self.left = set(range(pieces_of(pointer.size_bytes)))
         self.failures = Counter[PeerId]()
@@ -179,11 +182,11 @@ class _Download:
         self.news = Signal()
         self.scope = trio.CancelScope()
         self._todo = deque(sorted(self.left))
-        self._asked: dict[int, tuple[float, set[PeerId]]] = {}  # when last, and whom
+        self._asked: dict[int, tuple[float, set[PeerId]]] = {}  # piece -> (time of the last request, holders asked)
         self._digests, self._sink = digests, sink
 
     def next_piece(self, holder: PeerId, now: float) -> int | None:
-        """A piece to ask of `holder`; when all were asked for, one that is late, of whoever was not asked for it."""
+        """A piece to request from `holder`: an unrequested one, else a late one that this holder was not asked for."""
         number = self._todo.popleft() if self._todo else None
         if number is None:
             late = (n for n, (at, whom) in self._asked.items() if holder not in whom and now - at >= _LATE_S)
@@ -194,14 +197,14 @@ class _Download:
         return number
 
     def come_back(self, number: int) -> None:
-        """Have a piece asked for again: a holder did not give it."""
+        """Queue a piece again, because a holder did not send it."""
         if number in self.left and number not in self._todo:
             self._asked.pop(number, None)
             self._todo.append(number)
         self.news.notify()
 
     def take(self, number: int, data: memoryview) -> bool:
-        """Write a piece if it is right; on the worker."""
+        """Write a piece if its digest is right; on the worker."""
         at = number * DIGEST_BYTES
         if piece_digest(data) != self._digests[at : at + DIGEST_BYTES]:
             return False
@@ -209,7 +212,7 @@ class _Download:
         return True
 
     def arrived(self, number: int) -> None:
-        """Note a piece that was written."""
+        """Record a piece that was written."""
         self.left.discard(number)
         self._asked.pop(number, None)
         self.news.notify()
@@ -217,6 +220,6 @@ class _Download:
             self.end(None)
 
     def end(self, broken: OSError | None) -> None:
-        """Call off what is under way."""
+        """Cancel the rest of the download."""
         self.broken = broken
         self.scope.cancel()

@@ -1,1 +1,1 @@
-"""A peer's part in the map of the network between peers: it measures its links, reports, and reads the map."""
+"""This peer's part in the map of the network: measures its links, reports them, and reads the conductor's map."""

@@ -1,9 +1,9 @@
-"""A peer's watch on its links: looks at them, tells the run's conductor what changed, and reads the conductor's map.
+"""Measures this peer's links, reports changes to the run's conductor, and reads the conductor's map.
 
-While this peer follows a conductor, all open links are looked at once a second (`machine/network/pair_meter`), and what
-changed is reported every half minute. Nothing is sent for measuring. A report that the conductor does not take is made
-again with the next one; a new conductor is told everything. Hostile input: answers with a map of anything; it is shown
-as what one peer says, within bounds.
+While this peer follows a conductor, all open links are measured once a second (`machine/network/pair_meter`), and
+changes are reported every half minute. Measuring sends nothing. If the conductor does not accept a report, its content
+is sent again with the next one; a new conductor gets everything. Hostile input: a map with any content. It is shown as
+the statement of one peer, within bounds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from peerd.core.clock import Clock
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.network import MappedPair, NetworkMapAsk, NetworkPart, NetworkReport
-from peerd.machine.network.pair_meter import LinkLook, OwnLine, PairMeter
+from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
+from peerd.machine.network.pair_meter import LinkSnapshot, OwnLine, PairMeter
 from peerd.machine.network.report_changes import ReportChanges
 from peerd.net.host.host import Host
 from peerd.net.link.link import Link
@@ -27,15 +27,15 @@ from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Rpc
 
 LOOK_S: Final = 1.0
-FIRST_REPORT_S: Final = 6.0  # after the first look
+FIRST_REPORT_S: Final = 6.0  # after the start
 REPORT_S: Final = 30.0
 _REPORT_TIMEOUT_S: Final = 10.0
 _PAGE_TIMEOUT_S: Final = 3.0
-PAGES: Final = 8  # of a map: 4,096 pairs
+PAGES: Final = 8  # of a map: 4,096 pairs in total
 
 
 class HasLine(Protocol):
-    """Rates of a line up and down, as `RunServices.carries` tells them."""
+    """Rates of a line up and down, in bytes/s, as `RunServices.carries` returns them."""
 
     @property
     def up_bytes_per_s(self) -> float: ...
@@ -46,7 +46,7 @@ class HasLine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NamedPair:
-    """One pair of a map, by names."""
+    """One pair of a map, with peer ids."""
 
     one: str
     other: str
@@ -59,11 +59,11 @@ class ReadMap:
 
     total_peers: int = 0
     pairs: list[NamedPair] = field(default_factory=list)
-    more: bool = False  # there are pairs that were not read
+    more: bool = False  # there are more pairs that were not read
 
 
 class LinkWatch:
-    """See the module's header. `line` tells what our own line carries."""
+    """Measures and reports the links of one peer. `line` returns the rates of our own line."""
 
     def __init__(
         self, run: bytes, net: tuple[Host, Rpc], clock: Clock, following: ConductorClient, line: Callable[[], HasLine]
@@ -72,10 +72,10 @@ class LinkWatch:
         self._host, self._rpc = net
         self._rng = clock.rng("network reports")
         self.meter, self._changes = PairMeter(), ReportChanges()
-        self._told: tuple[PeerId | None, int] = None, 0  # the conductor that was told, and how many there were before
+        self._told: tuple[PeerId | None, int] = None, 0  # the conductor that got our reports, and `changes` then
 
     async def run(self) -> None:
-        """Look and report until cancelled."""
+        """Measure and report until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look_again_and_again)
             nursery.start_soon(self._report_now_and_then)
@@ -92,15 +92,15 @@ class LinkWatch:
                 self.meter.look(trio.current_time(), self._links(), self._own_line())
             await trio.sleep(LOOK_S)
 
-    def _links(self) -> dict[str, LinkLook]:
-        """All connected peers' links as they are now."""
+    def _links(self) -> dict[str, LinkSnapshot]:
+        """The current figures of the links to all connected peers."""
         looks = {}
         for peer in self._host.connected():
             best, links = self._host.links.best(peer), self._host.links.to(peer)
             if best is None:
                 continue
             rtt_s = best.mux.pings.latest_s(None)
-            looks[peer.text] = LinkLook(
+            looks[peer.text] = LinkSnapshot(
                 sum(map(_bytes_sent, links)),
                 sum(link.bytes_in for link in links),
                 rtt_s if rtt_s is not None else best.mux.rtt_min_s,
@@ -119,7 +119,7 @@ class LinkWatch:
             await trio.sleep(REPORT_S * self._rng.uniform(0.9, 1.1))
 
     async def _report(self) -> None:
-        """Tell the conductor what changed; nothing where nobody conducts or nothing did."""
+        """Send changes to the conductor. Does nothing if there are none, or if there is no conductor."""
         following, now = self._following, trio.current_time()
         conductor = following.conductor
         if conductor is None:
@@ -134,14 +134,14 @@ class LinkWatch:
             body = NetworkReport(self._run, due)
             await self._rpc.call(conductor, "network/1/report", body, Empty, timeout_s=_REPORT_TIMEOUT_S)
         except RemoteError:
-            return  # it is told with the next report
+            return  # sent again with the next report
         self._changes.told(now, due)
 
     # --- reading the map --------------------------------------------------------------------------------------
 
     async def read_map(self, conductor: PeerId) -> ReadMap:
-        """The map that `conductor` has, of PAGES pages at most; raises RemoteError."""
-        found, ask = ReadMap(), NetworkMapAsk(self._run)
+        """Fetch the map of `conductor`, at most 8 pages. Raises RemoteError."""
+        found, ask = ReadMap(), NetworkMapRequest(self._run)
         for _ in range(PAGES):
             part = (await self._rpc.call(conductor, "network/1/map", ask, NetworkPart, timeout_s=_PAGE_TIMEOUT_S)).body
             pairs = [_named(part, pair) for pair in part.pairs]
@@ -149,17 +149,17 @@ class LinkWatch:
             found.pairs += pairs
             if not part.more or not pairs:
                 break
-            ask = NetworkMapAsk(self._run, pairs[-1].one, pairs[-1].other)
+            ask = NetworkMapRequest(self._run, pairs[-1].one, pairs[-1].other)
         return found
 
 
 def _bytes_sent(link: Link) -> int:
-    """Bytes that the other side has acknowledged, where the system says so; else those that have left."""
+    """Bytes that the other side has acknowledged, if the system reports them; else bytes that were sent."""
     infos = link.tcp_infos().values()
     return sum(info.bytes_acked for info in infos) if infos else link.bytes_out
 
 
 def _named(part: NetworkPart, pair: MappedPair) -> NamedPair:
     if max(pair.one, pair.other) >= len(part.peers):
-        raise ProtocolViolation("a part of the network's map has a pair of peers that it does not name")
+        raise ProtocolViolation("a part of the network's map has a pair with an unknown peer")
     return NamedPair(part.peers[pair.one], part.peers[pair.other], pair)

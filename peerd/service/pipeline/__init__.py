@@ -1,1 +1,1 @@
-"""A trainer's calls to the stages."""
+"""Calls between a trainer and the stages, and between stage peers: routes, schedules, hand-over, dispatch."""

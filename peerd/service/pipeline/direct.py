@@ -1,12 +1,11 @@
-"""Direct hand-over, as its trainer sees it: chooses each microbatch's way, signs its ticket, and hears what came of it.
+"""Direct hand-over, from the trainer's side: chooses each microbatch's route, signs its ticket, handles the result.
 
-The trainer sends tokens and targets to a peer of the first stage; the stages' peers hand tensors on to each other, and
-the answer names who holds the gradient of each stage. A way that broke is tried anew with other peers; a stage that was
-lost later is done again from what the peers around it keep, and from the tokens where they are gone as well. Where a
-peer calls its result not finite, the microbatch goes another way, by other peers up to that stage (`not_finite`).
-Evaluation
-goes through the trainer (`StageClient`). Hostile input: an answer without good receipts of all its stages does not
-count, and nothing that an answer says changes more than the choice of peers.
+The trainer sends tokens and targets to a peer of the first stage. The stages' peers pass tensors on to each other, and
+the answer names the holder of the gradient in each stage. If a hand-over fails, another route is tried. A stage that is
+lost later is computed again from the tensors that its neighbours keep, or from the tokens if these are gone too. If a
+peer reports its result as not finite, the microbatch takes another route with other peers up to that stage
+(`not_finite`). Evaluations go through the trainer (`StageClient`). Hostile input: an answer without valid receipts of
+all its stages does not count, and an answer influences nothing but the choice of peers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from peerd.core.clock import Clock
 from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages.handover import NotFiniteAt, Pass, Passed, Ticket
+from peerd.core.messages.handover import NotFiniteAt, PassAnswer, PassRequest, Ticket
 from peerd.core.messages.proof import signed_ticket
 from peerd.core.messages.swarm import MemberInfo
 from peerd.core.run.runfile import RunFile, fingerprint
@@ -38,29 +37,29 @@ from peerd.machine.pipeline.routes import PlannedRoutes, Route
 from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rate.backoff import backoff_s
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, fault_of_hops
 from peerd.service.pipeline.not_finite import NotFiniteJudge
-from peerd.service.pipeline.relaying import Relaying
-from peerd.service.pipeline.stage_client import StageClient, TrainerPapers
-from peerd.service.pipeline.stage_peers import StagePeers, Ways
+from peerd.service.pipeline.stage_client import StageClient, TrainerCredentials
+from peerd.service.pipeline.stage_peers import StageLinks, StagePeers
+from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.service.rpc.rpc import Answer, Rpc
 
 log = logging.getLogger("peerd.service.pipeline.direct")
 
-_PAUSE_S: Final = 0.05  # before a way is tried anew, longer each time
+_PAUSE_S: Final = 0.05  # before another route is tried; doubles each time
 _LONGEST_PAUSE_S: Final = 2.0
-_SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # before a peer is asked again that says it cannot take a call now
-_PATIENCE_S: Final = 3.0  # with a holder that has no room
-_BREAKS_BORNE: Final = 3  # ways through a peer that broke behind it, until it is avoided
-_CUT_S: Final = 30.0  # for which nobody is sent over two peers that found no way to each other
+_SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # bounds of the pause before an overloaded peer is called again
+_PATIENCE_S: Final = 3.0  # with a holder that is full
+_BREAKS_BORNE: Final = 3  # failures behind a peer before it is avoided
+_CUT_S: Final = 30.0  # time for which two peers that could not connect are not used in sequence
 _CUTS: Final = 4096
-_LATE: Final = 5.0  # times the longest way: by then the hops on it have found out which of them is late
+_LATE: Final = 5.0  # times the longest route: by then its hops have detected which of them is late
 
 
 @dataclass(slots=True)
 class _Way:
-    """An attempt's choice: the stages to be done, and a peer for each stage of the route."""
+    """The route of one attempt: the stages to compute, and a peer for each stage involved."""
 
     low: int
     high: int
@@ -72,53 +71,55 @@ class _Way:
 
     @property
     def done_by(self) -> list[str]:
-        """The peers of the stages that are to be done."""
+        """The peers of the stages to compute."""
         return self.route[self.low - self.first : self.high - self.first + 1]
 
     def by(self, name: str) -> _Way:
-        """The same way, by this peer of its first stage."""
+        """The same route with another peer for its first stage."""
         return _Way(self.low, self.high, self.first, [name, *self.route[1:]])
 
 
 @dataclass(slots=True)
 class _Search:
-    """The search for a way: the stages to be done, and what was found to be in it."""
+    """The search for a route: the stages to compute, and the failures so far."""
 
     low: int
     high: int
-    avoid: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # by stage
-    breaks: Counter[tuple[int, str]] = field(default_factory=Counter)  # of ways that led through a stage's peer
+    avoid: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # peers to avoid, by stage
+    breaks: Counter[tuple[int, str]] = field(default_factory=Counter)  # failures of routes through a stage's peer
     failures: int = 0
-    waited_s: float = 0.0  # for a holder that has no room
+    waited_s: float = 0.0  # for a holder that is full
     opinion: SecondOpinion = field(default_factory=SecondOpinion)
 
     @property
     def first(self) -> int:
-        """The stage whose peer is called: that before the lost ones, which gives what it keeps, where there is one."""
+        """The stage whose peer is called: the one before the lost stages, which has their input, or the first stage."""
         return max(0, self.low - 1)
 
 
 class _Options(NamedTuple):
-    """The peers that may do one stage. `free`: the policy chooses among them."""
+    """The candidates for one stage. `free`: the policy chooses among them."""
 
     names: list[str]
     free: bool
 
 
 class DirectPipeline:
-    """A run's stages in their order, for one trainer; the same calls as `Pipeline`. Relays while `serving`."""
+    """A run's stages in order, for one trainer, with the interface of `MicrobatchSchedule`. Relays calls in
+    `serving`.
+    """
 
     def __init__(
         self,
         run: RunFile,
         rpc: Rpc,
         clock: Clock,
-        ways: Ways,
-        papers: TrainerPapers,
+        ways: StageLinks,
+        papers: TrainerCredentials,
         route: Route | None = None,
         policy: RoutePolicy | None = None,
     ) -> None:
-        """`policy`: chooses among the peers that may be asked, in place of `RouteFlow`."""
+        """`policy` chooses among the available peers; by default `RouteFlow`."""
         self._run, self._rpc, self._papers = run, rpc, papers
         self._mark = fingerprint(run)
         self._last = run.pipeline.stages - 1
@@ -128,22 +129,22 @@ class DirectPipeline:
         self._policy = chosen if run.plan is None else PlannedRoutes(chosen, followers(run.plan))
         self._stages = StageClient(run, rpc, self._peers, papers)
         self._judge = NotFiniteJudge(run, self._peers)
-        self._cuts = BoundedDict[tuple[str, str], float](_CUTS)  # (peer, peer of the next stage) -> until when
-        self._serving: set[tuple[str, int]] = set()  # peers, and their stages
-        self.relaying = Relaying(rpc, self._serving, MicrobatchShapes(run))
+        self._cuts = BoundedDict[tuple[str, str], float](_CUTS)  # (peer, peer of the next stage) -> end
+        self._serving: set[tuple[str, int]] = set()  # (peer, stage)
+        self.relaying = TrainerRelay(rpc, self._serving, MicrobatchShapes(run))
         self._retries = 0
         self._sent_bytes = 0
 
     # --- microbatches -----------------------------------------------------------------------------------------
 
-    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
-        """Have a microbatch done in all stages; returns the holder of its gradient in each."""
+    async def train(self, step: int, seq: int, load: Microbatch) -> list[Holding]:
+        """Have a microbatch computed in all stages; returns the holder of its gradient in each."""
         load.forget()
         await self._go(step, seq, load, 0, self._last)
         return [load.holdings[stage] for stage in range(self._last + 1)]
 
-    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
-        """Have one stage done again, and those beside it that are lost as well; returns its holder now."""
+    async def repeat(self, step: int, seq: int, stage: int, load: Microbatch) -> Holding:
+        """Have one stage computed again, with lost neighbouring stages; returns its new holder."""
         load.lost.add(stage)
         async with load.lock:
             if stage in load.lost:
@@ -155,8 +156,8 @@ class DirectPipeline:
                 await self._go(step, seq, load, low, high)
             return load.holdings[stage]
 
-    async def _go(self, step: int, seq: int, load: Load, low: int, high: int) -> None:
-        """Have stages `low` to `high` done, more of them where those beside them cannot give what they keep."""
+    async def _go(self, step: int, seq: int, load: Microbatch, low: int, high: int) -> None:
+        """Have stages `low` to `high` computed, and more if their neighbours cannot provide the kept tensors."""
         search, way = _Search(low, high), None
         while True:
             way = await self._choose(load, search, way)
@@ -176,7 +177,7 @@ class DirectPipeline:
                     self._done(way, load, answer.body, started, sent)
                     self._judge.computed(search.opinion, started)
                     return
-                reason = "".join(char if char.isprintable() else "?" for char in broken.reason)  # it goes to the log
+                reason = "".join(char if char.isprintable() else "?" for char in broken.reason)  # it is logged
                 if isinstance(broken, NotFiniteAt) and search.low <= broken.stage <= search.high:
                     self._not_finite(search, way, (broken.stage, broken.peer), step, started, NotFiniteHere(reason))
                 else:
@@ -190,20 +191,25 @@ class DirectPipeline:
     def _not_finite(
         self, search: _Search, way: _Way, where: tuple[int, str], step: int, started: float, error: NotFiniteHere
     ) -> None:
-        """A peer (`where`: stage, peer) calls its result not finite: take another way; raises MicrobatchNotFinite."""
+        """Choose another route after a peer (`where`: stage, peer) reported its result as not finite.
+
+        Raises MicrobatchNotFinite if the microbatch should be dropped.
+        """
         stage, name = where
-        if stage < search.low:  # it was only to give what it keeps
+        if stage < search.low:  # it was only asked for what it keeps
             self._give_up_holder(search, way, str(error))
             return
         if name not in self._peers.wiring(stage):
             name = way.peer_of(stage)
         search.opinion.say(stage, name, way.peer_of(stage - 1) if stage > way.first else "")
         self._judge.hear(search.opinion, stage, search.avoid[stage], step, error, started)
-        for before in range(search.low, stage):  # one of these may have spoilt the input
+        for before in range(search.low, stage):  # one of these may have made the input invalid
             search.avoid[before].add(way.peer_of(before))
 
     async def _wait_for_room(self, search: _Search, way: _Way, error: Overloaded) -> None:
-        """Let a way's first peer rest that has no room; others may have. A holder is waited for a while."""
+        """Let the route's first peer, which is full, rest; other peers may have room. A holder is waited for up
+        to 3 s.
+        """
         pause_s = min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S)
         self._peers.wiring(way.first).rest(way.route[0], trio.current_time() + pause_s)
         if way.first < search.low:
@@ -213,29 +219,34 @@ class DirectPipeline:
             await trio.sleep(pause_s)
 
     def _entry_failed(self, search: _Search, way: _Way, started: float, error: RemoteError) -> None:
-        """The first peer of a way failed."""
+        """Handle a failure of the route's first peer."""
         name = way.route[0]
-        if way.first < search.low:  # it was only to give what it keeps
+        if way.first < search.low:  # it was only asked for what it keeps
             self._give_up_holder(search, way, str(error))
             return
         times = self._peers.failed(way.first, name, started, error)
         level = self._peers.level(name, times)
-        log.log(level, "a microbatch's way failed at …%s, another one is tried: %s", name[-8:], error)
+        log.log(level, "a microbatch failed at …%s, another route is tried: %s", name[-8:], error)
         search.avoid[way.first].add(name)
 
     def _give_up_holder(self, search: _Search, way: _Way, reason: str) -> None:
-        """Have the stage before the lowest done again as well."""
+        """Have the stage before the lowest computed again as well."""
         log.info(
-            "stage %d is done again as well, …%s does not give its input: %s", way.first, way.route[0][-8:], reason
+            "stage %d is computed again as well, because …%s does not provide its output: %s",
+            way.first,
+            way.route[0][-8:],
+            reason,
         )
         search.low, search.waited_s = way.first, 0.0
 
     def _broke(self, search: _Search, way: _Way, stage: int, reason: str) -> None:
-        """A way broke before `stage`: others are tried there. Where it breaks again, who said so may not be right."""
+        """Handle a failed hand-over to `stage`: try other peers there; after repeated failures avoid earlier
+        peers too.
+        """
         name, before = way.peer_of(stage), way.peer_of(stage - 1)
-        level = logging.DEBUG if self._is_cut(before, name) else logging.INFO  # the first one tells it all
-        log.log(level, "a microbatch's way broke between …%s and …%s: %s", before[-8:], name[-8:], reason)
-        if stage > search.high:  # it was only to give what it keeps
+        level = logging.DEBUG if self._is_cut(before, name) else logging.INFO  # repeats are logged for debugging only
+        log.log(level, "the hand-over of a microbatch from …%s to …%s failed: %s", before[-8:], name[-8:], reason)
+        if stage > search.high:  # it was only asked for what it keeps
             search.high = stage
             return
         self._note_cut(before, name)
@@ -250,34 +261,34 @@ class DirectPipeline:
                 search.avoid[at].add(peer)
 
     async def _ask_or_hedge(
-        self, way: _Way, step: int, seq: int, load: Load, avoid: Set[str]
-    ) -> tuple[_Way, Answer[Passed]]:
-        """Send an attempt on its way, and where its first peer is late another one by another peer."""
+        self, way: _Way, step: int, seq: int, load: Microbatch, avoid: Set[str]
+    ) -> tuple[_Way, Answer[PassAnswer]]:
+        """Send an attempt and, if its first peer is late, another one with a different first peer."""
         name = way.route[0]
 
-        async def ask(first: str) -> Answer[Passed]:
+        async def ask(first: str) -> Answer[PassAnswer]:
             answer = await self._ask(way.by(first), step, seq, load)
             if first != name and answer.body.broken is not None:
-                raise Refused("its own way broke", PeerId.parse(first))
+                raise Refused("its own hand-over failed", PeerId.parse(first))
             return answer
 
-        alone = way.first < way.low  # it only gives what it keeps, and no other can
+        alone = way.first < way.low  # it only provides what it keeps, which no other peer has
         by, answer = await self._peers.first_answer(way.first, name, self._cost, ask, avoid, alone=alone)
         return way.by(by), answer
 
-    async def _ask(self, way: _Way, step: int, seq: int, load: Load) -> Answer[Passed]:
-        """Send an attempt on its way; returns the answer of its first peer, once that is checked."""
+    async def _ask(self, way: _Way, step: int, seq: int, load: Microbatch) -> Answer[PassAnswer]:
+        """Send an attempt; returns the checked answer of its first peer."""
         bare = Ticket(step, seq, load.attempt, way.low, way.high, way.first, list(way.route))
         load.attempt += 1
         ticket = signed_ticket(self._papers.sign, self._mark, self._papers.own, bare)
         frames = [load.tokens] if way.first == way.low == 0 else []
         frames += [load.targets] if way.high == self._last else []
         peer = PeerId.parse(way.route[0])
-        body = Pass(self._mark, way.first, self._papers.own, ticket, self._papers.grant_of(seq))
+        body = PassRequest(self._mark, way.first, self._papers.own, ticket, self._papers.grant_of(seq))
         started = trio.current_time()
         within_s = self._peers.given_up_after_s(way.first, way.route[0], PASS_TIMEOUT_S)
         with self.relaying.open(ticket), self._peers.call_to(way.route[0], within_s) as limit_s:
-            answer = await self._rpc.call(peer, PASS, body, Passed, frames=frames, timeout_s=limit_s)
+            answer = await self._rpc.call(peer, PASS, body, PassAnswer, frames=frames, timeout_s=limit_s)
             self._check(peer, way, ticket, answer)
         if answer.body.broken is None and way.first == way.low:
             self._peers.took(way.first, way.route[0], started)
@@ -286,22 +297,24 @@ class DirectPipeline:
         self._sent_bytes += sum(len(frame.payload) for frame in frames)
         return answer
 
-    def _check(self, peer: PeerId, way: _Way, ticket: Ticket, answer: Answer[Passed]) -> None:
-        """Raise ProtocolViolation unless the answer has the hops of all stages that were to be done, with receipts.
+    def _check(self, peer: PeerId, way: _Way, ticket: Ticket, answer: Answer[PassAnswer]) -> None:
+        """Raise ProtocolViolation unless the answer has hops with receipts for all stages to compute.
 
-        Whether they still serve, the conductor knows: it has a stage done again whose holder has gone meanwhile.
+        The conductor knows whether these peers still serve: it orders a stage to be repeated if its holder has left.
         """
         passed = answer.body
         if answer.frames:
             raise ProtocolViolation("a trainer's microbatch was answered with tensors", peer)
         if passed.broken is not None:
             if not way.first < passed.broken.stage <= ticket.last:
-                raise ProtocolViolation(f"a way broke at stage {passed.broken.stage}, where it does not lead", peer)
+                raise ProtocolViolation(
+                    f"a failed hand-over is reported for stage {passed.broken.stage}, outside the route", peer
+                )
             return
         if fault := fault_of_hops(self._mark, self._papers.own, ticket, way.low, passed.hops):
             raise ProtocolViolation(fault, peer)
 
-    def _done(self, way: _Way, load: Load, passed: Passed, started: float, sent: Sent) -> None:
+    def _done(self, way: _Way, load: Microbatch, passed: PassAnswer, started: float, sent: Sent) -> None:
         now = trio.current_time()
         for stage, hop in enumerate(passed.hops, way.low):
             load.holdings[stage] = Holding(hop.peer, hop.receipt)
@@ -309,21 +322,23 @@ class DirectPipeline:
             self._peers.wiring(stage).answered(hop.peer, self._cost, started, now)
             if stage + 1 < way.first + len(way.route) and hop.instead_of == way.peer_of(stage + 1):
                 self._note_cut(hop.peer, hop.instead_of)
-        if way.low == 0 and way.route[0] == sent.route[0]:  # else a mate was asked later
+        if way.low == 0 and way.route[0] == sent.route[0]:  # else a mate was called later
             self._policy.answered(now, sent, passed.hops, now - started)
         if way.low == 0 and way.high == self._last:
             load.loss_sum = passed.loss_sum
 
-    # --- the choice of a way ----------------------------------------------------------------------------------
+    # --- the choice of a route --------------------------------------------------------------------------------
 
-    async def _choose(self, load: Load, search: _Search, before: _Way | None) -> _Way:
-        """A peer for each stage: those of the attempt before where they are not to be avoided, and of those that only
-        give what they keep, the holders; all others are the policy's choice.
+    async def _choose(self, load: Microbatch, search: _Search, before: _Way | None) -> _Way:
+        """Choose a peer for each stage.
+
+        Peers of the previous attempt are kept unless they are to be avoided. For stages that only provide kept tensors,
+        the holders are used. The policy chooses all others.
         """
         first = search.first
         picked: dict[int, str] = {}
         to_do = range(search.low, search.high + 1)
-        while True:  # peers of other stages may leave while one is waited for: then all are looked at again
+        while True:  # peers may leave while we wait for one: check all stages again
             options = {stage: self._options(stage, search, before, picked) for stage in to_do}
             empty = next((stage for stage, found in options.items() if not found.names), None)
             if empty is None:
@@ -338,7 +353,7 @@ class DirectPipeline:
         return _Way(search.low, search.high, first, route)
 
     def _options(self, stage: int, search: _Search, before: _Way | None, picked: dict[int, str]) -> _Options:
-        """Peers that may do a stage now; none: one has to be waited for, and is among the `picked` then."""
+        """Peers that may compute a stage now. Empty if the caller must wait for one, which is then in `picked`."""
         wiring, avoid, now = self._peers.wiring(stage), search.avoid[stage], trio.current_time()
         known = before.peer_of(stage) if before is not None and before.low <= stage <= before.high else None
         if known is not None and known in wiring and known not in avoid and not wiring.rests(known, now):
@@ -348,27 +363,27 @@ class DirectPipeline:
         return _Options(self._peers.options(stage, avoid, called=stage == search.first), free=True)
 
     def _is_cut(self, one: str, other: str) -> bool:
-        """True when `one` found no way to `other` lately."""
+        """True if `one` recently failed to reach `other`."""
         return self._cuts.get((one, other), -math.inf) > trio.current_time()
 
     def _note_cut(self, one: str, other: str) -> None:
         self._cuts[one, other] = trio.current_time() + _CUT_S
 
-    # --- as Pipeline ------------------------------------------------------------------------------------------
+    # --- as MicrobatchSchedule --------------------------------------------------------------------------------
 
     async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
-        """The loss sum over the samples, with whatever parameters the stages have now."""
+        """The loss summed over the samples, with the current parameters of the stages."""
         x = tokens
         for stage in range(self._last):
             x = await self._stages.forward(stage, None, 0, x)
         return await self._stages.loss(self._last, x, targets)
 
     async def run(self) -> None:
-        """Look after peers that do not answer or cannot be reached, until cancelled."""
+        """Check overdue answers and probe unreachable peers, until cancelled."""
         await self._peers.run()
 
     def update(self, members: Iterable[MemberInfo]) -> None:
-        """These peers serve now."""
+        """Replace the serving peers."""
         members = list(members)
         self._serving.clear()
         self._serving.update((m.peer, m.stage) for m in members if m.since)
@@ -376,25 +391,25 @@ class DirectPipeline:
         self._policy.update(self._peers.rates())
 
     def peers(self) -> int:
-        """Stage peers that may be called."""
+        """Number of stage peers that may be called."""
         return len(self._peers)
 
     @property
     def waits_for(self) -> str | None:
-        """The reason that no peer of a stage is called; None: nothing is in the way."""
+        """Why no peer of a stage is called, as text, or None."""
         return self._peers.waits_for
 
     @property
     def retries(self) -> int:
-        """The number of ways that were tried anew, and of calls that were repeated."""
+        """Number of routes tried again and of calls repeated."""
         return self._retries + self._stages.retries
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of frames sent to stages, and relayed to them."""
+        """Bytes of frames sent to stages or relayed."""
         return self._sent_bytes + self._stages.sent_bytes + self.relaying.relayed_bytes
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of frames received from stages."""
+        """Bytes of frames received from stages or relayed."""
         return self._stages.received_bytes + self.relaying.relayed_bytes

@@ -1,6 +1,7 @@
-"""A call that is sent to a second peer as well where the first one is late: the first good answer counts.
+"""Hedged calls: if the first peer is late, a second one gets the call as well, and the first good answer counts.
 
-Whoever is asked finds out by itself that it was done before; the other call ends. Knows neither stages nor messages.
+The called peers detect duplicates themselves. The losing call is cancelled. This module knows neither stages nor
+messages.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from peerd.core.errors import PeerdError
 
 T = TypeVar("T")
 
-_AGAIN_S = 0.5  # between looks for a mate
+_AGAIN_S = 0.5  # between two searches for a mate
 
 
 class Hedged(Generic[T]):
-    """One call by `ask`, to a peer by name, and to a mate of it once it is late.
+    """One call by `ask` to a named peer, and to a mate of it once that is late.
 
-    `mate`: names one that can do the same; None: there is none now, or no call may be sent twice.
+    `mate` returns a peer that can do the same, or None if there is none now or no call may be sent twice.
     """
 
     def __init__(self, ask: Callable[[str], Awaitable[T]], mate: Callable[[], str | None]) -> None:
         self._ask, self._mate = ask, mate
         self._won: tuple[str, T] | None = None
         self._failed: dict[str, PeerdError] = {}
-        self._asked = 0  # peers that have not answered yet
+        self._asked = 0  # calls without an answer yet
 
     async def first(self, name: str, late_after_s: float | None) -> tuple[str, T]:
-        """The first good answer and who gave it; where there is none, the error of the peer `name`.
+        """The first good answer and its peer; if there is none, raises the error of the peer `name`.
 
-        `late_after_s`: seconds until a mate is asked; None: never.
+        A mate is called after `late_after_s` seconds, or never if that is None.
         """
         if late_after_s is None:
             return name, await self._ask(name)
@@ -53,7 +54,7 @@ class Hedged(Generic[T]):
             pause_s = _AGAIN_S
 
     async def _ask_one(self, name: str, scope: trio.CancelScope) -> None:
-        """Ask a peer; with a good answer, or when no other is asked, all is over."""
+        """Call a peer. Ends the race on a good answer, or when no call is left."""
         self._asked += 1
         try:
             answer = await self._ask(name)

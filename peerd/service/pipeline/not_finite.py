@@ -1,6 +1,6 @@
-"""What a trainer does when a stage peer calls its result for a microbatch not finite: ask another, drop it, or not.
+"""A trainer's reaction when a stage peer reports a microbatch's result as not finite: ask another peer, or drop it.
 
-The rules are `machine/pipeline/second_opinion`'s; here they meet the peers that can be asked, and the log.
+`machine/pipeline/second_opinion` has the rules; this module applies them to the available peers and logs the outcome.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import logging
 
 from peerd.core.errors import NotFiniteHere
 from peerd.core.run.runfile import RunFile
-from peerd.machine.pipeline.second_opinion import LoneWords, MicrobatchNotFinite, SecondOpinion
+from peerd.machine.pipeline.second_opinion import LoneReports, MicrobatchNotFinite, SecondOpinion
 from peerd.service.pipeline.stage_peers import StagePeers
 
 log = logging.getLogger("peerd.service.pipeline.not_finite")
 
 
 class NotFiniteJudge:
-    """Judge of one trainer's microbatches; `peers` are those that it calls."""
+    """Judges reports about one trainer's microbatches. `peers` are those that the trainer calls."""
 
     def __init__(self, run: RunFile, peers: StagePeers) -> None:
         self._peers = peers
-        self._lone = LoneWords(run.batch.target_samples // run.pipeline.microbatch)
+        self._lone = LoneReports(run.batch.target_samples // run.pipeline.microbatch)
 
     def hear(
         self,
@@ -31,14 +31,16 @@ class NotFiniteJudge:
         error: NotFiniteHere,
         started: float,
     ) -> None:
-        """Judge after `opinion` has one more word on `stage`. Returns if another peer, none of `avoid`, is to be asked.
+        """Judge after a report on `stage` was added to `opinion`. Returns if another peer, not in `avoid`, should be
+        asked.
 
-        Raises MicrobatchNotFinite if the microbatch is to be dropped. `step` None: an evaluation, which drops nothing.
+        Raises MicrobatchNotFinite if the microbatch should be dropped. `step` is None for an evaluation, which raises
+        too.
         """
         said = opinion.said_by(stage)
         avoid |= said
         if opinion.asks_another(stage, self._peers.others(stage, avoid)):
-            log.debug("stage %d: another peer computes a microbatch as well: %s", stage, error)
+            log.debug("stage %d: another peer computes the microbatch as well: %s", stage, error)
             return
         if step is None or opinion.is_agreed(stage) or self._lone.take(step):
             raise MicrobatchNotFinite(stage, said, str(error))
@@ -52,8 +54,8 @@ class NotFiniteJudge:
             )
 
     def computed(self, opinion: SecondOpinion, started: float) -> None:
-        """The microbatch was computed: every peer that called it not finite is at fault, and rests."""
+        """Record that the microbatch was computed: every peer that reported it as not finite is at fault, and rests."""
         for stage, peer in opinion.accused:
-            self._peers.failed(stage, peer, started, NotFiniteHere("it called a microbatch not finite"))
-            told = "called a microbatch not finite that another peer computes: it rests"
+            self._peers.failed(stage, peer, started, NotFiniteHere("it reported a microbatch as not finite"))
+            told = "reported a microbatch as not finite, but another peer computed it; the first one rests"
             log.warning("…%s of stage %d %s", peer[-8:], stage, told)

@@ -1,7 +1,7 @@
-"""Pipeline schedule of a microbatch: forward through all stages, backward from the last, replay of a lost stage.
+"""Pipeline schedule of a microbatch: forward through all stages, backward from the last, repeat of a lost stage.
 
-For each microbatch the inputs and output gradients of every stage are kept until the step is averaged, so that a stage
-whose peer died can be done again alone. `StagePeers` picks the peer of a stage, `StageClient` calls it and checks its
+The inputs and output gradients of every stage are kept for each microbatch until the step is averaged, so that a stage
+whose peer died can be repeated alone. `StagePeers` chooses the peer of a stage; `StageClient` calls it and checks its
 answer.
 """
 
@@ -15,23 +15,29 @@ from peerd.core.messages.swarm import MemberInfo, StageAnswer
 from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.routes import Route
-from peerd.service.pipeline.load import Load
-from peerd.service.pipeline.stage_client import StageClient, TrainerPapers
-from peerd.service.pipeline.stage_peers import StagePeers, Ways
+from peerd.service.pipeline.microbatch import Microbatch
+from peerd.service.pipeline.stage_client import StageClient, TrainerCredentials
+from peerd.service.pipeline.stage_peers import StageLinks, StagePeers
 from peerd.service.rpc.rpc import Answer, Rpc
 
 
-class Pipeline:
-    """A run's stages in their order, for one trainer; `route`: held to it, else to whichever peers serve."""
+class MicrobatchSchedule:
+    """A run's stages in order, for one trainer. With a `route`, only its peers are called."""
 
     def __init__(
-        self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: TrainerPapers, route: Route | None = None
+        self,
+        run: RunFile,
+        rpc: Rpc,
+        clock: Clock,
+        ways: StageLinks,
+        papers: TrainerCredentials,
+        route: Route | None = None,
     ) -> None:
         self._peers = StagePeers(run.pipeline.stages, clock, ways, route)
         self._stages = StageClient(run, rpc, self._peers, papers)
         self._last = run.pipeline.stages - 1
 
-    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
+    async def train(self, step: int, seq: int, load: Microbatch) -> list[Holding]:
         """Send a microbatch through all stages and back; returns the holder of its gradient in each stage."""
         load.forget()
         load.inputs[0] = load.tokens
@@ -47,43 +53,43 @@ class Pipeline:
                 load.gradients[stage - 1] = answer.frames[0]
         return holdings
 
-    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
-        """Do one stage's backward again, from the kept input and gradient; returns its holder now."""
+    async def repeat(self, step: int, seq: int, stage: int, load: Microbatch) -> Holding:
+        """Repeat one stage's backward from the kept input and gradient; returns the new holder."""
         holding, _ = await self._backward(step, seq, stage, load)
         return holding
 
     async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
-        """The loss sum over the samples, with whatever parameters the stages have now."""
+        """The loss summed over the samples, with the current parameters of the stages."""
         x = tokens
         for stage in range(self._last):
             x = await self._stages.forward(stage, None, 0, x)
         return await self._stages.loss(self._last, x, targets)
 
-    async def _backward(self, step: int, seq: int, stage: int, load: Load) -> tuple[Holding, Answer[StageAnswer]]:
+    async def _backward(self, step: int, seq: int, stage: int, load: Microbatch) -> tuple[Holding, Answer[StageAnswer]]:
         return await self._stages.backward(stage, step, seq, load.inputs[stage], load.gradients[stage])
 
     # --- the stages' peers ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Look after peers that do not answer or cannot be reached, until cancelled."""
+        """Check overdue answers and probe unreachable peers, until cancelled."""
         await self._peers.run()
 
     def update(self, members: Iterable[MemberInfo]) -> None:
-        """These peers serve now."""
+        """Replace the serving peers."""
         self._peers.update(members)
 
     def peers(self) -> int:
-        """Stage peers that may be called."""
+        """Number of stage peers that may be called."""
         return len(self._peers)
 
     @property
     def waits_for(self) -> str | None:
-        """The reason that no peer of a stage is called; None: nothing is in the way."""
+        """Why no peer of a stage is called, as text, or None."""
         return self._peers.waits_for
 
     @property
     def retries(self) -> int:
-        """The number of calls that were repeated to another peer."""
+        """Number of calls repeated to another peer."""
         return self._stages.retries
 
     @property

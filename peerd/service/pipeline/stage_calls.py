@@ -1,10 +1,10 @@
 """Dispatch of `stage/6` and `handover/2` calls on one peer: each goes to the post that serves the stage it names.
 
-One process may hold several posts: stages that it serves, and stages whose sums it helps to make. The methods are
-served from the first post's beginning to the last one's end. In one stage a peer is a member or a helper, never both:
-a helper gives way to a post that serves the same stage. Hostile calls: calls of another run, to stages that are not
-served here, of methods that the post does not answer, with tensors that no microbatch of the run has, and orders of a
-peer that does not conduct in this peer's eyes, are refused before their frames are received.
+One process may have several posts: stages that it serves, and stages for which it sums as a helper. The methods are
+served from the start of the first post to the end of the last one. In one stage a peer is either a member or a helper:
+a helper ends when a post of the same stage begins. Hostile calls are refused before their frames are received: calls of
+another run, to stages not served here, of methods that the post does not answer, with tensors of impossible shapes, and
+orders of a peer other than the conductor that this peer follows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import trio
 from peerd.core.errors import OTHER_RUN_FILE, LocalError, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_ROUND_DEADLINE_S, STREAMS_INBOUND
-from peerd.core.messages.handover import Pass
+from peerd.core.messages.handover import PassRequest
 from peerd.core.messages.swarm import Commit, Prepare, Relocate, Restore, StageBackward, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
@@ -44,7 +44,7 @@ _WORK: Final = Declaration(
     calls_per_peer=64,
     calls=2048,
 )
-# A microbatch's call stays open until its gradient comes back: what it holds, `Room` and the post bound in bytes.
+# A microbatch's call stays open until its gradient comes back. `Room` and the post limit its memory in bytes.
 _WAY: Final = replace(_WORK, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
 _METHODS: Final = {
     "prepare": ("stage/6/prepare", Prepare, replace(_ORDERS, deadline_s=RPC_ROUND_DEADLINE_S)),
@@ -54,14 +54,14 @@ _METHODS: Final = {
     "forward": ("stage/6/forward", StageForward, _WORK),
     "loss": ("stage/6/loss", StageLoss, _WORK),
     "backward": ("stage/6/backward", StageBackward, _WORK),
-    "passes": ("handover/2/pass", Pass, _WAY),
+    "passes": ("handover/2/pass", PassRequest, _WAY),
 }
 DECLARED: Final = {method: declared for method, _, declared in _METHODS.values()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageHandlers:
-    """The calls that one post answers; those that are None it refuses."""
+    """The calls that one post answers. Methods that are None are refused."""
 
     prepare: Handler
     commit: Handler | None = None
@@ -71,19 +71,19 @@ class StageHandlers:
     loss: Handler | None = None
     backward: Handler | None = None
     passes: Handler | None = None
-    objections: Mapping[str, Objection] = field(default_factory=dict)  # to a call of that name, before its frames
-    samples_per_s: Callable[[], float] = lambda: 0.0  # of a device that is never idle; 0: not known yet
+    objections: Mapping[str, Objection] = field(default_factory=dict)  # by method, before the frames
+    samples_per_s: Callable[[], float] = lambda: 0.0  # of a device that is never idle; 0 if unknown
 
 
 class StageCalls:
-    """The posts of this peer in one run. `conductor`: the peer whose orders are taken; None: nobody's."""
+    """The posts of this peer in one run. `conductor` returns the peer whose orders are accepted, or None."""
 
     def __init__(self, rpc: Rpc, run: RunFile, conductor: Callable[[], PeerId | None]) -> None:
         self._rpc, self._fingerprint, self._conductor = rpc, fingerprint(run), conductor
         self._shapes = MicrobatchShapes(run)
         self._posts: dict[int, StageHandlers] = {}
         self._helpers: dict[int, tuple[StageHandlers, trio.CancelScope]] = {}
-        self._changed = Signal()  # set when a post begins or ends
+        self._changed = Signal()  # notified when a post begins or ends
 
     @property
     def stages(self) -> list[int]:
@@ -91,7 +91,7 @@ class StageCalls:
         return sorted(self._posts)
 
     def samples_per_s(self, stage: int) -> float:
-        """Samples that the post of `stage` computes in a second when it is never idle; 0: not known."""
+        """Samples per second that the post of `stage` could compute if it were never idle; 0 if unknown."""
         handlers = self._posts.get(stage)
         return handlers.samples_per_s() if handlers is not None else 0.0
 
@@ -101,7 +101,7 @@ class StageCalls:
 
     @contextmanager
     def serving(self, stage: int, handlers: StageHandlers) -> Iterator[None]:
-        """Serve `stage` within the context; LocalError when it is served already. Cancels a helper of the stage."""
+        """Serve `stage` until the block ends, and cancel a helper of it. Raises LocalError if it is already served."""
         if stage in self._posts:
             raise LocalError(f"stage {stage} is served by this process already")
         with self._open():
@@ -117,7 +117,10 @@ class StageCalls:
 
     @contextmanager
     def helping(self, stage: int, handlers: StageHandlers) -> Iterator[trio.CancelScope]:
-        """Help `stage` within the context; cancelled when a post serves it. LocalError when it is served or helped."""
+        """Help `stage` until the block ends; cancelled when a post serves it.
+
+        Raises LocalError if this process already serves or helps the stage.
+        """
         if stage in self._posts or stage in self._helpers:
             raise LocalError(f"stage {stage} is served or helped by this process already")
         with self._open(), trio.CancelScope() as scope:
@@ -151,7 +154,7 @@ class StageCalls:
                 self._rpc.unserve("handover/2", {"pass"})
 
     def _find(self, name: str, peer: PeerId, body: Any) -> tuple[StageHandlers, Handler]:
-        """The post that a call is for, and what it answers such a call with; raises Refused."""
+        """The post that a call is for, and its handler for the method. Raises Refused."""
         if body.run != self._fingerprint:
             raise Refused(OTHER_RUN_FILE)
         if _METHODS[name][2].shows is Shows.CONDUCTOR and peer != self._conductor():

@@ -1,10 +1,10 @@
-"""A trainer's client of the stages: pick a peer of a stage, call it, check its answer, try another when it fails.
+"""A trainer's client of the stages: picks a peer of a stage, calls it, checks its answer, tries another if it fails.
 
-Works on frames as they travel: an answer is checked for its header and handed on, never decoded here. Calls are
-repeated until they succeed or the caller cancels: a repeat counts once, since the stage knows the microbatch's number.
-With a backward goes the conductor's newest grant, and a receipt comes back. A peer that calls its result not finite is
-followed by another one of its stage: if they agree, or there is no other, the call ends with MicrobatchNotFinite. The
-order of stages, and the inputs kept for a repeat, are `schedule`'s. Hostile input: an answer with a wrong shape or
+Works on encoded frames: an answer's header is checked, and the frame is passed on without decoding. Calls are repeated
+until they succeed or the caller cancels; a repeat counts once, because the stage knows the microbatch's number. A
+backward call sends the conductor's newest grant, and its answer has a receipt. If a peer reports its result as not
+finite, another peer of its stage is called; if both agree, or there is no other, the call raises MicrobatchNotFinite.
+`schedule` has the order of the stages and the inputs kept for repeats. Hostile input: an answer with a wrong shape or
 receipt is a protocol violation.
 """
 
@@ -33,13 +33,15 @@ from peerd.service.rpc.rpc import Answer, Rpc
 
 log = logging.getLogger("peerd.service.pipeline.stage_client")
 
-FORWARD_TIMEOUT_S, BACKWARD_TIMEOUT_S = 30.0, 75.0  # while no call was measured
-_SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # before a peer is asked again that says it cannot take a call now
+FORWARD_TIMEOUT_S, BACKWARD_TIMEOUT_S = 30.0, 75.0  # before the first measured call
+_SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # bounds of the pause before an overloaded peer is called again
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerPapers:
-    """The trainer's peer id (`own`), its newest grants, for each of its microbatches and to evaluate; its signature."""
+class TrainerCredentials:
+    """The trainer's peer id (`own`), its newest grants for each microbatch and for evaluation, and its signing
+    function.
+    """
 
     own: str
     grant_of: Callable[[int], Grant | None]
@@ -49,7 +51,7 @@ class TrainerPapers:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call to a stage. `frames`: the input first."""
+    """One call to a stage. The input is the first of `frames`."""
 
     stage: int
     verb: str
@@ -58,29 +60,29 @@ class _Call:
 
     @property
     def cost(self) -> float:
-        """The cost in forwards of one sample."""
+        """The cost, in forward passes of one sample."""
         return self.frames[0].shape[0] * (BACKWARD_COST if self.verb == "backward" else 1.0)
 
     @property
     def step(self) -> int | None:
-        """The step that it is for; None: an evaluation."""
+        """The step that it is for; None for an evaluation."""
         return None if isinstance(self.body, StageLoss) else self.body.step
 
     @property
     def at_first_s(self) -> float:
-        """The seconds that a peer has for its answer as long as nobody knows how long it takes."""
+        """Seconds that a peer has for its answer before any call was measured."""
         return BACKWARD_TIMEOUT_S if self.verb == "backward" else FORWARD_TIMEOUT_S
 
     @property
     def onward(self) -> int:
-        """The stage that takes the answer; a number out of range where there is none."""
+        """The stage that gets the answer; out of range if there is none."""
         return self.stage + 1 if self.verb == "forward" else self.stage - 1
 
 
 class StageClient:
     """Calls to the stages of one run, each to one of `peers`."""
 
-    def __init__(self, run: RunFile, rpc: Rpc, peers: StagePeers, papers: TrainerPapers) -> None:
+    def __init__(self, run: RunFile, rpc: Rpc, peers: StagePeers, papers: TrainerCredentials) -> None:
         self._rpc, self._peers, self._papers = rpc, peers, papers
         self._fingerprint = fingerprint(run)
         self._dtype, self._width = run.model.dtype, run.model.d_model
@@ -92,8 +94,9 @@ class StageClient:
     # --- calls ------------------------------------------------------------------------------------------------
 
     async def forward(self, stage: int, step: int | None, seq: int, x: TensorFrame) -> TensorFrame:
-        """The stage's output for the input `x` of microbatch `seq`; `step` None: of an evaluation, whatever `seq`, with
-        whatever parameters the stage has now.
+        """The stage's output for the input `x` of microbatch `seq`.
+
+        `step` None is an evaluation with the stage's current parameters; `seq` is then ignored.
         """
         body = StageForward(self._fingerprint, stage, step, seq=seq)
         _, answer = await self._call(_Call(stage, "forward", body, [x]))
@@ -102,18 +105,20 @@ class StageClient:
     async def backward(
         self, stage: int, step: int, seq: int, x: TensorFrame, gradient: TensorFrame
     ) -> tuple[Holding, Answer[StageAnswer]]:
-        """Do a backward; returns its holder, and the answer: the input's gradient, and of the last stage the loss."""
+        """Compute a backward; returns its holder and the answer: the input's gradient and, from the last stage, the
+        loss.
+        """
         body = StageBackward(self._fingerprint, stage, step, seq)
         name, answer = await self._call(_Call(stage, "backward", body, [x, gradient]))
         return Holding(name, answer.body.receipt), answer
 
     async def loss(self, stage: int, x: TensorFrame, targets: TensorFrame) -> float:
-        """The last stage's loss sum over the samples."""
+        """The last stage's loss, summed over the samples."""
         _, answer = await self._call(_Call(stage, "loss", StageLoss(self._fingerprint, stage), [x, targets]))
         return answer.body.loss_sum
 
     async def _call(self, call: _Call) -> tuple[str, Answer[StageAnswer]]:
-        """Call one peer of the stage after the other until one gives a valid answer; raises MicrobatchNotFinite."""
+        """Call peers of the stage one after another until one gives a valid answer. Raises MicrobatchNotFinite."""
         wiring, failed, opinion = self._peers.wiring(call.stage), set[str](), SecondOpinion()
         while True:
             name = await self._peers.pick(call.stage, call.cost, failed)
@@ -123,7 +128,7 @@ class StageClient:
                 by, answer = await self._peers.first_answer(call.stage, name, call.cost, ask, failed)
                 self._judge.computed(opinion, started)
                 return by, answer
-            except Overloaded as error:  # not yet, it says: it has not failed
+            except Overloaded as error:  # full, not failed
                 wiring.rest(name, trio.current_time() + min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S))
                 log.debug("stage %d %s, another peer is asked: %s", call.stage, call.verb, error)
             except NotFiniteHere as error:
@@ -137,7 +142,7 @@ class StageClient:
             self.retries += 1
 
     async def _ask(self, call: _Call, name: str) -> Answer[StageAnswer]:
-        """Ask one peer; returns its answer once it is checked."""
+        """Call one peer; returns its checked answer."""
         peer, body, started = PeerId.parse(name), call.body, trio.current_time()
         within_s = self._peers.times(call.stage).given_up_after_s(name, call.at_first_s)
         if isinstance(body, StageLoss):
@@ -158,12 +163,14 @@ class StageClient:
         return answer
 
     def _line(self, call: _Call, peer: PeerId) -> float:
-        """The slowest line, in bytes/s, that the answer passes: to us, and on to the next stage; 0: unknown."""
+        """The rate, in bytes/s, of the slowest line that the answer passes: to us, and on to the next stage; 0 if
+        unknown.
+        """
         onward = self._peers.arrival_rates(call.onward)
         return min((rate for rate in [self._rpc.arrival_rate(peer), *onward] if rate), default=0.0)
 
     def _note(self, name: str, call: _Call, answer: Answer[StageAnswer]) -> None:
-        """Note the rate of the line to the peer, and the bytes that a call took."""
+        """Record the rate of the line to the peer, and the bytes that a call sent and received."""
         self._peers.note_arrival_rate(call.stage, name, answer.body.arrival_bytes_per_s)
         self.sent_bytes += sum(len(frame.payload) for frame in call.frames)
         self.received_bytes += sum(len(frame.payload) for frame in answer.frames)
@@ -171,13 +178,15 @@ class StageClient:
     # --- answers ----------------------------------------------------------------------------------------------
 
     def _check_receipt(self, peer: PeerId, body: StageBackward, answer: StageAnswer) -> None:
-        """Raise ProtocolViolation unless the peer has signed a valid receipt: without one, our credit does not hold."""
+        """Raise ProtocolViolation unless the peer signed a valid receipt, which we need to prove that it holds the
+        gradient.
+        """
         mb, shown = Mb(self._papers.own, body.seq), answer.receipt
         if shown is None or not has_received(peer, body.run, body.stage, body.step, mb, shown):
-            raise ProtocolViolation("backward was answered without a receipt that is good", peer)
+            raise ProtocolViolation("backward was answered without a valid receipt", peer)
 
     def _check(self, call: _Call, answer: Answer[StageAnswer]) -> None:
-        """Raise ProtocolViolation unless the answer's frames are what the next stage takes."""
+        """Raise ProtocolViolation unless the answer's frames fit the next stage."""
         due = call.verb == "forward" or (call.verb == "backward" and call.stage > 0)
         if len(answer.frames) != int(due):
             raise ProtocolViolation(f"{call.verb} was answered with {len(answer.frames)} frames")

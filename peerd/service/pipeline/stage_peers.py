@@ -1,9 +1,9 @@
-"""The peers of each stage as one trainer knows them: who serves, who is asked next, who rests, and why it waits.
+"""The peers of each stage as one caller knows them: who serves, who is called next, who rests, and what it waits for.
 
-Keeps the scope of every call under way, so that a call ends when its peer leaves the swarm, falls silent, or has for
-too long answered none of our calls: a peer with much to do answers one after the other. While `run` looks, a peer whose
-answers are overdue is asked for a sign of life, and one that a call did not reach, or that gives no such sign, is left
-out until a probe gets through (`machine/pipeline/cut_off`). How much each peer is asked is `machine/pipeline/wiring`'s.
+Keeps a cancel scope for every call in progress. A call ends early if its peer leaves the swarm, goes silent, or has
+answered none of our calls for too long (a busy peer answers them one after another). `run` asks a peer whose answers
+are overdue for a sign of life. A peer that a call did not reach, or that gives no sign of life, is left out until a
+probe reaches it (`machine/pipeline/cut_off`). `machine/pipeline/wiring` decides how often each peer is called.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from peerd.machine.pipeline.call_times import LATE, CallTimes
 from peerd.machine.pipeline.cut_off import CutOff
 from peerd.machine.pipeline.priors import usual_s
 from peerd.machine.pipeline.routes import Route
-from peerd.machine.pipeline.wiring import Wiring
+from peerd.machine.pipeline.wiring import StochasticWiring
 from peerd.service.pipeline.hedging import Hedged
 from peerd.signals import Signal
 
@@ -35,69 +35,73 @@ A = TypeVar("A")
 
 log = logging.getLogger("peerd.service.pipeline.stage_peers")
 
-_OVERDUE_S = 2.0  # that an answer takes before its peer is asked for a sign of life
-_SILENT_S = 5.0  # of a call without any, until nobody waits for it
-_LOOK_S = 0.5  # between looks at what is overdue
-_IDLE_LOOK_S = 5.0  # between looks for peers while a stage has none
+_OVERDUE_S = 2.0  # age of an unanswered call at which its peer is asked for a sign of life
+_SILENT_S = 5.0  # silence of a peer after which its overdue calls are cancelled
+_LOOK_S = 0.5  # between two checks for overdue answers
+_IDLE_LOOK_S = 5.0  # between two checks for peers while a stage has none
 _AFTER_REST_S = 0.01
-_HELD_S = 30.0  # at most, that one call shows whether a peer is as quick again as it was
-_PATIENCES = 4.0  # while its peer answers others, a call is waited for so many times as long
-_LATER_S = 2.0  # each stage gives up so much later than the one after it
-_WAYS = 10.0  # times as long as a way takes that waits for nobody
-_PROBLEM_CHARS = 120  # of a failure, in what status says
-_AWAY_S = 0.5  # between looks for a connection from one of the peers that can only dial
+_HELD_S = 30.0  # longest time in which one call tests whether a peer has recovered
+_PATIENCES = 4.0  # factor on a call's patience while its peer answers other calls
+_LATER_S = 2.0  # each stage gives up this much later than the next one
+_WAYS = 10.0  # factor on the time of a route without waiting
+_PROBLEM_CHARS = 120  # length of a failure in status
+_AWAY_S = 0.5  # between two checks for a connection from peers that can only dial
 
 
-class Ways(Protocol):
-    """The links to stage peers, as their callers see them."""
+class StageLinks(Protocol):
+    """The links to stage peers, as their callers use them."""
 
     def linked(self, peer: PeerId) -> bool:
-        """True when calls get through to `peer` though it cannot be dialed."""
+        """True if there is a link to `peer`, so that calls reach it even if it cannot be dialed."""
         ...
 
     def doubt(self, peer: PeerId) -> float:
-        """An answer is overdue: check that the peer is still there; returns the seconds since it was last heard."""
+        """Report an overdue answer, so that the link checks the peer; returns the seconds since anything was received
+        from it.
+        """
         ...
 
     async def probe(self, peer: PeerId) -> None:
-        """Have a link to `peer` over which it answers; else RemoteError, after some seconds at most."""
+        """Establish a link to `peer` over which it answers. Raises RemoteError after a few seconds otherwise."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call under way: its start, and the seconds without any answer of its peer after which it is given up."""
+    """A call in progress: its start, and the seconds without any answer of its peer after which it is cancelled."""
 
     started: float
     patience_s: float
 
     def deadline(self, heard_at: float) -> float:
-        """The time to give it up, if nothing comes after `heard_at`."""
+        """The time at which to cancel it if no answer comes after `heard_at`."""
         return min(heard_at + self.patience_s, self.started + _PATIENCES * self.patience_s)
 
 
 class StagePeers:
-    """See the module's header. `route`: held to its peers, else to whichever serve."""
+    """The stage peers that one caller may call. With a `route`, only its peers are used."""
 
-    def __init__(self, stages: int, clock: Clock, ways: Ways, route: Route | None = None, late: float = LATE) -> None:
-        """`late`: times as long as the longest call before, and a call is late."""
+    def __init__(
+        self, stages: int, clock: Clock, ways: StageLinks, route: Route | None = None, late: float = LATE
+    ) -> None:
+        """A call is late after `late` times the duration of the longest earlier call."""
         self._ways, self._route = ways, route
         self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
-        self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in range(stages)]
+        self._wirings = [StochasticWiring(clock.rng(f"wiring {stage}")) for stage in range(stages)]
         self._times = [CallTimes(late) for _ in range(stages)]
         self._calls: dict[str, dict[trio.CancelScope, _Call]] = {}  # by peer
-        self._uplinks: list[dict[str, float]] = [{} for _ in range(stages)]  # peer -> bytes/s that it says arrive there
+        self._uplinks: list[dict[str, float]] = [{} for _ in range(stages)]  # peer -> reported bytes/s of our frames
         self._reach, self._probes = CutOff(), False
-        self._to_look = Signal()  # when a peer could not be reached, or calls are under way again
-        self._changed = Signal()  # when other peers serve, or one can be reached again
-        self._problems = [""] * stages  # what the peer that failed last said of it
-        self.waits_for: str | None = None  # the reason that no peer of a stage is called
+        self._to_look = Signal()  # a peer could not be reached, or the first call begins
+        self._changed = Signal()  # the peers changed, or one can be reached again
+        self._problems = [""] * stages  # reason of the last failure, by stage
+        self.waits_for: str | None = None  # why no peer of a stage is called
 
     def __len__(self) -> int:
-        """Stage peers that may be called."""
+        """Number of stage peers that may be called."""
         return sum(len(wiring) for wiring in self._wirings)
 
-    def wiring(self, stage: int) -> Wiring:
+    def wiring(self, stage: int) -> StochasticWiring:
         """The choice among the peers of one stage."""
         return self._wirings[stage]
 
@@ -106,7 +110,7 @@ class StagePeers:
         return self._times[stage]
 
     def update(self, members: Iterable[MemberInfo]) -> None:
-        """These peers serve now."""
+        """Replace the serving peers by the ready ones of `members`, and cancel calls to all others."""
         ready = [m for m in members if m.ready]
         self._clients = {m.peer for m in ready if m.client}
         for stage, wiring in enumerate(self._wirings):
@@ -119,20 +123,20 @@ class StagePeers:
             self._uplinks[stage] = {peer: rate for peer, rate in self._uplinks[stage].items() if peer in peers}
         self._reach.keep_only({m.peer for m in ready})
         for name in self._calls.keys() - {m.peer for m in ready}:
-            for scope in self._calls[name]:  # a peer that has left will not answer: do not wait for the deadline
+            for scope in self._calls[name]:  # a peer that has left will not answer
                 scope.cancel()
         self._changed.notify()
 
     def rates(self) -> dict[str, float]:
-        """Those that serve any stage, each with its published rate; 0: not known."""
+        """The peers that serve any stage, each with its published rate; 0 if unknown."""
         return {name: rate for wiring in self._wirings for name, rate in wiring.rates().items()}
 
     def given_up_after_s(self, first: int, name: str, at_first_s: float) -> float:
-        """Seconds after which no answer of a peer of stage `first` is expected any more, in which all after it have a
-        part.
+        """Seconds after which an answer of peer `name` of stage `first`, which depends on all later stages, is given
+        up.
 
-        While no call was measured: `at_first_s`, and more where published rates say that devices are slow. The nearer
-        to the first stage, the longer: who is next to the peer that does not answer is to find out first.
+        Before the first measured call it is `at_first_s`, or more if published rates show that devices are slow.
+        Earlier stages wait longer, so that the caller next to a silent peer notices first.
         """
         times = self._times[first]
         if times.late_after_s(name) is None:
@@ -143,7 +147,7 @@ class StagePeers:
     # --- reachability -----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Look at overdue answers and probe peers that could not be reached, until cancelled."""
+        """Check overdue answers and probe unreachable peers, until cancelled."""
         self._probes = True
         async with trio.open_nursery() as nursery:
             while True:
@@ -169,9 +173,10 @@ class StagePeers:
         self._to_look.notify()
 
     def failed(self, stage: int, name: str, started: float, error: RemoteError) -> int:
-        """A call that was `started` then has failed; returns how often the peer did so since its last answer.
+        """Record a failed call that began at `started`; returns the number of failures of the peer since its last
+        answer.
 
-        0: the call went over a path that is gone, and the peer was found on another one since.
+        Returns 0 if the call used a path that is gone and the peer has been reached on another one since.
         """
         now = trio.current_time()
         if isinstance(error, Unreachable) and self._reach.is_stale(name, started):
@@ -179,25 +184,25 @@ class StagePeers:
         self._problems[stage] = str(error)[:_PROBLEM_CHARS]
         if isinstance(error, TooSlow):
             self._times[stage].gave_up(name, now - started)
-        serves = name in self._wirings[stage]  # else it has left, and its calls ended for that
+        serves = name in self._wirings[stage]  # else its calls ended because it left
         if self._probes and serves and isinstance(error, Unreachable) and self._reach.lost(name, now):
             log.info("…%s of stage %d cannot be reached: it is left out until it can be", name[-8:], stage)
             self._to_look.notify()
         return self._wirings[stage].failed(name, now, now - started)
 
     def level(self, name: str, times: int) -> int:
-        """The level at which the log is told of a failure that `failed` counted: the first one tells it all."""
-        return logging.INFO if times == 1 and not self.is_cut_off(name) else logging.DEBUG  # that is told by itself
+        """The log level for a failure that `failed` counted: info for the first one, debug for the rest."""
+        return logging.INFO if times == 1 and not self.is_cut_off(name) else logging.DEBUG
 
     def answered(self, stage: int, name: str, cost: float, started: float) -> None:
-        """A call of so much `cost` that was `started` then has been answered."""
+        """Record that a call of this `cost`, begun at `started`, was answered."""
         self._wirings[stage].answered(name, cost, started, trio.current_time())
         self.took(stage, name, started)
 
     def took(self, stage: int, name: str, started: float) -> None:
-        """A call that was `started` then has been answered, perhaps by a whole way: it tells no one peer's speed."""
+        """Record the duration of an answered call, begun at `started`. It may include the time of later stages."""
         times = self._times[stage]
-        if times.is_overtaken(name):  # it is as quick again as it was
+        if times.is_overtaken(name):  # it has recovered
             self._wirings[stage].rested(name)
             self._changed.notify()
         times.took(name, trio.current_time() - started)
@@ -213,9 +218,11 @@ class StagePeers:
         *,
         alone: bool = False,
     ) -> tuple[str, A]:
-        """The first good answer to a call by `ask`: of `name`, or of a mate once that is late; returns who gave it.
+        """Call `name` by `ask` and, once it is late, a mate (another peer of the stage); returns the first good answer
+        and its peer.
 
-        `never`: no mates; `alone`: no mate can do the same. Raises the error of `name` where there is no answer.
+        `never`: peers not to use as mates; `alone`: no mate can replace it. Raises the error of `name` if there is no
+        answer.
         """
         started = trio.current_time()
         hedged = Hedged(ask, partial(self.mate, stage, cost, name, never))
@@ -225,32 +232,34 @@ class StagePeers:
         return by, answer
 
     def mate(self, stage: int, cost: float, late: str, never: Set[str] = frozenset()) -> str | None:
-        """Another peer of the stage, for a call to one that is late; None: none is free, or enough were sent twice."""
+        """Another peer of the stage, for a hedged call; None if none is free or the limit for hedged calls is
+        reached.
+        """
         if not self._times[stage].can_hedge(late):
             return None
         name = self._wirings[stage].pick(trio.current_time(), cost, never=never | {late} | self.away())
         if name is not None:
             self._times[stage].hedged(late)
-            self._ways.doubt(PeerId.parse(late))  # so that its silence says something once the mate has answered
+            self._ways.doubt(PeerId.parse(late))  # so that its silence is significant once the mate has answered
             log.debug("…%s of stage %d is late with a microbatch: …%s is asked as well", late[-8:], stage, name[-8:])
         return name
 
     def overtaken(self, stage: int, name: str, by: str, started: float) -> None:
-        """A late call was answered by a mate that was asked after it: let the late one rest.
+        """Record that a mate answered before the late peer `name`: the late one rests.
 
-        Where no link leads to it, or nothing at all came from it meanwhile, it is left out until it can be reached;
-        else, after its rest, it gets one call at a time until it answers one.
+        If there is no link to it, or nothing was received from it meanwhile, it is left out until it can be reached.
+        Otherwise, after its rest, it gets one call at a time until it answers one.
         """
         peer, took_s = PeerId.parse(name), trio.current_time() - started
-        reason = f"…{by[-8:]} was asked after it, and was first after {took_s:.1f} s"
+        reason = f"…{by[-8:]} was called later and answered first, after {took_s:.1f} s"
         is_silent = not self._ways.linked(peer) or min(took_s, self._ways.doubt(peer)) > _OVERDUE_S
         times = self.failed(stage, name, started, Unreachable(reason, peer) if is_silent else TooSlow(reason, peer))
         self._times[stage].overtaken(name, took_s)
         level = self.level(name, times)
-        log.log(level, "…%s of stage %d is late by its own measure and rests: %s", name[-8:], stage, reason)
+        log.log(level, "…%s of stage %d is much slower than in earlier calls and rests: %s", name[-8:], stage, reason)
 
     def _hold_overtaken(self, name: str) -> None:
-        """Keep others from calling a peer that a mate has overtaken, now that a call shows whether it is back."""
+        """Allow a peer that a mate has overtaken only this one call, until its answer shows that it has recovered."""
         now = trio.current_time()
         for wiring, times in zip(self._wirings, self._times, strict=True):
             if times.is_overtaken(name):
@@ -263,7 +272,9 @@ class StagePeers:
     # --- the choice -------------------------------------------------------------------------------------------
 
     async def pick(self, stage: int, cost: float, avoid: set[str], *, called: bool = True) -> str:
-        """The stage's next peer; waits while all rest or none is there. `called`: by us, not by a stage peer."""
+        """The stage's next peer; waits while all rest or none serves. `called`: we call it ourselves, not a stage
+        peer.
+        """
         wiring = self._wirings[stage]
         while True:
             now = trio.current_time()
@@ -282,27 +293,27 @@ class StagePeers:
                 if due is None
                 else f"the peers of stage {stage} failed just now: {self._problems[stage]}"
             )
-            if due is not None and due <= now:  # the peers that do not rest can only dial, and have not yet
+            if due is not None and due <= now:  # the remaining peers can only dial and have not done so
                 self.waits_for, due = f"the peers of stage {stage} can only dial, and are not connected", now + _AWAY_S
             with trio.move_on_at(due + _AFTER_REST_S if due is not None else now + _IDLE_LOOK_S):
                 await self._changed.wait()
 
     def options(self, stage: int, avoid: set[str], *, called: bool) -> list[str]:
-        """The stage's peers that `pick` may name now, in the order of their turns."""
+        """The peers of the stage that `pick` may return now, in the order of their turns."""
         return self._wirings[stage].turns(trio.current_time(), avoid, self.away() if called else set())
 
     def others(self, stage: int, never: Set[str]) -> list[str]:
-        """The stage's peers beside `never` that can be asked now."""
+        """The peers of the stage, except `never`, that can be called now."""
         return self._wirings[stage].turns(trio.current_time(), (), never | self.away())
 
     def chosen(self, stage: int, name: str, cost: float) -> None:
-        """A policy has chosen this one of the stage's options."""
+        """Record that a policy has chosen this one of the stage's options."""
         self._wirings[stage].charge(name, cost)
         self._hold_overtaken(name)
         self.waits_for = None
 
     def away(self) -> set[str]:
-        """Peers that cannot be reached, or can only dial, and are not connected."""
+        """Peers that cannot be reached, and peers that can only dial and are not connected."""
         away = {name for name in self._clients if not self._ways.linked(PeerId.parse(name))}
         return away.union(*(filter(self.is_cut_off, wiring) for wiring in self._wirings))
 
@@ -313,8 +324,8 @@ class StagePeers:
     def call_to(self, name: str, patience_s: float) -> Iterator[float]:
         """The scope of a call to a peer; yields the call's time limit, in seconds.
 
-        Unreachable is raised when the peer leaves the swarm or falls silent, TooSlow when it has answered none of our
-        calls for `patience_s`.
+        Raises Unreachable if the peer leaves the swarm or goes silent, and TooSlow if it has answered none of our calls
+        for `patience_s`.
         """
         self._hold_overtaken(name)
         if not self._calls:
@@ -336,7 +347,7 @@ class StagePeers:
             raise Unreachable("it has fallen silent" if serves else "the peer has left the swarm", peer)
 
     def heard(self, name: str) -> None:
-        """A peer has answered one of our calls: it works, and the others are waited for."""
+        """Record that a peer has answered one of our calls: it works, so its other calls get more time."""
         now = trio.current_time()
         for scope, call in self._calls.get(name, {}).items():
             scope.deadline = call.deadline(now)
@@ -344,10 +355,10 @@ class StagePeers:
             self._changed.notify()
 
     def _look(self) -> None:
-        """End the calls to peers with overdue answers that are silent as well.
+        """Cancel the calls to peers with overdue answers from which nothing is received either.
 
-        Otherwise a peer whose answers do not come through would cost us the whole time limit of a call. Silence before
-        a call says nothing: nobody had asked the peer.
+        Otherwise a peer whose answers do not arrive would cost the full time limit of a call. Silence before a call
+        does not count, because the peer had nothing to answer.
         """
         now = trio.current_time()
         for name, calls in self._calls.items():
@@ -357,10 +368,10 @@ class StagePeers:
                     scope.cancel()
 
     def note_arrival_rate(self, stage: int, name: str, bytes_per_s: float) -> None:
-        """Note the rate at which our frames arrive at `name`, as it says; 0: it does not know."""
+        """Record the rate at which our frames arrive at `name`, as it reports; 0 if unknown."""
         if bytes_per_s > 0:
             self._uplinks[stage][name] = bytes_per_s
 
     def arrival_rates(self, stage: int) -> list[float]:
-        """The rates at which our frames arrive at the stage's peers, where known; empty for a stage that is not."""
+        """The known rates at which our frames arrive at the stage's peers. Empty if `stage` is negative."""
         return list(self._uplinks[stage].values()) if stage >= 0 else []

@@ -1,7 +1,7 @@
 """CallStream: one side of a streaming call, parts in both directions with half-close and back-pressure.
 
-Nothing is read far ahead: a side that does not receive stops the other side's sending. The reader of the stream
-delivers parts here; this file neither reads streams nor starts tasks.
+Little is read ahead: if a side does not receive, the other side's sending blocks. The reader of the stream delivers
+parts here; this module neither reads streams nor starts tasks.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_BUDGET_WAIT_S, RPC_PARTS_AHEAD
 from peerd.core.messages.encoding import decode, encode
-from peerd.machine.rpc.codec import END, PART, RpcMessage, encode_message
+from peerd.machine.rpc.message_codec import END, PART, RpcMessage, encode_message
 from peerd.service.rpc.inbound import Inbound, Place
-from peerd.service.rpc.outbox import Growing, Outbox, Outgoing, outgoing
+from peerd.service.rpc.outbox import GrowingPayload, Outbox, Outgoing, outgoing
 from peerd.service.rpc.room import Share
-from peerd.service.rpc.types import Answer
+from peerd.service.rpc.rpc_types import Answer
 
 B = TypeVar("B", bound=msgspec.Struct)
 
 
 class Encoded:
-    """One part for many calls, encoded once. Its frames are whole and never change."""
+    """One part for many calls, encoded once. Its frames are complete and never change."""
 
     __slots__ = ("body", "count", "headers", "payloads")
 
     def __init__(self, body: msgspec.Struct, frames: Sequence[TensorFrame] = ()) -> None:
         self.body, self.count = encode(body), len(frames)
         self.headers, self.payloads = outgoing(frames) if frames else (b"", [])
-        if any(isinstance(payload, Growing) for payload in self.payloads):
-            raise LocalError("a part for many calls that is not whole yet")
+        if any(isinstance(payload, GrowingPayload) for payload in self.payloads):
+            raise LocalError("a part for many calls is not complete yet")
 
 
 class CallStream:
@@ -44,11 +44,11 @@ class CallStream:
 
     def __init__(self, peer: PeerId, call_id: int, outbox: Outbox, share: Share) -> None:
         self.peer = peer
-        self.sending = True  # until we have said END
-        self.receiving = True  # until the other side has said END, or the call is over
-        self._patient = False  # with the frames of parts
-        self._arriving: Inbound | None = None  # while it receives a part's frames
-        self.place: Place | None = None  # asked, for each part with frames, where they go; it raises nothing
+        self.sending = True  # until we have sent END
+        self.receiving = True  # until the other side has sent END or the call is over
+        self._patient = False  # whether frames of parts may arrive at any rate
+        self._arriving: Inbound | None = None  # set while a part's frames are received
+        self.place: Place | None = None  # returns the buffers for a part's frames; must not raise
         self._id = call_id
         self._outbox = outbox
         self._share = share
@@ -57,10 +57,11 @@ class CallStream:
         self._changed = trio.lowlevel.ParkingLot()
 
     async def send(self, body: msgspec.Struct, frames: Sequence[TensorFrame] = ()) -> None:
-        """Send one part; waits while the other side is not keeping up. With frames: until they may be changed again.
+        """Send one part; waits while the other side is slow to receive. With frames: returns when they may be changed
+        again.
 
-        Overloaded: its peer leaves too much unread, on other streams too.
-        Raises what the maker of a payload does, too. That, or cancelling while one is being made, ends the call.
+        Raises Overloaded if the peer has too much unread, on all its streams. Also raises errors of a payload's
+        producer. Such an error, or cancelling while a payload is being produced, ends the call.
         """
         if not self.sending:
             raise LocalError("a part after finish")
@@ -74,9 +75,9 @@ class CallStream:
             await trio.lowlevel.checkpoint()
 
     def put(self, part: Encoded) -> None:
-        """Send one part soon; dropped when the call is over, or fails because too much is unread.
+        """Queue one part without waiting. Dropped if the call is over; the call fails if too much is unread.
 
-        Callers check first whether the call is `full`, and put more `on_room`.
+        Check `full` first, and use `on_room` to put more later.
         """
         if not self.sending:
             raise LocalError("a part after finish")
@@ -86,37 +87,39 @@ class CallStream:
 
     @property
     def full(self) -> bool:
-        """True when enough waits to be sent."""
+        """True if enough parts wait to be sent."""
         return self._outbox.full
 
     def be_patient(self) -> None:
-        """Wait for the frames of parts, however slowly they come: the other side has shown its part in a round."""
+        """Accept any rate for the frames of parts, because the other side has proved that it takes part in a round."""
         self._patient = True
         if self._arriving is not None:
             self._arriving.be_patient()
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that have left on this call's stream: more of them show that the other side takes them."""
+        """Bytes that have left on this call's stream. Growth shows that the other side accepts them."""
         return self._outbox.left_bytes
 
     def on_room(self, then: Callable[[], None] | None) -> None:
-        """Call `then`, which is quick and raises nothing, whenever the call is not full any more; None: nobody."""
+        """Call `then` whenever the call is no longer full; None removes the callback. It must be quick and must not
+        raise.
+        """
         if then is None:
             self._outbox.on_room.pop(self._id, None)
         else:
             self._outbox.on_room[self._id] = then
 
     def finish(self) -> None:
-        """Send no more parts: the other side's `receive` returns None after the last one."""
+        """Send no more parts. The other side's `receive` then returns None after the last one."""
         if self.sending:
             self.sending = False
             self._put(encode_message(END, self._id))
 
     async def receive(self, kind: type[B]) -> Answer[B] | None:
-        """The next part; None when the other side sends no more, which for a caller means that the handler is done.
+        """The next part; None if the other side sends no more. For a caller this means that the handler has ended.
 
-        Raises what ended the call, after the parts that came before it.
+        Raises the error that ended the call, after the parts that preceded it.
         """
         waited = False
         while not self._parts:
@@ -147,10 +150,10 @@ class CallStream:
         if self._outbox.closed:
             raise Unreachable("the stream was closed", self.peer)
 
-    # What the reader of the stream does.
+    # Called by the reader of the stream.
 
     async def take(self, part: RpcMessage, inbound: Inbound, deadline: float) -> None:
-        """Receive a part's frames and hand it in; waits while enough parts wait. Raises Overloaded or TooSlow."""
+        """Receive a part's frames and queue it; waits while enough parts are queued. Raises Overloaded or TooSlow."""
         frames: tuple[TensorFrame, ...] = ()
         if part.headers:
             self._arriving = inbound
@@ -171,22 +174,22 @@ class CallStream:
             self._changed.unpark_all()
 
     def no_more_parts(self) -> None:
-        """The other side has said END."""
+        """Record that the other side has sent END."""
         self.receiving = False
         self._changed.unpark_all()
 
     def fail(self, error: RemoteError) -> None:
-        """The call has failed: parts that were delivered are still received, then `error` is raised."""
+        """Fail the call: parts already delivered can still be received, then `error` is raised."""
         if self._failure is None:
             self._failure = error
         self.no_more_parts()
 
     def discard(self) -> None:
-        """Discard all parts: nobody will receive any more."""
+        """Discard all parts, because no task will receive them."""
         self.no_more_parts()
         while self._parts:
             self._share.give(self._parts.popleft()[0].frame_bytes)
 
 
 def _unread(full: str, peer: PeerId) -> Overloaded:
-    return Overloaded(f"too much of what was sent is unread: {full}", RPC_BUDGET_WAIT_S, peer)
+    return Overloaded(f"the peer has too much unread: {full}", RPC_BUDGET_WAIT_S, peer)

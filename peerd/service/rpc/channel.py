@@ -1,13 +1,13 @@
-"""Making unary calls: a Channel is a stream to one service of one peer, used until it is lost or nobody needs it.
+"""Making unary calls: a Channel is a stream to one service of one peer, used until it is lost or idle for long.
 
-All small calls to a service share one channel: requests made in one turn of the loop leave in one write, answers may
-come in any order. Calls with frames take a channel each while they last (see Rpc). Answers with frames hold up
-the others on a shared channel: it remembers the methods that gave some, and their next calls take one each, too.
-When a better way to the peer stands, new calls take another channel, and those under way end on the old one.
-A call that is cancelled or too late tells the other side.
+All small calls to a service share one channel: requests made in one turn of the event loop are sent in one write, and
+answers may arrive in any order. Each call with frames takes a channel of its own (see Rpc). Answers with frames delay
+others on a shared channel, so the channel records the methods that returned some, and their next calls take a channel
+of their own, too. When there is a better path to the peer, new calls take another channel, and calls in progress end on
+the old one. A cancelled or overdue call is cancelled on the other side as well.
 
-A hostile peer may: answer what was never asked, answer with more than was allowed, never answer. The first two cost
-it the channel; the third costs each caller its own time-out, and RPC_PENDING calls at most wait.
+A hostile peer may send unrequested or too large answers, or never answer. The first two cost it the channel; the third
+costs each caller its own timeout, with at most RPC_PENDING waiting calls.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, TooSlo
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.machine.rate.arrival_rate import LineRates
-from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.accounting import PendingCalls
-from peerd.machine.rpc.codec import RpcMessage, decode_failure, encode_call, encode_message
+from peerd.machine.rpc import message_codec as wire
+from peerd.machine.rpc.message_codec import RpcMessage, decode_failure, encode_call, encode_message
+from peerd.machine.rpc.method_load import PendingCalls
 from peerd.service.rpc.inbound import Inbound, Slot, renewed
 from peerd.service.rpc.outbox import Outbox, Outgoing, outgoing
 from peerd.service.rpc.room import Room, Share, asked, user_of
+from peerd.service.rpc.rpc_types import RpcStream
 from peerd.service.rpc.task_pool import Tasks
-from peerd.service.rpc.types import RpcStream
 
 Reply = tuple[bytes, tuple[TensorFrame, ...]]  # the body, still encoded, and the frames
 OpenStream = Callable[[], Awaitable[RpcStream]]
@@ -37,20 +37,20 @@ OpenStream = Callable[[], Awaitable[RpcStream]]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request, encoded; `deadline` in trio time."""
+    """An encoded request; `deadline` is in trio time."""
 
     name: bytes
     body: bytes
     frames: Sequence[TensorFrame]
     timeout_s: float
     deadline: float
-    reply_frame_bytes: int  # most that the answer's frames may take
+    reply_frame_bytes: int  # limit for the answer's frames
 
     def too_slow(self, peer: PeerId) -> TooSlow:
         return TooSlow(f"no answer to {self.name.decode()} within {self.timeout_s:g} s", peer)
 
     def check(self, message: RpcMessage) -> None:
-        """ProtocolViolation when an answer's frames are more than the caller takes."""
+        """Raise ProtocolViolation if an answer's frames are larger than the caller accepts."""
         if message.frame_bytes > self.reply_frame_bytes:
             size = f"{message.frame_bytes} bytes; allowed: {self.reply_frame_bytes}"
             raise ProtocolViolation(f"an answer to {self.name.decode()} with frames of {size}")
@@ -71,12 +71,12 @@ class _Waiting(Slot[Reply]):
     def __init__(self, request: Request) -> None:
         super().__init__()
         self.request = request
-        self.feeding: trio.CancelScope | None = None  # set while its payloads are still being made
+        self.feeding: trio.CancelScope | None = None  # set while its payloads are still being produced
 
     def _settle(self, result: outcome.Value[Reply] | outcome.Error) -> None:
         super()._settle(result)
         if self.feeding is not None:
-            self.feeding.cancel()  # refused before all was sent
+            self.feeding.cancel()  # the answer came before all was sent
 
 
 class Channel:
@@ -86,7 +86,7 @@ class Channel:
         self.calls: PendingCalls[_Waiting] = PendingCalls()
         self.answers_with_frames: set[bytes] = set()  # names of methods
         self.used = trio.current_time()
-        self.over = False  # nothing can be asked any more
+        self.over = False  # no further calls are possible
         self._peer = peer
         self._room = room
         self._rates = rates
@@ -94,17 +94,17 @@ class Channel:
         self._running = trio.CancelScope()
         self._dropped = False
         self._stream: RpcStream | None = None
-        self._retired = False  # takes no further calls; ends with the last one
+        self._retired = False  # accepts no further calls; ends with the last one
 
     async def request(self, request: Request) -> Reply:
-        """Ask, and wait for the answer. The task that watches `calls.due` calls `expire`.
+        """Send a request and wait for its answer. The task that watches `calls.due` calls `expire`.
 
-        Raises what the maker of a payload does, too, after which the channel cannot be used.
+        Also raises errors of a payload's producer, after which the channel is unusable.
         """
         waiting = _Waiting(request)
         call_id = self.calls.add(request.deadline, waiting)
         if call_id is None:
-            raise Overloaded(f"{len(self.calls)} calls to it wait already", 0.1, self._peer)
+            raise Overloaded(f"{len(self.calls)} calls to this peer wait already", 0.1, self._peer)
         if request.frames:
             message = encode_request(wire.REQUEST, call_id, request)
             self._outbox.put(*message)
@@ -122,25 +122,25 @@ class Channel:
         self._outbox.put(encode_message(wire.CANCEL, call_id))
 
     def expire(self, now: float) -> None:
-        """Fail the calls whose time has passed."""
+        """Fail the calls whose deadlines have passed."""
         for call_id, waiting in self.calls.overdue(now):
             waiting.fail(waiting.request.too_slow(self._peer))
             self._outbox.put(encode_message(wire.CANCEL, call_id))
             self.doubt()
 
     def doubt(self) -> None:
-        """A call took longer than its caller could wait."""
+        """Report an overdue call, so that the link checks whether the peer is still there."""
         if self._stream is not None:
             self._stream.doubt()
 
     @property
     def busy(self) -> bool:
-        """True while a call waits, or any of a request was not yet sent."""
+        """True while a call waits or a request is not completely sent; also if the channel is over."""
         return self.over or len(self.calls) > 0 or self._outbox.pending or self._outbox.closed
 
     @property
     def superseded(self) -> bool:
-        """True when the next call had better take another channel: the peer can be reached on a better way by now."""
+        """True if a new channel to the peer would take a better path."""
         return self._stream is not None and self._stream.superseded
 
     def retire(self) -> None:
@@ -153,17 +153,17 @@ class Channel:
             self.close()
 
     def close(self) -> None:
-        """Close the stream; only when no call waits."""
+        """Close the stream; only while no call waits."""
         self.over = True
         self._running.cancel()
 
     def drop(self) -> None:
-        """Reset the stream, which cancels the calls on it, also one whose frames are still on their way."""
+        """Reset the stream, which cancels the calls on it, including calls whose frames are not completely sent."""
         self._dropped = True
         self.close()
 
     async def run(self, open_stream: OpenStream, tasks: Tasks) -> None:
-        """Open the stream, read answers until it ends, then fail whoever still waits."""
+        """Open the stream, read answers until it ends, then fail all waiting calls."""
         failure: RemoteError = Unreachable("the stream was closed", self._peer)
         stream: RpcStream | None = None
         try:
@@ -199,7 +199,7 @@ class Channel:
             inbound.close()
 
     def _settle(self, message: RpcMessage) -> bool:
-        """Settle a call by an answer without frames."""
+        """Complete a call by an answer without frames."""
         if message.kind == wire.REPLY:
             waiting = self.calls.pop(message.id)
             if waiting is not None:

@@ -1,7 +1,7 @@
-"""Reading the messages of one stream: the parts that callers and servers share. Writing is in `outbox`.
+"""Reading the messages of one stream, for callers and servers alike. Writing is in `outbox`.
 
-`Inbound` receives no more than the peer's share of the host's memory allows, and waits neither for half a message nor
-for a trickle of payloads. `Slot` hands one value from the reader to the task that waits for it.
+`Inbound` receives no more than the peer's share of the host's memory allows, and gives up on incomplete messages and on
+payloads that arrive too slowly. `Slot` passes one value from the reader to the task that waits for it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from peerd.core.limits import (
     RPC_STEP_BYTES,
 )
 from peerd.machine.rate.arrival_rate import LineRates
-from peerd.machine.rpc.codec import MessageParser, RpcMessage
+from peerd.machine.rpc.message_codec import MessageParser, RpcMessage
 from peerd.service.rpc.room import Share
-from peerd.service.rpc.types import RpcStream
+from peerd.service.rpc.rpc_types import RpcStream
 
-_QUICK_MESSAGES = 64  # handled in one go; the loop turns before the next
+_QUICK_MESSAGES = 64  # handled at once, before other tasks run
 
-# A bytearray that is not filled with zeros: of what is large, the system has given no memory until bytes are put there.
+# A bytearray that is not zeroed: the system allocates pages of a large one only when bytes are written.
 _untouched = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _untouched.argtypes, _untouched.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
 
 T = TypeVar("T")
-# Where the payloads of a message go, one buffer of the right size for each frame; None: wherever there is room.
+# Buffers for the payloads of a message, one of the right size for each frame; None: allocate them.
 Place = Callable[[tuple[FrameHeader, ...]], Sequence[memoryview] | None]
 
 
 class Slot(Generic[T]):
-    """One task waits here for one value or error."""
+    """A slot in which one task waits for one value or error."""
 
     __slots__ = ("_result", "_task")
 
@@ -62,7 +62,7 @@ class Slot(Generic[T]):
                 self._task = None
 
     async def wait(self, on_cancel: Callable[[], None]) -> T:
-        """The value, or the error raised; `on_cancel` is called when the waiting task is cancelled first."""
+        """Return the value or raise the error. `on_cancel` is called if the waiting task is cancelled first."""
         if self._result is not None:
             await trio.lowlevel.checkpoint()
             return self._result.unwrap()
@@ -71,7 +71,7 @@ class Slot(Generic[T]):
         try:
             value: T = await trio.lowlevel.wait_task_rescheduled(self._abort)
         except trio.Cancelled:
-            # Here and not in `_abort`: the order in which one cancellation aborts tasks follows memory addresses.
+            # Not in `_abort`: a cancellation aborts tasks in the order of memory addresses, which is not reproducible.
             if self._result is None:
                 on_cancel()
             raise
@@ -85,9 +85,9 @@ class Slot(Generic[T]):
 class Inbound:
     """The messages of one stream, as they arrive.
 
-    `quick` is offered each message without frames as soon as it has come, in the task that received it. It handles
-    the message and returns True, or leaves it alone and returns False: then it and those after it come in `batch`.
-    How fast payloads come goes to `rates`. What is here of a message, be it half of one, is paid for from `share`.
+    Each message without frames is offered to `quick` on arrival, in the task that received it. `quick` handles it and
+    returns True, or returns False: then it and the following messages are returned by `batch`. `rates` records the rate
+    of payloads. All bytes of a message, even an incomplete one, are reserved in `share`.
     """
 
     def __init__(self, stream: RpcStream, quick: Callable[[RpcMessage], bool], rates: LineRates, share: Share) -> None:
@@ -98,30 +98,30 @@ class Inbound:
         self._parser = MessageParser()
         self._left: list[RpcMessage] = []  # not handled by `quick`
         self._fault: Exception | None = None
-        self._half = trio.CancelScope()  # of a receive; its deadline is that of a message of which a part is here
+        self._half = trio.CancelScope()  # scope of a receive; its deadline is that of the incomplete message
         self._half_since = math.inf
-        self._half_bytes = 0  # paid for, of that message
-        self._pay: Payment | None = None  # for the payloads that come
-        self._patient = False  # with them: they may come as slowly as they like
-        self._landing = trio.CancelScope()  # of their receive: nothing of it is lost by cancelling
-        self._first: tuple[float, int] | None = None  # when the first piece of a payload came, and `_total` then
-        self._total = 0  # payload bytes of this peer, by all streams
+        self._half_bytes = 0  # reserved for that message
+        self._pay: Payment | None = None  # for the payloads being received
+        self._patient = False  # whether these may arrive at any rate
+        self._landing = trio.CancelScope()  # scope of their receive; cancelling it loses no bytes
+        self._first: tuple[float, int] | None = None  # (time of the first piece of a payload, `_total` at that time)
+        self._total = 0  # payload bytes of this peer, on all streams
 
     def begin(self, head: bytes) -> None:
-        """A message's head that was received before anything else."""
+        """Process a message's head that was received before anything else."""
         self._left = self._parser.feed(head)
 
     async def batch(self) -> list[RpcMessage]:
-        """The next messages that need more time; [] at the end. The last may have frames: read or skip them.
+        """The next messages that `quick` did not handle; [] at the end. The last may have frames: read or skip them.
 
-        Raises Overloaded or TooSlow when there is no room for a message, or half of one is here and the rest does not
-        come: then the stream is of no use any more.
+        Raises Overloaded or TooSlow if there is no room for a message, or its rest does not arrive; the stream is then
+        unusable.
         """
         messages = [*self._left, *self._parser.feed(b"")]
         self._left = []
         if messages:
             return messages
-        self._half_since = math.inf  # the time in which nobody read does not count
+        self._half_since = math.inf  # time without a reader does not count
         more = True
         while more and not self._left:
             await self._pay_for_half()
@@ -129,7 +129,7 @@ class Inbound:
                 self._time_half(complete=True)
                 more = await self._stream.receive_each(self._take)
             if self._half.cancelled_caught:
-                raise TooSlow("half a message has come, and the rest of it does not", self._stream.peer)
+                raise TooSlow("the rest of an incomplete message did not arrive in time", self._stream.peer)
             if self._fault is not None:
                 raise self._fault
         if not more and not self._parser.clean:
@@ -138,12 +138,12 @@ class Inbound:
         return messages
 
     def close(self) -> None:
-        """Nothing more is read: let go of half a message."""
+        """Release the room of an incomplete message; nothing more is read."""
         self.share.give(self._half_bytes)
         self._half_bytes = 0
 
     def _take(self, data: bytes) -> bool:
-        # Often in the link's own task, which no error of ours may end: the reader's task gets it.
+        # Often runs in the link's own task, which our errors must not end: the reader's task raises them.
         try:
             messages = self._parser.feed(data)
             for at, message in enumerate(messages):
@@ -159,7 +159,7 @@ class Inbound:
         return not self._left
 
     def _time_half(self, complete: bool) -> None:
-        """Half a message has its time from when it begins: `complete` ones were there before it."""
+        """Set the deadline of an incomplete message, from its beginning. `complete`: whole messages preceded it."""
         have, need = self._parser.partial
         if not have:
             self._half_since = self._half.deadline = math.inf
@@ -187,11 +187,11 @@ class Inbound:
     async def frames(
         self, message: RpcMessage, deadline: float, place: Place | None = None, patient: bool = False
     ) -> tuple[TensorFrame, ...]:
-        """The frames of `message`; their bytes are paid for until they are given back to `share`.
+        """Receive the frames of `message`; their room is reserved until it is given back to `share`.
 
-        `place` may say where their payloads go; else they lie in memory of their own. `patient`: they belong to the
-        round under way, and need not come at the least rate.
-        Raises Overloaded or TooSlow when there is no room or no time for them: then `skip` them, or drop the stream.
+        `place` may provide buffers for the payloads; otherwise new memory is allocated. `patient`: they belong to the
+        current round and may arrive at any rate. Raises Overloaded or TooSlow if there is no room or no time for them:
+        then `skip` them or drop the stream.
         """
         self._pay = pay = Payment(self.share, message)
         self._patient = patient or self.share.patient
@@ -213,11 +213,11 @@ class Inbound:
         raise TooSlow("the deadline passed while frames were received")
 
     def be_patient(self) -> None:
-        """Wait for the frames that come now, at whatever rate."""
+        """Accept any rate for the frames that arrive now."""
         self._patient = True
 
     async def skip(self) -> None:
-        """Pass over the payloads of the message that waits for them, or over what is missing of them."""
+        """Skip the payloads of the current message, or what is missing of them."""
         self._parser.skip()
         await self._receive()
 
@@ -237,13 +237,13 @@ class Inbound:
             self._rates.arrived(self._stream.peer, self._total - first_total, trio.current_time() - first_at)
 
     async def _receive_into(self, room: memoryview, pay: Payment) -> None:
-        """Fill what there is of `room`, as long as there is room for its bytes here and they come fast enough."""
+        """Fill `room`, as long as memory can be reserved and bytes arrive fast enough."""
         if pay.due_bytes:
             await pay.next()
         with trio.CancelScope(deadline=trio.current_time() + pay.patience_s) as self._landing:
             await self._stream.receive_into(room, self._landed)
         if self._landing.cancelled_caught and not pay.due_bytes and not self._patient:
-            raise TooSlow(f"{pay.came_bytes} bytes of frames have come, and the next ones too slowly")
+            raise TooSlow(f"{pay.came_bytes} bytes of frames arrived, the following ones too slowly")
 
     def _landed(self, size: int) -> None:
         self._count(size)
@@ -264,7 +264,7 @@ class Inbound:
 
 
 class Payment:
-    """Payment for one message's frames out of a share: a step more than has come of them, at the end all of it."""
+    """Reserves one message's frames in a share: one step ahead of the bytes that came, and everything at the end."""
 
     __slots__ = ("_share", "_total_bytes", "came_bytes", "paid_bytes")
 
@@ -276,7 +276,7 @@ class Payment:
 
     @property
     def due_bytes(self) -> int:
-        """Bytes to be paid for before anything more is received."""
+        """Bytes to reserve before more is received."""
         left = self._total_bytes - self.paid_bytes
         if self.came_bytes < self.paid_bytes or not left:
             return 0
@@ -284,7 +284,7 @@ class Payment:
 
     @property
     def patience_s(self) -> float:
-        """Seconds that it may take until the next step is due."""
+        """Seconds allowed until the next step is due."""
         return RPC_STALL_S + (self.paid_bytes - self.came_bytes) / RPC_LEAST_BYTES_PER_S
 
     def next_nowait(self) -> bool:
@@ -295,13 +295,13 @@ class Payment:
         return True
 
     async def next(self) -> None:
-        """Pay what is due; Overloaded when there is no room soon."""
+        """Reserve what is due. Raises Overloaded if there is no room soon."""
         due = self.due_bytes
         await self._share.wait(due)
         self.paid_bytes += due
 
     async def whole(self) -> None:
-        """Settle when all has come: pay for what it unpacks to, too."""
+        """Reserve the rest once all has arrived, including the unpacked size."""
         left = self._total_bytes - self.paid_bytes
         if left:
             await self._share.wait(left)
@@ -313,9 +313,7 @@ class Payment:
 
 
 def _memory(size: int) -> memoryview:
-    """Memory for a payload of so many bytes that have not come yet; what is large costs nothing before they are put
-    there.
-    """
+    """Memory for a payload that has not arrived yet. A large one uses no physical memory before bytes are written."""
     return memoryview(bytearray(size) if size <= RPC_FREE_STREAM_BYTES else _untouched(None, size))
 
 
@@ -324,7 +322,7 @@ def _frame(header: FrameHeader, payload: bytearray | memoryview) -> TensorFrame:
 
 
 def renewed(error: RemoteError) -> RemoteError:
-    """The same error as a new object: each task that waits raises its own, with its own traceback."""
+    """A copy of the error, so that each waiting task raises its own, with its own traceback."""
     text = str(error.args[0])
     if isinstance(error, Overloaded):
         return Overloaded(text, error.retry_after_s, error.peer)

@@ -18,16 +18,16 @@ _WINDOW_BYTES = 256 << 10
 _OFFER_BYTES = 16 << 10
 
 
-class LocalStream:
-    """One end of a pair made by `local_pair`."""
+class LoopbackStream:
+    """One end of a stream within this process, made by `local_pair`."""
 
-    superseded = False  # there is no better way to oneself
+    superseded = False  # there is no better path to oneself
     link = None
 
     def __init__(self, peer: PeerId, protocol: str) -> None:
         self.peer = peer
         self.protocol = protocol
-        self._other: LocalStream = self
+        self._other: LoopbackStream = self
         self._chunks: deque[bytes] = deque()  # arrived, not yet received
         self._bytes = 0
         self._finished = False  # we send no more
@@ -36,7 +36,7 @@ class LocalStream:
         self._changed = trio.lowlevel.ParkingLot()
 
     def doubt(self) -> None:
-        """No-op: the local peer is always reachable."""
+        """Does nothing: the local peer is always reachable."""
 
     async def send(self, data: bytes | bytearray | memoryview) -> None:
         view, other = memoryview(data).cast("B"), self._other
@@ -66,7 +66,7 @@ class LocalStream:
 
     @property
     def unsent_bytes(self) -> int:
-        return 0  # what is handed over is there
+        return 0  # sent data has arrived
 
     async def receive_some(self, max_bytes: int) -> bytes:
         await trio.lowlevel.checkpoint()
@@ -111,14 +111,14 @@ class LocalStream:
 
     @property
     def closed(self) -> bool:
-        """True when both sides are done with it."""
+        """True if both sides have closed it, or it was reset."""
         return self._gone is not None or (self._closed and self._other._closed)
 
     def reset(self) -> None:
         self.lose(Unreachable("the stream was reset"))
 
     def lose(self, why: RemoteError) -> None:
-        """End both directions at once; what was not received yet is lost."""
+        """End both directions at once; unreceived data is lost."""
         for end in (self, self._other):
             if end._gone is None:
                 end._gone = why
@@ -136,8 +136,8 @@ class LocalStream:
         await self.close_write()
 
 
-def local_pair(opener: PeerId, acceptor: PeerId, protocol: str) -> tuple[LocalStream, LocalStream]:
+def local_pair(opener: PeerId, acceptor: PeerId, protocol: str) -> tuple[LoopbackStream, LoopbackStream]:
     """The opener's end and the acceptor's end of a new stream."""
-    ours, theirs = LocalStream(acceptor, protocol), LocalStream(opener, protocol)
+    ours, theirs = LoopbackStream(acceptor, protocol), LoopbackStream(opener, protocol)
     ours._other, theirs._other = theirs, ours
     return ours, theirs

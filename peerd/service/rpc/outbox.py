@@ -1,9 +1,9 @@
-"""Writing the messages of one stream: whole, in order, and payloads while they are still being made.
+"""Writing the messages of one stream: whole, in order, and payloads while they are still being produced.
 
-`Outbox` has one writer per stream, so that no cancelled task leaves half a message behind, and messages queued
-together leave together. A `Growing` payload is sent as far as it is final; the task that put it feeds it, so that an
-error of its maker reaches that task, and the messages behind it wait. What was begun cannot be taken back: when the
-rest of a payload never comes, the stream is reset.
+`Outbox` has one writer per stream, so that a cancelled task never leaves a partial message, and messages queued
+together are sent together. A `GrowingPayload` is sent as far as it is final. The task that put it also feeds it, so
+that an error of its producer reaches that task; messages behind it wait. A message that was begun cannot be withdrawn:
+if the rest of a payload never comes, the stream is reset.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import trio
 from peerd.core.errors import LocalError, PeerdError, RemoteError
 from peerd.core.frame import ReadyBytes, TensorFrame
 from peerd.core.limits import RPC_FREE_STREAM_BYTES, RPC_OUTBOX_BYTES
-from peerd.machine.budget.tab import Tab
-from peerd.machine.rpc.codec import Buffer, encode_frames
-from peerd.service.rpc.types import RpcStream
+from peerd.machine.budget.tab import UsageTab
+from peerd.machine.rpc.message_codec import Buffer, encode_frames
+from peerd.service.rpc.rpc_types import RpcStream
 
-_JOIN_BYTES = 8 << 10  # a message up to this size is copied together, payloads and all
-_AT_ONCE_BYTES = 60 << 10  # up to this size, if it can leave at once: streams copy it anyway, and take it whole
+_JOIN_BYTES = 8 << 10  # messages up to this size are joined with their payloads
+_AT_ONCE_BYTES = 60 << 10  # likewise if it can be sent at once, as streams copy it anyway and accept it whole
 _BATCH_BYTES = 32 << 10  # buffers below this are joined before they are sent; larger ones are not copied
-_PIECE_BYTES = 1 << 20  # of a growing payload, handed to the stream at once
+_PIECE_BYTES = 1 << 20  # largest piece of a growing payload
 
 
-class Growing:
-    """A payload of which so many bytes are final, and so many sent."""
+class GrowingPayload:
+    """A payload that is still being produced: tracks how many of its bytes are final and how many are sent."""
 
     __slots__ = ("_final", "_ready", "_sent", "_view")
 
@@ -42,7 +42,7 @@ class Growing:
 
     @property
     def whole(self) -> bool:
-        """True when all of it is final."""
+        """True if all of it is final."""
         return self._final == len(self._view)
 
     @property
@@ -50,73 +50,75 @@ class Growing:
         return self._sent == len(self._view)
 
     async def grow(self) -> None:
-        """Wait until more is final; raises what its maker does."""
+        """Wait until more is final. Raises the errors of its producer."""
         final = min(await self._ready.more(self._final), len(self._view))
         if final <= self._final:
-            raise LocalError(f"a payload stays at {final} of {len(self._view)} bytes, though more was said to be ready")
+            raise LocalError(f"a payload stays at {final} of {len(self._view)} bytes, although more was announced")
         self._final = final
 
     def take(self) -> memoryview:
-        """The next bytes to send; empty while they are being made."""
+        """The next bytes to send; empty while they are being produced."""
         begin = self._sent
         self._sent = min(self._final, begin + _PIECE_BYTES)
         return self._view[begin : self._sent]
 
 
-Outgoing = Buffer | Growing
+Outgoing = Buffer | GrowingPayload
 
 
 def _own_bytes(buffers: Iterable[Outgoing]) -> int:
-    """Bytes of these that lie in memory that nobody else has."""
+    """Bytes of those buffers whose memory is held by the queue alone."""
     return sum(len(buffer) for buffer in buffers if isinstance(buffer, bytes))
 
 
 def outgoing(frames: Sequence[TensorFrame]) -> tuple[bytes, list[Outgoing]]:
-    """The frames' headers, joined, and their payloads, which are not copied. LocalError: too many, or too big."""
+    """The frames' headers, joined, and their payloads, not copied. Raises LocalError if they are too many or too
+    large.
+    """
     headers, views = encode_frames(frames)
     payloads: list[Outgoing] = []
     for frame, view in zip(frames, views, strict=True):
         ready = frame.ready
-        payloads.append(view if ready is None or ready.ready_bytes >= len(view) else Growing(view, ready))
+        payloads.append(view if ready is None or ready.ready_bytes >= len(view) else GrowingPayload(view, ready))
     return headers, payloads
 
 
 class Outbox:
-    """Messages that wait to be written to one stream. Anyone puts, `run` alone writes.
+    """Messages that wait to be written to one stream. Any task may put; only `run` writes.
 
-    Bounded by its callers: they wait for `room` (or `flushed`) before the next message. What is queued is written down
-    in `unread`, if there is such a tab, but for payloads: they lie in memory of the callers that put them.
+    Callers keep it bounded: they wait for `room` (or `flushed`) before the next message. Queued bytes are accounted in
+    `unread`, if given, except payloads, whose memory belongs to the callers that put them.
     """
 
-    def __init__(self, unread: Tab | None = None) -> None:
+    def __init__(self, unread: UsageTab | None = None) -> None:
         self._queue: deque[Outgoing] = deque()
         self._unread = unread
         self._put_bytes = 0
         self._sent_bytes = 0
-        self._leaving: Buffer = b""  # what the stream is taking
-        self._own_bytes = 0  # queued in memory that nobody else has; more than there is, until somebody must know
+        self._leaving: Buffer = b""  # the batch being sent
+        self._own_bytes = 0  # upper bound of queued bytes in memory of our own
         self._stream: RpcStream | None = None
-        self._writer: trio.lowlevel.Task | None = None  # set while it has nothing to write
-        self._lull: trio.CancelScope | None = None  # set while what it would write is still being made
-        self._feeds: list[trio.CancelScope] = []  # of the tasks in `feed`
+        self._writer: trio.lowlevel.Task | None = None  # set while the writer is idle
+        self._lull: trio.CancelScope | None = None  # set while the next payload is still being produced
+        self._feeds: list[trio.CancelScope] = []  # scopes of tasks in `feed`
         self._waiting = trio.lowlevel.ParkingLot()
         self._ending = False
         self._broken = False
         self.closed = False
-        self.on_room: dict[int, Callable[[], None]] = {}  # by call; the writer's task calls them whenever there is room
-        self.failure: PeerdError | None = None  # of the maker of a payload, which cost us the stream
+        self.on_room: dict[int, Callable[[], None]] = {}  # by call; called by the writer's task when there is room
+        self.failure: PeerdError | None = None  # a producer's error that cost us the stream
 
     def put(self, *buffers: Outgoing) -> str | None:
-        """Send one whole message now or soon; dropped when the stream is over, which its reader will notice.
+        """Queue one whole message. It is dropped if the stream is over, which the stream's reader notices.
 
-        A caller whose payloads grow calls `feed` next. When the other side has too much unread, here and elsewhere,
-        nothing is put, and this says so.
+        A caller whose payloads grow calls `feed` next. Returns None, or, if the other side has too much unread on all
+        streams, the reason why nothing was queued.
         """
         if self.closed:
             return None
         most_bytes = _JOIN_BYTES if self._writer is None else _AT_ONCE_BYTES
         if len(buffers) > 1 and sum(map(len, buffers)) <= most_bytes:
-            final = [buffer for buffer in buffers if not isinstance(buffer, Growing)]
+            final = [buffer for buffer in buffers if not isinstance(buffer, GrowingPayload)]
             buffers = (b"".join(final),) if len(final) == len(buffers) else buffers
         if len(buffers) == 1 and self._writer is not None and self._send_now(buffers[0]):
             return None
@@ -130,12 +132,12 @@ class Outbox:
         return None
 
     async def feed(self, buffers: Sequence[Outgoing]) -> None:
-        """Wait until all of a message that was put is final, and let it be sent meanwhile.
+        """Wait until all payloads of a queued message are final; they are sent meanwhile.
 
-        Returns at once after `close`. When the rest never comes, by an error or because the caller is cancelled, the
+        Returns at once after `close`. If the rest never comes, by an error or because the caller is cancelled, the
         stream is reset.
         """
-        growing = [buffer for buffer in buffers if isinstance(buffer, Growing)]
+        growing = [buffer for buffer in buffers if isinstance(buffer, GrowingPayload)]
         if not growing or self.closed:
             return
         whole = False
@@ -156,7 +158,7 @@ class Outbox:
                     self._break_off()
 
     def _break_off(self) -> None:
-        """Half of a message was promised and will not come: nothing else can follow."""
+        """Reset the stream: a partly sent message will not be completed, so nothing can follow."""
         if not self.closed:
             self._broken = True
             self.close()
@@ -165,7 +167,7 @@ class Outbox:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that the stream has taken of what was queued."""
+        """Queued bytes that the stream has accepted."""
         return self._sent_bytes
 
     @property
@@ -176,16 +178,16 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """True when so much is queued that whoever puts must wait for `room`."""
+        """True if so much is queued that callers must wait for `room`."""
         return self._put_bytes - self._sent_bytes > RPC_OUTBOX_BYTES
 
     @property
     def pending(self) -> bool:
-        """True while anything put was not yet taken by the stream."""
+        """True while the stream has not accepted everything queued."""
         return self._sent_bytes < self._put_bytes
 
     async def room(self) -> bool:
-        """Wait until little enough is queued; returns at once after `close`. Whether it had to wait."""
+        """Wait until little enough is queued; returns at once after `close`. Returns True if it had to wait."""
         waited = False
         while self.full and not self.closed:
             await self._waiting.park()
@@ -193,7 +195,7 @@ class Outbox:
         return waited
 
     async def flushed(self) -> bool:
-        """Wait until everything put so far was taken by the stream; returns at once after `close`. As `room`."""
+        """Wait until the stream has accepted everything queued so far. Otherwise as `room`."""
         goal, waited = self._put_bytes, False
         while self._sent_bytes < goal and not self.closed:
             await self._waiting.park()
@@ -211,7 +213,7 @@ class Outbox:
         self._wake()
 
     def close(self) -> None:
-        """Write nothing more."""
+        """Stop writing and discard the queue."""
         self.closed = True
         self._queue.clear()
         if self._unread is not None:
@@ -222,7 +224,7 @@ class Outbox:
         self._waiting.unpark_all()
 
     async def run(self, stream: RpcStream) -> None:
-        """The writer."""
+        """Write queued messages to `stream` until closed."""
         self._stream = stream
         if self._broken:
             stream.reset()
@@ -247,15 +249,17 @@ class Outbox:
                 else:
                     await self._sleep()
         except RemoteError:
-            pass  # the reader of the same stream learns it too, and wakes the waiting tasks
+            pass  # the stream's reader gets it too and wakes the waiting tasks
         except trio.Cancelled:
-            stream.reset()  # the service stops: the other side need not wait for its deadlines
+            stream.reset()  # the service stops; spare the other side waiting for its deadlines
             raise
         finally:
             self.close()
 
-    def _write_down(self, unread: Tab, more: Sequence[Outgoing] = ()) -> str | None:
-        """Bring the tab up to what is queued, and `more`. Little is counted with the stream, and costs nothing here."""
+    def _write_down(self, unread: UsageTab, more: Sequence[Outgoing] = ()) -> str | None:
+        """Update the tab to what is queued plus `more`; small amounts are not counted. Returns None, or why there is no
+        room.
+        """
         own = self._own_bytes + (len(more[0]) if len(more) == 1 else _own_bytes(more))
         if unread.used or own > RPC_FREE_STREAM_BYTES:
             own = _own_bytes((self._leaving, *self._queue, *more))
@@ -266,15 +270,15 @@ class Outbox:
         return None
 
     def _send_now(self, message: Outgoing) -> bool:
-        """While the writer rests, a message need not wait for it: that is half the latency of a small call."""
+        """Send a message directly while the writer is idle; that saves half the latency of a small call."""
         return self._stream is not None and isinstance(message, bytes) and self._stream.send_nowait(message)
 
     def _take(self) -> Buffer:
-        """The next large buffer, or as many small ones as make up a batch; empty when nothing can be sent yet."""
+        """The next large buffer, or small ones joined to a batch; empty if nothing can be sent yet."""
         if not self._queue:
             return b""
         first = self._queue[0]
-        if isinstance(first, Growing):
+        if isinstance(first, GrowingPayload):
             piece = first.take()
             if first.sent:
                 self._queue.popleft()
@@ -285,7 +289,7 @@ class Outbox:
         batch, size = [first], len(first)
         while self._queue and size + len(self._queue[0]) <= _BATCH_BYTES:
             following = self._queue[0]
-            if isinstance(following, Growing):
+            if isinstance(following, GrowingPayload):
                 break
             size += len(following)
             batch.append(following)
@@ -300,7 +304,7 @@ class Outbox:
             self._lull.cancel()
 
     async def _wait_for_more(self, stream: RpcStream) -> None:
-        """Wait until the payload at hand has grown, or the stream is over: nobody else may be there to notice that."""
+        """Wait until the current payload has grown or the stream is over; perhaps no other task notices the latter."""
         with trio.CancelScope() as self._lull:
             await stream.wait_gone()
             self.close()

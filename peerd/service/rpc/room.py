@@ -1,7 +1,9 @@
-"""Room for what comes: bytes that peers have us hold, in the host's book, and tasks that wait for some.
+"""Room for incoming data: bytes of peers' messages that we hold, accounted in the host's book, and tasks that wait for
+room.
 
-Room is taken as bytes come, a step ahead of them at most: what a message declares costs nobody anything. What we asked
-for ourselves has a share beside what others send unasked: neither takes the other's place (see `asked`).
+Room is reserved as bytes arrive, at most a step ahead of them, so a message's declared size alone reserves nothing.
+Answers that we requested have a share separate from unrequested data, so neither uses up the other's room (see
+`asked`).
 """
 
 from __future__ import annotations
@@ -10,41 +12,42 @@ import trio
 
 from peerd.core.errors import Overloaded
 from peerd.core.limits import RPC_BUDGET_WAIT_S
-from peerd.machine.budget.book import Book, Means, User, user_at
-from peerd.service.rpc.types import RpcStream
+from peerd.machine.budget.book import Book, Resource, User, user_at
+from peerd.service.rpc.rpc_types import RpcStream
 
 
 def user_of(stream: RpcStream) -> User:
-    """The user that the book knows the peer of `stream` as. What has no address, such as a stream to oneself, is its
-    own place.
+    """The user under which the book accounts the peer of `stream`.
+
+    A peer without an address, as on a stream to oneself, is its own place.
     """
     peer, link = stream.peer.text, stream.link
     return User(peer, peer, peer) if link is None else user_at(peer, link.remote)
 
 
 def asked(user: User) -> User:
-    """`user` as one that we asked: peers at its place that send unasked do not use up what its answers need."""
+    """The user for data that we requested: peers at its place that send unrequested data do not use up its room."""
     return User(user.peer, f"asked {user.place}", f"asked {user.region}")
 
 
 class Room:
-    """All bytes that are held of messages in. One for a host's calls."""
+    """All bytes held of incoming messages. One per host."""
 
     def __init__(self, book: Book) -> None:
         self.book = book
         self._waiting = trio.lowlevel.ParkingLot()
 
     def take(self, user: User, count: int) -> str | None:
-        """Hold `count` bytes for `user`, if there is room; else say why there is none."""
-        return self.book.take(Means.RECEIVING, user, count)
+        """Reserve `count` bytes for `user`. Returns None, or the reason why there is no room."""
+        return self.book.take(Resource.RECEIVING, user, count)
 
     @property
     def held(self) -> int:
-        """Bytes that all together have."""
-        return self.book.used(Means.RECEIVING)
+        """Number of bytes held for all users together."""
+        return self.book.used(Resource.RECEIVING)
 
     async def wait(self, user: User, count: int) -> None:
-        """Hold `count` bytes for `user`; Overloaded when there is no room for them soon."""
+        """Reserve `count` bytes for `user`. Raises Overloaded if there is no room soon."""
         closed = self.take(user, count)
         if closed is None:
             return
@@ -55,9 +58,9 @@ class Room:
         raise Overloaded(f"too many bytes are being received: {closed}", RPC_BUDGET_WAIT_S)
 
     def give(self, user: User, count: int) -> None:
-        """Let go of `count` bytes."""
+        """Release `count` bytes."""
         if count:
-            self.book.give(Means.RECEIVING, user, count)
+            self.book.give(Resource.RECEIVING, user, count)
             self._waiting.unpark_all()
 
 
@@ -67,7 +70,7 @@ class Share:
     __slots__ = ("_demanding", "_room", "_user")
 
     def __init__(self, room: Room, user: User, *, demanding: bool) -> None:
-        """`demanding`: bytes must come at a least rate, for nobody has asked for them."""
+        """`demanding`: bytes must arrive at a minimum rate, because they were not requested."""
         self._room, self._user, self._demanding = room, user, demanding
 
     def take(self, count: int) -> str | None:
@@ -82,5 +85,5 @@ class Share:
 
     @property
     def patient(self) -> bool:
-        """True when it may send as slowly as it likes, until its deadline."""
+        """True if the peer may send at any rate until its deadline."""
         return not self._demanding

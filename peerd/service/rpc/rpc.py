@@ -1,12 +1,12 @@
-"""Calls between peers: `call` and `stream` on one side, `serve` and `serve_stream` on the other.
+"""Calls between peers: `call` and `stream` make them, `serve` and `serve_stream` answer them.
 
 A method is named "service/version/name"; all methods of a service and version share the libp2p protocol
-"/peerd/service/version". Bodies are `core.messages.encoding.Message` structs, tensors travel beside them as
-TensorFrames. Every failure has a type: Refused, Overloaded, TooSlow (also when the caller's own time has passed),
-Unreachable, ProtocolViolation; each names the peer. A repeat after Unreachable or TooSlow may make the handler run
-twice: whoever repeats a call gives its body an id that the handler knows again.
+"/peerd/service/version". Bodies are `core.messages.encoding.Message` structs; tensors are sent after them as
+TensorFrames. Every failure has a type: Refused, Overloaded, TooSlow (also if the caller's own time has passed),
+Unreachable, ProtocolViolation; each names the peer. Repeating a call after Unreachable or TooSlow may run the handler
+twice, so a call that may be repeated has an id in its body, by which the handler recognizes it.
 
-A call to oneself takes the same path over a stream in memory. Nothing works before `run` has started.
+A call to oneself takes the same path over a stream in memory. Calls need a running `run`.
 """
 
 from __future__ import annotations
@@ -28,49 +28,52 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages.encoding import Empty, decode, encode
 from peerd.machine.rate.arrival_rate import LineRates
-from peerd.machine.rpc.accounting import Counters, MethodLoad, MethodName, method_name
 from peerd.machine.rpc.declaration import CHECKED_BEFORE_FRAMES, Declaration
+from peerd.machine.rpc.method_load import Counters, MethodLoad, MethodName, method_name
 from peerd.service.rpc.call_stream import CallStream, Encoded
 from peerd.service.rpc.channel import Channel, Reply, Request
 from peerd.service.rpc.loopback import local_pair
-from peerd.service.rpc.pool import Lanes
 from peerd.service.rpc.room import Room
+from peerd.service.rpc.rpc_types import AccessGuard, Answer, Incoming, RpcHost, RpcStream
 from peerd.service.rpc.served_call import FramesObjection, Method
 from peerd.service.rpc.server import Server
-from peerd.service.rpc.stream_channel import StreamLane
-from peerd.service.rpc.task_pool import Crew, Tasks
-from peerd.service.rpc.types import Answer, Gate, Incoming, RpcHost, RpcStream
+from peerd.service.rpc.stream_channel import StreamChannel
+from peerd.service.rpc.stream_pool import StreamPool
+from peerd.service.rpc.task_pool import TaskPool, Tasks
 
 __all__ = ["Answer", "CallStream", "Encoded", "Incoming", "Rpc"]
 
-_AGAIN_S = 1.0  # before deadlines are looked at again, where a look fails
+_AGAIN_S = 1.0  # before deadlines are checked again if a check fails
 B = TypeVar("B", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)
 
 
 class Rpc:
-    """All calls of this peer, made and served."""
+    """All calls that this peer makes and serves."""
 
     def __init__(self, host: RpcHost, clock: Clock) -> None:
         self._host = host
         self._now = clock.now
         self._names: dict[str, MethodName] = {}
         self._channels: dict[tuple[PeerId, str], Channel] = {}  # shared by small calls
-        self._retired: list[Channel] = []  # superseded ones on which calls are still under way
-        self._lanes, self._stream_lanes = Lanes[Channel](), Lanes[StreamLane]()  # for large calls, for streaming ones
+        self._retired: list[Channel] = []  # superseded, with calls still in progress
+        self._lanes, self._stream_lanes = (
+            StreamPool[Channel](),
+            StreamPool[StreamChannel](),
+        )  # for large calls, for streaming ones
         self._counters: dict[str, Counters] = {}  # of calls made, by service
         self._calls_alone = 0
-        self._room = Room(host.book)  # requests, until their handlers are done, and replies, while they arrive
+        self._room = Room(host.book)  # holds requests until their handlers end, and replies while they arrive
         self._rates = LineRates()
-        self._crew = Crew(host.supervise)
+        self._crew = TaskPool(host.supervise)
         self._server = Server(self._crew, self._room, self._rates)
-        self._due = math.inf  # when the timer looks next
+        self._due = math.inf  # time of the next check by the timer
         self._timer = trio.CancelScope()
         host.when_moved(self._move)
-        host.book.members_by(lambda peer: peer == host.id.text)  # what we call ourselves for
+        host.book.members_by(lambda peer: peer == host.id.text)  # calls to ourselves count as a member's
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Carry calls until cancelled."""
+        """Process calls until cancelled."""
         async with trio.open_nursery() as nursery:
             self._crew.open(nursery)
             try:
@@ -80,12 +83,12 @@ class Rpc:
                 self._crew.close()
 
     @property
-    def gate(self) -> Gate | None:
-        """The guard of this peer's calls, both ways; None: there is none."""
+    def gate(self) -> AccessGuard | None:
+        """The guard of this peer's calls in both directions, or None."""
         return self._server.gate
 
-    def guard(self, gate: Gate) -> None:
-        """Make and take calls from now on as `gate` allows; before the first call."""
+    def guard(self, gate: AccessGuard) -> None:
+        """Make and accept calls only as `gate` allows. Must precede the first call."""
         self._server.gate = gate
 
     # Serving.
@@ -100,11 +103,12 @@ class Rpc:
         objection: Callable[[PeerId, B], PeerdError | None] | None = None,
         frames_objection: FramesObjection | None = None,
     ) -> None:
-        """Answer calls of `method`, as far as they are within what is `declared`. The handler runs until the caller's
-        deadline; what it raises travels.
+        """Answer calls of `method` that are within the limits `declared`.
 
-        `objection` sees a call's body before its frames are received, `frames_objection` then the frames' headers:
-        what they return, the caller gets. LocalError when callers must show something that nobody looks at.
+        The handler runs until the caller's deadline; PeerdErrors that it raises are sent to the caller. `objection`
+        checks a call's body before its frames are received, then `frames_objection` checks the frames' headers; the
+        caller gets the error that they return. Raises LocalError if callers must show a proof and there is no
+        `objection` to check it.
         """
         if declared.shows in CHECKED_BEFORE_FRAMES and objection is None:
             raise LocalError(f"{method}: callers must show {declared.shows}, and nothing checks it")
@@ -119,9 +123,7 @@ class Rpc:
         *,
         declared: Declaration,
     ) -> None:
-        """Answer streaming calls of `method`; what is `declared` of bytes and rows holds for the request and for each
-        part.
-        """
+        """Answer streaming calls of `method`. The `declared` bytes and rows limit the request and each part."""
         self._serve(Method(method_name(method), request, MethodLoad(declared), streaming=handler))
 
     def _serve(self, method: Method) -> None:
@@ -132,12 +134,12 @@ class Rpc:
 
     @property
     def served(self) -> dict[str, Declaration]:
-        """The methods that are served now, with what they declare."""
+        """The methods that are served now, with their declarations."""
         methods = [method for methods in self._server.protocols.values() for method in methods.values()]
         return {method.name.full: method.load.declared for method in methods}
 
     def unserve(self, service: str, names: Collection[str] = ()) -> None:
-        """Refuse further calls to "service/version", or to those of its methods; those that run go on."""
+        """Refuse further calls to "service/version", or only to its methods `names`. Running calls continue."""
         methods = self._server.protocols.get(f"/peerd/{service}", {})
         for name in [name for name in methods if not names or name.decode() in names]:
             del methods[name]
@@ -155,10 +157,10 @@ class Rpc:
         timeout_s: float,
         reply_frame_bytes: int = RPC_MESSAGE_FRAME_BYTES,
     ) -> Answer[R]:
-        """One question, one answer. `reply_frame_bytes`: the most that the answer's frames may take.
+        """Send one request and return its answer. `reply_frame_bytes` limits the answer's frames.
 
-        The payloads of `frames` must not change before the call returns; those that are still being made are sent as
-        far as they are, and what their makers raise ends the call.
+        The payloads of `frames` must not change before the call returns. Payloads that are still being produced are
+        sent as far as they are ready; an error of their producer ends the call.
         """
         name = self._names.get(method) or self._name(method)
         request = self._request(name, body, frames, timeout_s, reply_frame_bytes)
@@ -174,10 +176,10 @@ class Rpc:
             raise
 
     def tell(self, peer: PeerId, method: str, body: msgspec.Struct, *, timeout_s: float) -> None:
-        """A call whose answer nobody waits for, and which may fail: for what saves the peer some trouble."""
+        """Make a call without waiting for its answer. It may fail, so use it only for what merely helps the peer."""
 
         async def call() -> None:
-            await trio.lowlevel.checkpoint()  # all may have ended before this begins
+            await trio.lowlevel.checkpoint()  # everything may have ended before this starts
             with suppress(RemoteError):
                 await self.call(peer, method, body, Empty, timeout_s=timeout_s)
 
@@ -194,7 +196,7 @@ class Rpc:
         timeout_s: float,
         part_frame_bytes: int = RPC_MESSAGE_FRAME_BYTES,
     ) -> AsyncIterator[CallStream]:
-        """A streaming call: send parts, receive parts until None. TooSlow once `timeout_s` has passed.
+        """Make a streaming call: send parts, receive parts until None. Raises TooSlow once `timeout_s` has passed.
 
         Leaving the block before `receive` has returned None cancels the handler.
         """
@@ -222,9 +224,7 @@ class Rpc:
         return await channel.request(request)
 
     async def _send_as_member(self, peer: PeerId, name: MethodName, request: Request) -> Reply:
-        """Send a call once the gate lets us; once more when the peer has forgotten us. Frames that are on their way go
-        once.
-        """
+        """Send a call after passing the gate; once more if the peer has forgotten us and the call has no frames."""
         await self._pass_gate(peer, name, request)
         try:
             return await self._send(peer, name, request)
@@ -258,7 +258,7 @@ class Rpc:
         return Request(name.name, encode(body), frames, timeout_s, self._now() + timeout_s, most)
 
     async def _call_alone(self, peer: PeerId, name: MethodName, request: Request) -> Reply:
-        """A call with a channel of its own, which is kept for the next such call if the peer has answered."""
+        """Make a call on a channel of its own, which is kept for the next such call if the peer has answered."""
         lane = self._lanes.take(peer, name.protocol) or self._start_channel(peer, name.protocol)
         self._calls_alone += 1
         keep = False
@@ -280,13 +280,13 @@ class Rpc:
 
     @asynccontextmanager
     async def _streaming_call(self, peer: PeerId, name: MethodName, request: Request) -> AsyncIterator[CallStream]:
-        """A call with a stream of its own, which is kept for the next such call if this one came to its end."""
+        """Make a call on a stream of its own, which is kept for the next such call if this one ended regularly."""
         self._calls_alone += 1
         try:
             tasks, lane = self._tasks(), self._stream_lanes.take(peer, name.protocol)
             if lane is None:
                 stream = await self._open_stream(peer, name.protocol)
-                lane = StreamLane(stream, self._room, self._rates, tasks)
+                lane = StreamChannel(stream, self._room, self._rates, tasks)
             try:
                 yield await lane.call(request)
             finally:
@@ -320,7 +320,7 @@ class Rpc:
         return channel
 
     def _move(self, peer: PeerId) -> None:
-        """Take up a better way to `peer`: what is idle goes at once, calls under way end where they are."""
+        """Use a better path to `peer`: close idle channels at once; calls in progress end on the old path."""
         for key, channel in list(self._channels.items()):
             if key[0] == peer and channel.superseded:
                 del self._channels[key]
@@ -369,7 +369,7 @@ class Rpc:
             self._due = min(self._due, now + RPC_IDLE_S)
 
     def _close_idle(self, since: float) -> None:
-        """Close channels that nobody has used after `since`, and forget those that were lost."""
+        """Close channels that were not used after `since`, and drop lost ones."""
         for key, channel in list(self._channels.items()):
             if not channel.calls and channel.used <= since:
                 channel.close()
@@ -379,11 +379,11 @@ class Rpc:
         self._stream_lanes.close_idle(since)
 
     def arrival_rate(self, peer: PeerId) -> float | None:
-        """Bytes per second at which payloads arrive from `peer`, asked for or not; None before a large one has."""
+        """Bytes per second at which payloads arrive from `peer`; None before the first large one."""
         return self._rates.rate(peer)
 
     def came_bytes(self, peer: PeerId) -> int:
-        """Payload bytes that have come from `peer`, in calls and answers; begins anew where it was forgotten."""
+        """Payload bytes received from `peer` in calls and answers. Restarts at zero if the peer was forgotten."""
         return self._rates.total_bytes(peer)
 
     def status(self) -> dict[str, Any]:

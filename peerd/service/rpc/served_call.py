@@ -1,9 +1,9 @@
-"""One call that is being served: runs the handler, answers once, and gives back what the call held.
+"""One call being served: runs the handler, answers once, and releases the resources of the call.
 
-For its caller, a call ends in exactly one way: answered, failed (its error travels), or cancelled (nothing travels).
-Its places in the method's load and in the book, and the bytes that it holds, are given back once, when the handler has
-really ended and the answer's frames are on their way: so neither cancelling nor not reading lets a caller have more
-than its share. An answer that finds no room, as its caller has too much unread, is not kept: it becomes Overloaded.
+For its caller, a call ends in exactly one way: answered, failed (its error is sent), or cancelled (nothing is sent).
+Its places in the method's load and in the book, and its bytes, are released once: when the handler has really ended and
+the answer's frames are on their way. So neither by cancelling nor by not reading can a caller exceed its share. If an
+answer finds no room because its caller has too much unread, it is not kept: it becomes Overloaded.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S
 from peerd.core.messages.encoding import encode
 from peerd.machine.budget.book import User
-from peerd.machine.rpc.accounting import MethodLoad, MethodName
-from peerd.machine.rpc.codec import REPLY, RpcMessage, encode_failure, encode_message
+from peerd.machine.rpc.message_codec import REPLY, RpcMessage, encode_failure, encode_message
+from peerd.machine.rpc.method_load import MethodLoad, MethodName
 from peerd.service.rpc.call_stream import CallStream
 from peerd.service.rpc.outbox import Outbox, outgoing
 from peerd.service.rpc.room import Share
+from peerd.service.rpc.rpc_types import Answer, Incoming
 from peerd.service.rpc.task_pool import PoolWorker
-from peerd.service.rpc.types import Answer, Incoming
 
 UnaryHandler = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]
 Objection = Callable[[PeerId, Any], PeerdError | None]
@@ -37,10 +37,10 @@ StreamHandler = Callable[[Incoming[Any], CallStream], Awaitable[None]]
 
 @dataclass(slots=True)
 class Method:
-    """A method that is served: how it is called, what it declares, how loaded it is. One of the handlers is set.
+    """A served method: its signature, declaration and load. One of the handlers is set.
 
-    `objection` tells, by the request's body alone, why a call is refused before its frames are received, and
-    `frames_objection` by their headers.
+    `objection` returns the error for a request that is refused by its body alone, before its frames are received;
+    `frames_objection` does so by the frames' headers.
     """
 
     name: MethodName
@@ -50,11 +50,11 @@ class Method:
     streaming: StreamHandler | None = None
     objection: Objection | None = None
     frames_objection: FramesObjection | None = None
-    under_way: dict[ServedCall, None] = field(default_factory=dict)  # the oldest first
+    under_way: dict[ServedCall, None] = field(default_factory=dict)  # oldest first
 
 
 class Caller(Protocol):
-    """The stream that a call came on."""
+    """The stream on which a call arrived."""
 
     peer: PeerId
     user: User
@@ -62,23 +62,23 @@ class Caller(Protocol):
     share: Share
 
     def note_failure(self, error: PeerdError) -> None:
-        """A call has failed: one whose proof does not hold counts against the caller."""
+        """Record a failed call: an invalid proof counts against the caller."""
         ...
 
     def moved_bytes(self) -> int:
-        """Bytes that the peer has sent us as payloads, or taken of this stream's answers."""
+        """Payload bytes that the peer has sent us, plus bytes of this stream's answers that it has accepted."""
         ...
 
     def call_over(self, call_id: int) -> None:
-        """Nothing more will be sent for this call."""
+        """Record that nothing more will be sent for this call."""
         ...
 
     def give_back(self, held_bytes: int) -> None:
-        """A call has ended, and lets go of so many bytes."""
+        """Release the place and the bytes of a call that has ended."""
         ...
 
     def reset(self) -> None:
-        """The caller does not take its answers: the stream ends."""
+        """End the stream, because the caller does not read its answers."""
         ...
 
 
@@ -105,7 +105,7 @@ class ServedCall:
     def __init__(self, caller: Caller, call_id: int, method: Method, body: msgspec.Struct, deadline: float) -> None:
         self.deadline = deadline
         self.frames: tuple[TensorFrame, ...] = ()
-        self.held_bytes = 0  # of the book: payload of `frames`, and the body
+        self.held_bytes = 0  # reserved in the book: payload of `frames`, and the body
         self.parts: CallStream | None = None  # of a streaming call
         self.worker: PoolWorker | None = None
         self._caller = caller
@@ -116,31 +116,31 @@ class ServedCall:
         self._over = False  # for the caller
         self._sending = False  # frames of the answer
         self._released = False
-        self._mark: tuple[float, int] | None = None  # when its caller was last seen to move, and `moved_bytes` then
+        self._mark: tuple[float, int] | None = None  # (time of the caller's last progress, `moved_bytes` at that time)
         method.under_way[self] = None
 
     def objection(self, part: RpcMessage) -> str | None:
-        """The reason why this part is not taken; None when it is within the method's limits."""
+        """Reason to refuse this part, or None if it is within the method's limits."""
         return self._method.load.declared.objection(len(part.body), len(part.headers), part.frame_bytes, part.rows)
 
     @property
     def in_round(self) -> bool:
-        """True when it belongs to the round under way."""
+        """True if it belongs to the current round."""
         return self._method.load.declared.in_round
 
     @property
     def user(self) -> User:
-        """The user that the book knows its caller as."""
+        """The user under which the book accounts its caller."""
         return self._caller.user
 
     def stalled_s(self, now: float) -> float:
-        """Seconds for which the call has waited for its caller, which has moved less than the least rate meanwhile.
+        """Seconds for which the call has waited for its caller, while that transferred less than the minimum rate.
 
-        Counted from the first time that this was asked: only then does somebody wait for the call's place.
+        Counted from the first check, because only from then on another call waits for the place.
         """
         declared = self._method.load.declared
         if not (self.worker is None or self._sending or declared.fetches) or declared.in_round:
-            self._mark = None  # it waits for this machine, or for others
+            self._mark = None  # it waits for this machine or for other peers
             return 0.0
         moved = self._caller.moved_bytes()
         since, before = self._mark or (now, moved)
@@ -150,22 +150,22 @@ class ServedCall:
         return now - since
 
     def give_way(self) -> None:
-        """End the call: others wait for its place, and its caller does not move."""
+        """End the call, because others wait for its place and its caller makes no progress."""
         self._method.load.counters.gave_way += 1
         if self._sending:
             self._caller.reset()
-        self.cancel(Overloaded("another call needs the place, and this one's caller does not move", RPC_STALL_S))
+        self.cancel(Overloaded("another call needs the place, and this call's caller makes no progress", RPC_STALL_S))
 
     @property
     def over(self) -> bool:
-        """True when its caller was answered, or waits no more."""
+        """True if its caller was answered or no longer waits."""
         return self._over
 
     def about(self) -> str:
         return f"{self._method.name.full} called by {self._caller.peer.short}"
 
     async def run(self) -> None:
-        """Run the handler and send what it says. What is our own mistake goes on to the supervisor."""
+        """Run the handler and send its answer. LocalErrors, which are our own mistakes, go to the supervisor."""
         incoming = Incoming(self._caller.peer, self._body, self.frames, self.deadline)
         try:
             if self._over:  # cancelled before it began
@@ -185,7 +185,7 @@ class ServedCall:
         self._release()
 
     def cut(self, crashed: bool) -> None:
-        """The handler was ended from outside, or crashed."""
+        """Handle a handler that was cancelled or crashed."""
         try:
             if self._sending:
                 self._caller.reset()
@@ -194,12 +194,12 @@ class ServedCall:
             self._release()
 
     def abandon(self) -> None:
-        """Give up: not even that could be said."""
+        """Reset the stream, because not even the failure could be sent."""
         self._settle()
         self._caller.reset()
 
     def cancel(self, error: PeerdError | None = None) -> None:
-        """End the handler: the caller no longer waits, or is told `error`."""
+        """Cancel the handler, because the caller no longer waits, or fail the call with `error`."""
         if error is not None:
             self._fail(error)
         self._settle()
@@ -209,7 +209,7 @@ class ServedCall:
             self.worker.cancel(self)
 
     def _failed(self, error: PeerdError) -> None:
-        """The handler raised: tell the caller, unless half a payload was sent, which nothing can follow."""
+        """Send the handler's error to the caller, unless a partial payload was sent, which nothing can follow."""
         if error is self._caller.outbox.failure:
             raise error
         self._fail(error)
@@ -219,7 +219,7 @@ class ServedCall:
             self._method.load.counters.failed += 1
             self._caller.note_failure(error)
             if self._caller.outbox.put(encode_failure(self._id, error)) is not None:
-                self._caller.reset()  # it does not even read what failed
+                self._caller.reset()  # it does not even read failures
             self._settle()
 
     async def _answer(self, answer: Answer[Any]) -> None:
@@ -238,8 +238,9 @@ class ServedCall:
             self._sending = False
 
     async def _taken(self, size: int) -> None:
-        """Wait until the answer's frames are on their way; a caller that does not read them loses its stream, unless it
-        takes part in the round under way.
+        """Wait until the answer's frames are on their way. A caller that does not read them loses its stream.
+
+        A caller that takes part in the current round does not lose it.
         """
         patient = self._caller.share.patient or self.in_round
         while True:
@@ -267,9 +268,10 @@ class ServedCall:
 
 
 def _only_failure(group: BaseExceptionGroup[BaseException]) -> PeerdError:
-    """The first failure of a handler that used a nursery; raises the group again when it holds anything else.
+    """The first failure of a handler that used a nursery. Raises the group again if it contains anything else.
 
-    Of a handler that was cancelled just as it failed, only the cancelling is raised: nobody waits for the failure.
+    If a handler was cancelled just as it failed, only the cancellation is raised, because no caller waits for the
+    failure.
     """
     _, rest = group.split(lambda error: isinstance(error, PeerdError) and not isinstance(error, LocalError))
     if rest is not None:

@@ -1,15 +1,15 @@
 """Serving calls: reads requests from incoming streams and starts their handlers.
 
-The gate, if there is one, is asked when a stream opens, and again at each call: of a caller that may use none of a
-service's methods nothing but the heads of messages is read. Gate and declaration are asked before payloads come in.
-A handler is cancelled when its caller cancels, resets the stream or is lost, and fails its own call only. A peer that
-breaks the grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it and
-resets. Where a call finds no place in its method, one whose caller has not moved for long gives way. Calls whose proofs
-do not hold are counted against their caller (`machine/budget/unproven`).
+The gate, if there is one, is checked when a stream opens and again at each call. From a caller that may use none of a
+service's methods, only the heads of messages are read. Gate and declaration are checked before payloads are received. A
+handler is cancelled if its caller cancels, resets the stream or is lost; it can fail only its own call. A peer that
+breaks the message grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it
+and resets the stream. If a method has no free place for a call, a call whose caller has made no progress for long is
+ended. Calls whose proofs are invalid are counted against their caller (`machine/budget/unproven`).
 
-What is bounded, beside each method's own bounds, in the host's book: calls that run; bytes of messages, from their
-arrival to the end of their call; unread answers (above RPC_OUTBOX_BYTES the stream is not read on, and whose caller has
-its share of them unread, its calls do not begin). And parts read ahead.
+Besides each method's own limits, the host's book limits: running calls; bytes of messages, from their arrival to the
+end of their call; unread answers (above RPC_OUTBOX_BYTES a stream is not read further, and calls of a peer that has
+used up its share of unread answers do not begin). Parts read ahead are limited as well.
 """
 
 from __future__ import annotations
@@ -38,50 +38,50 @@ from peerd.core.limits import (
     RPC_STALL_S,
 )
 from peerd.core.messages.encoding import decode
-from peerd.machine.budget.book import EVERYBODY, Means
-from peerd.machine.budget.tab import Tab
+from peerd.machine.budget.book import EVERYBODY, Resource
+from peerd.machine.budget.tab import UsageTab
 from peerd.machine.budget.unproven import UnprovenCalls
 from peerd.machine.rate.arrival_rate import LineRates
-from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.accounting import Crowd
-from peerd.machine.rpc.codec import RpcMessage, encode_failure
+from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.declaration import Shows
+from peerd.machine.rpc.message_codec import RpcMessage, encode_failure
+from peerd.machine.rpc.method_load import Crowd
 from peerd.service.rpc.call_stream import CallStream
 from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.room import Room, Share, user_of
+from peerd.service.rpc.rpc_types import AccessGuard, RpcStream
 from peerd.service.rpc.served_call import Method, ServedCall
-from peerd.service.rpc.task_pool import Crew, Tasks
-from peerd.service.rpc.types import Gate, RpcStream
+from peerd.service.rpc.task_pool import TaskPool, Tasks
 
 _log = logging.getLogger("peerd.rpc")
-_BATCHES_A_TURN = 16  # of messages, read before others have their turn
-_ANSWER_BYTES = RPC_DEFAULT_BODY_BYTES  # a call begins where that much of an answer would find room
-_CALLS_STEP = 16  # calls that a stream takes of the book at once
-_UNPROVEN_S = 5.0  # before another try, of a caller whose proofs do not hold
-_UNREAD_STEP_BYTES = 64 << 10  # likewise, of unread answers
+_BATCHES_A_TURN = 16  # of messages, read before other tasks run
+_ANSWER_BYTES = RPC_DEFAULT_BODY_BYTES  # a call begins only if an answer of this size would find room
+_CALLS_STEP = 16  # calls that a stream reserves in the book at once
+_UNPROVEN_S = 5.0  # retry delay for a caller whose proofs are invalid
+_UNREAD_STEP_BYTES = 64 << 10  # unread answers that a stream reserves in the book at once
 
 
 class Server:
-    """All methods that this peer serves, and what their callers share."""
+    """All methods that this peer serves, and the resources that their callers share."""
 
-    def __init__(self, crew: Crew, room: Room, rates: LineRates) -> None:
+    def __init__(self, crew: TaskPool, room: Room, rates: LineRates) -> None:
         self.crew = crew
         self.room = room
         self.rates = rates
         self.unproven = UnprovenCalls(room.book)
         self.protocols: dict[str, dict[bytes, Method]] = {}
-        self.gate: Gate | None = None
+        self.gate: AccessGuard | None = None
 
     def add(self, method: Method) -> None:
-        """Serve `method`; LocalError when its name is taken."""
+        """Serve `method`. Raises LocalError if its name is taken."""
         methods = self.protocols.setdefault(method.name.protocol, {})
         if method.name.name in methods:
             raise LocalError(f"{method.name.full} is served already")
         methods[method.name.name] = method
 
     async def serve(self, stream: RpcStream) -> None:
-        """Serve one incoming stream to its end."""
+        """Serve one incoming stream until it ends."""
         if self.crew.tasks is None:
             stream.reset()
         else:
@@ -93,7 +93,7 @@ class ServedStream:
 
     def __init__(self, server: Server, stream: RpcStream, tasks: Tasks) -> None:
         book, user = server.room.book, user_of(stream)
-        unread = Tab(book, Means.ANSWERS, user, step=_UNREAD_STEP_BYTES)
+        unread = UsageTab(book, Resource.ANSWERS, user, step=_UNREAD_STEP_BYTES)
         self.peer = stream.peer
         self.outbox = Outbox(unread)
         self._server, self.user = server, user
@@ -102,14 +102,14 @@ class ServedStream:
         self._methods = server.protocols.get(stream.protocol, {})
         self.share = Share(server.room, user, demanding=True)
         self._inbound = Inbound(stream, self._quick, server.rates, self.share)
-        self._running = Tab(book, Means.CALLS, user, step=_CALLS_STEP)
+        self._running = UsageTab(book, Resource.CALLS, user, step=_CALLS_STEP)
         self._calls: dict[int, ServedCall] = {}
         self._last_id = 0
-        self._idle: trio.Event | None = None  # set once the caller has finished: no call runs any more
+        self._idle: trio.Event | None = None  # created once the caller has finished; set when no call runs
         self._watch: trio.CancelScope | None = None
 
     async def run(self) -> None:
-        """Read requests until the caller closes its side, then let what runs end."""
+        """Read requests until the caller closes its side, then wait for running calls to end."""
         self._tasks.start(lambda: self.outbox.run(self._stream), self._about, self._stream.reset)
         try:
             handled = 0
@@ -122,13 +122,13 @@ class ServedStream:
                     if message.headers or not self._quick(message):
                         await self._handle(message)
                 handled += 1
-                if handled % _BATCHES_A_TURN == 0:  # it waits for most of them, but need not
+                if handled % _BATCHES_A_TURN == 0:  # batches may arrive without waiting
                     await trio.lowlevel.checkpoint()
             await self._finish()
         except ProtocolViolation as error:
             raise error.blame(self.peer) from None
         except (Unreachable, TooSlow, Overloaded):
-            self._stream.reset()  # the caller reset it, or is gone; or stopped in the middle of a message
+            self._stream.reset()  # the caller reset it, is gone, or stopped within a message
         finally:
             for call in list(self._calls.values()):
                 call.cancel()
@@ -141,17 +141,19 @@ class ServedStream:
         return f"calls of {self._stream.protocol} by {self.peer.short}"
 
     def _closed(self) -> bool:
-        """True when this caller may use none of these methods."""
+        """True if this caller may use none of these methods."""
         gate = self._server.gate
         return gate is not None and gate.closed(self.peer, [method.name for method in self._methods.values()])
 
     def _objected(self) -> str:
-        """The gate's objection to a call of the first method; it counts as one."""
+        """The gate's objection to a call of the first method; the gate counts it as a refused call."""
         gate, first = self._server.gate, next(iter(self._methods.values()))
         return (gate.objection(self.peer, first.name) if gate is not None else None) or "this service is not for you"
 
     async def _turn_away(self) -> bool:
-        """Refuse calls by their heads alone while the gate is closed; True: it opened, the next call may come in."""
+        """Refuse calls by their heads alone while the gate is closed. Returns True if it opened: the next call may come
+        in.
+        """
         while head := await self._pass(wire.HEAD_BYTES):
             size, kind, frames, call_id = wire.read_head(head)
             if not self._closed():
@@ -166,7 +168,7 @@ class ServedStream:
         return False
 
     async def _pass(self, size: int) -> bytes:
-        """Receive so many bytes and keep the first of them, a head's worth; empty at the end of the stream."""
+        """Receive `size` bytes and return the first of them, up to a head's length; empty at the end of the stream."""
         kept, left = b"", size
         with trio.move_on_after(RPC_MESSAGE_S + size / RPC_LEAST_BYTES_PER_S):
             while left:
@@ -178,7 +180,7 @@ class ServedStream:
                 left -= len(data)
                 kept = (kept + data)[: wire.HEAD_BYTES]
             return kept
-        raise TooSlow("a refused call does not come to its end", self.peer)
+        raise TooSlow("a refused call did not arrive completely in time", self.peer)
 
     async def _finish(self) -> None:
         for call in self._calls.values():
@@ -192,7 +194,7 @@ class ServedStream:
         await self.outbox.ended()
 
     def _watch_for_loss(self) -> None:
-        """Cancel calls when the stream is lost, from now on also while nobody reads it."""
+        """Cancel calls when the stream is lost, even while no task reads it."""
         if self._watch is None:
             watch = self._watch = trio.CancelScope()
             self._tasks.start(lambda: self._cancel_when_gone(watch), self._about, self._stream.reset)
@@ -204,34 +206,34 @@ class ServedStream:
                 call.cancel()
 
     def call_over(self, call_id: int) -> None:
-        """Nothing more will be sent for this call."""
+        """Record that nothing more will be sent for this call."""
         self._calls.pop(call_id, None)
         if self._idle is not None and not self._calls:
             self._idle.set()
 
     def note_failure(self, error: PeerdError) -> None:
-        """A call of this stream has failed: one whose proof does not hold counts against its caller."""
+        """Record a failed call of this stream: an invalid proof counts against its caller."""
         if isinstance(error, RemoteError) and error.unproven:
             why = self._server.unproven.count(trio.current_time(), self.user)
             if why is not None:
-                _log.warning("peer %s shows proofs that do not hold, and is refused unread now: %s", self.peer, why)
+                _log.warning("peer %s shows proofs that do not hold; its calls are refused unread: %s", self.peer, why)
 
     def moved_bytes(self) -> int:
-        """Bytes that the peer has sent us as payloads, or taken of this stream's answers."""
+        """Payload bytes that the peer has sent us, plus bytes of this stream's answers that it has accepted."""
         return self._server.rates.total_bytes(self.peer) + self.outbox.sent_bytes
 
     def give_back(self, held_bytes: int) -> None:
-        """A call has ended, and lets go of so many bytes."""
+        """Release the place and the bytes of a call that has ended."""
         self._running.give()
         if held_bytes:
             self.share.give(held_bytes)
 
     def reset(self) -> None:
-        """The caller does not take its answers: the stream ends."""
+        """End the stream, because the caller does not read its answers."""
         self._stream.reset()
 
     def _quick(self, message: RpcMessage) -> bool:
-        """Handle a message without frames that needs no waiting; False when it needs some."""
+        """Handle a message without frames if that needs no waiting. Returns False otherwise."""
         if message.kind <= wire.OPEN:
             if self.outbox.full:
                 return False
@@ -251,7 +253,7 @@ class ServedStream:
             await self.outbox.room()
             call = self._begin(message)
             if call is None:
-                if message.headers:  # else the payloads that wait are a later message's
+                if message.headers:  # without headers, waiting payloads belong to a later message
                     await self._inbound.skip()
             elif await self._receive(call, message):
                 self._server.crew.start(call)
@@ -261,17 +263,17 @@ class ServedStream:
             raise ProtocolViolation(f"a message of kind {message.kind} from a caller")
 
     def _known(self, message: RpcMessage) -> ServedCall | None:
-        """The call that a message belongs to; None when it is over, which the caller may not know yet."""
+        """The call that a message belongs to, or None if it is over, which the caller may not know yet."""
         if not 0 < message.id <= self._last_id:
             raise ProtocolViolation("a message for a call that was never made")
         return self._calls.get(message.id)
 
     def _begin(self, message: RpcMessage) -> ServedCall | None:
-        """Take up a call, or say why not."""
+        """Accept a call, or refuse it with the reason."""
         if message.id <= self._last_id:
             raise ProtocolViolation("call ids must rise")
         self._last_id = message.id
-        if not self._methods:  # our own call may come before the first method is served
+        if not self._methods:  # our own call may arrive before the first method is served
             self._methods = self._server.protocols.get(self._stream.protocol, self._methods)
         method = self._methods.get(message.name)
         if method is None:
@@ -298,13 +300,13 @@ class ServedStream:
                 return None
             call = self._take_up(message, method, body, held_bytes)
         finally:
-            if call is None:  # it lets go of nothing by itself
+            if call is None:  # without a call, release what was reserved
                 method.load.leave(self.user, 0.0)
                 self.give_back(held_bytes)
         return call
 
     def _take_up(self, message: RpcMessage, method: Method, body: msgspec.Struct, held_bytes: int) -> ServedCall:
-        """A call that is counted, and that nobody objects to."""
+        """Create a call that is counted and has passed all checks."""
         deadline = trio.current_time() + min(message.timeout_ms / 1000, method.load.declared.deadline_s)
         call = self._calls[message.id] = ServedCall(self, message.id, method, body, deadline)
         call.held_bytes = held_bytes
@@ -314,7 +316,7 @@ class ServedStream:
         return call
 
     def _objection(self, message: RpcMessage, method: Method) -> PeerdError | None:
-        """Why a call is not taken, however much room there is."""
+        """Reason to refuse a call no matter how much room there is, or None."""
         gate = self._server.gate
         if gate is not None and (closed := gate.objection(self.peer, method.name)):
             return Refused(closed)
@@ -325,7 +327,7 @@ class ServedStream:
         if fault is not None:
             return Refused(fault)
         if declared.shows is Shows.MEMBERSHIP and not self._server.room.book.is_member(self.peer.text):
-            return Refused(f"{method.name.full} is for members, which have helped to make a step")
+            return Refused(f"{method.name.full} is only for members, which have helped to make a step")
         if (why := self._server.unproven.objection(trio.current_time(), self.user)) is not None:
             return Overloaded(f"too many calls showed a proof that does not hold: {why}", _UNPROVEN_S)
         if len(self._calls) >= RPC_CALLS_PER_STREAM:
@@ -333,9 +335,12 @@ class ServedStream:
         return None
 
     def _crowd(self, method: Method, held_bytes: int) -> Overloaded | None:
-        """Why there is no room for a call; None: it is counted in the method's load and in the book now."""
+        """Reason why there is no room for a call, or None; then it is counted in the method's load and in the book."""
         book, load = self._server.room.book, method.load
-        if book.used(Means.ANSWERS) and (full := book.objection(Means.ANSWERS, self.user, _ANSWER_BYTES)) is not None:
+        if (
+            book.used(Resource.ANSWERS)
+            and (full := book.objection(Resource.ANSWERS, self.user, _ANSWER_BYTES)) is not None
+        ):
             return Overloaded(f"too many answers are unread: {full}", load.retry_after_s())
         if (full := self._running.take()) is not None:
             return Overloaded(f"too many calls are running: {full}", load.retry_after_s())
@@ -349,8 +354,9 @@ class ServedStream:
         return None
 
     def _make_way(self, method: Method, crowd: Crowd) -> None:
-        """End the call within the crowded share whose caller has not moved for longest, if that is long: the next
-        attempt of this caller finds its place.
+        """In the crowded share, end the call whose caller has stalled longest, if that is long enough.
+
+        The next attempt of the present caller then finds its place.
         """
         now = trio.current_time()
         rivals = [call for call in method.under_way if crowd.scope == EVERYBODY or self._shares(call, crowd.scope)]
@@ -361,15 +367,15 @@ class ServedStream:
             call.give_way()
 
     def _shares(self, call: ServedCall, scope: int) -> bool:
-        """True when this call's user and ours share the peer, the place or the region: whatever `scope` says."""
+        """True if the call's user and ours have the same peer, place or region, as selected by `scope`."""
         return call.user[scope] == self.user[scope]
 
     def _refuse(self, call_id: int, error: PeerdError) -> None:
         if self.outbox.put(encode_failure(call_id, error)) is not None:
-            self._stream.reset()  # it does not read what is refused
+            self._stream.reset()  # the caller does not even read refusals
 
     async def _receive(self, call: ServedCall, message: RpcMessage) -> bool:
-        """Receive the frames of a call; False when there was no room or no time for them."""
+        """Receive the frames of a call. Returns False if there was no room or no time for them."""
         if not message.headers:
             return True
         try:
@@ -378,7 +384,7 @@ class ServedStream:
             call.cancel(error)
             await self._inbound.skip()
             return False
-        if call.over:  # its caller went while they came: it holds nothing any more
+        if call.over:  # its caller left meanwhile; the call's share was already released
             self.share.give(message.frame_bytes)
             return False
         call.frames = frames
@@ -391,7 +397,7 @@ class ServedStream:
             if message.headers:
                 await self._inbound.skip()
         elif call.parts is None or not call.parts.receiving:
-            raise ProtocolViolation("a part that nobody asked for")
+            raise ProtocolViolation("a part for a call that expects none")
         elif message.kind == wire.END:
             call.parts.no_more_parts()
         elif fault := call.objection(message):

@@ -1,7 +1,7 @@
-"""Making streaming calls: each has a stream to itself while it lasts, so that its parts wait for nobody else's.
+"""Making streaming calls: each uses a stream alone while it lasts, so that its parts never wait for other calls.
 
-Reads what the handler sends and delivers it to the CallStream that the caller holds. A stream on which a call has come
-to its end carries the next one; a call that the caller leaves before its end is reset, which cancels the handler.
+Reads the handler's messages and passes them to the caller's CallStream. If a call ends regularly, its stream carries
+the next one. If the caller leaves a call before its end, the stream is reset, which cancels the handler.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import trio
 
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.machine.rate.arrival_rate import LineRates
-from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.codec import RpcMessage, decode_failure
+from peerd.machine.rpc import message_codec as wire
+from peerd.machine.rpc.message_codec import RpcMessage, decode_failure
 from peerd.service.rpc.call_stream import CallStream
 from peerd.service.rpc.channel import Request, encode_request
 from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.room import Room, Share, asked, user_of
+from peerd.service.rpc.rpc_types import RpcStream
 from peerd.service.rpc.task_pool import Tasks
-from peerd.service.rpc.types import RpcStream
 
 
-class StreamLane:
-    """The caller's end of a stream for streaming calls, one after the other."""
+class StreamChannel:
+    """The caller's end of a stream for streaming calls, one after another."""
 
     def __init__(self, stream: RpcStream, room: Room, rates: LineRates, tasks: Tasks) -> None:
-        """Writes and reads in two of `tasks` until it is over."""
+        """Starts two of `tasks`, which write and read until the lane is over."""
         self.used = trio.current_time()
         self._stream = stream
         self._share = Share(room, asked(user_of(stream)), demanding=False)
@@ -33,11 +33,11 @@ class StreamLane:
         self._outbox = Outbox()
         self._running = trio.CancelScope()
         self._over = False
-        self._id = 0  # of the newest call
-        self._request: Request | None = None  # its; None once the other side has said all
-        self._parts: CallStream | None = None  # its; None once the caller has left it
+        self._id = 0  # id of the newest call
+        self._request: Request | None = None  # its request; None once the other side has sent END or an error
+        self._parts: CallStream | None = None  # its parts; None once the caller has left it
         tasks.start(lambda: self._outbox.run(stream), self._about, stream.reset)
-        tasks.start(self._read, self._about, lambda: self._fail(Unreachable("a fault of this side", stream.peer)))
+        tasks.start(self._read, self._about, lambda: self._fail(Unreachable("an error on this side", stream.peer)))
 
     def _about(self) -> str:
         return f"a streaming call to {self._stream.peer.short}"
@@ -51,9 +51,10 @@ class StreamLane:
         return self._stream.superseded
 
     async def call(self, request: Request) -> CallStream:
-        """Send a request; the call before was left.
+        """Send a request. The previous call must have been left.
 
-        Returns once the payloads of the request are made; raises what their maker does. In any case `leave` comes next.
+        Returns once the payloads of the request are produced; raises their producer's errors. In any case call `leave`
+        next.
         """
         self._id += 1
         self._request = request
@@ -64,17 +65,17 @@ class StreamLane:
         return parts
 
     def leave(self) -> None:
-        """The caller wants nothing more: a call that is not complete is cancelled on the other side."""
+        """End the caller's side: a call that is not complete is cancelled on the other side."""
         self.used = trio.current_time()
         parts, self._parts = self._parts, None
         if self._request is not None or self._outbox.pending:
             self._end()
         if parts is not None:
-            parts.finish()  # a handler that has said all may still listen
+            parts.finish()  # a handler that has sent all may still receive
             parts.discard()
 
     def close(self) -> None:
-        """Close the stream, while no call is under way."""
+        """Close the stream; only while no call is running."""
         if not self.over:
             self._over = True
             self._running.cancel()
@@ -102,7 +103,7 @@ class StreamLane:
             inbound.close()
 
     def _settle(self, message: RpcMessage) -> bool:
-        """Settle the call by a message that ends it; False for a part, which does not."""
+        """Complete the call by a message that ends it. Returns False for a part, which does not end it."""
         _, parts = self._current(message)
         if message.kind == wire.ERROR:
             self._fail(decode_failure(message.body, self._stream.peer))
@@ -124,11 +125,11 @@ class StreamLane:
 
     def _current(self, message: RpcMessage) -> tuple[Request, CallStream]:
         if self._request is None or self._parts is None or message.id != self._id:
-            raise ProtocolViolation("an answer that nobody asked for")
+            raise ProtocolViolation("an answer that was not requested")
         return self._request, self._parts
 
     def _fail(self, error: RemoteError) -> None:
-        """The call has failed, and the stream with it; without a call, the stream alone."""
+        """Fail the current call, if there is one, and end the stream."""
         if self._request is not None and self._parts is not None:
             self._parts.fail(error)
         self._end()

@@ -1,9 +1,9 @@
-"""The crew: tasks that run handlers of calls, kept for the next call when they are done. And tasks beside the calls.
+"""The crew: a pool of tasks that run call handlers, reused for the next call; and further tasks for reading and
+writing.
 
-A worker keeps its task and cancel scope from call to call, which costs less than new ones. A worker whose scope was
-cancelled, or whose handler crashed, ends; the next call gets a new one. Workers are started on demand: their callers
-bound how many calls run at once. Whatever runs here, an error of ours ends the call or stream that it works for, and no
-other.
+A worker keeps its task and cancel scope from call to call, which is cheaper than new ones. A worker whose scope was
+cancelled, or whose handler crashed, ends, and the next call gets a new one. Workers are started on demand; callers
+limit the number of concurrent calls. An internal error in any task here ends only the call or stream that it works for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TaskJob(Protocol):
 
     @property
     def deadline(self) -> float:
-        """In trio time; the job is cancelled then."""
+        """The time, in trio's clock, at which the job is cancelled."""
         ...
 
     async def run(self) -> None: ...
@@ -36,11 +36,11 @@ class TaskJob(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Called when `cut` raised: nothing more can be said to the caller."""
+        """Called when `cut` raised: nothing more can be sent to the caller."""
         ...
 
     def about(self) -> str:
-        """For the log, when it crashes."""
+        """Description for the log, used if it crashes."""
         ...
 
 
@@ -52,7 +52,7 @@ def _task(work: Callable[[], None]) -> Callable[[], Awaitable[None]]:
 
 
 class Tasks:
-    """Tasks beside the calls, which write to streams or watch them."""
+    """Tasks besides the calls, which write to streams or watch them."""
 
     def __init__(self, supervise: Supervise, nursery: trio.Nursery) -> None:
         self._supervise = supervise
@@ -61,7 +61,7 @@ class Tasks:
     def start(
         self, work: Callable[[], Awaitable[None]], about: Callable[[], str], end: Callable[[], None] | None = None
     ) -> None:
-        """Do `work`, soon; after an error of ours `end` what it works for."""
+        """Run `work` in a new task; if it fails by an internal error, call `end` to end what it works for."""
         self._nursery.start_soon(self._do, work, about, end)
 
     async def _do(
@@ -76,14 +76,14 @@ class PoolWorker:
 
     __slots__ = ("_crew", "_job", "_scope", "_task")
 
-    def __init__(self, crew: Crew, job: TaskJob) -> None:
+    def __init__(self, crew: TaskPool, job: TaskJob) -> None:
         self._crew = crew
         self._job: TaskJob | None = job
         self._scope = trio.CancelScope()
         self._task: trio.lowlevel.Task | None = None  # set while idle
 
     def cancel(self, job: TaskJob) -> None:
-        """End `job`, if that is what runs here."""
+        """Cancel `job`, if it is running here."""
         if self._job is job:
             self._scope.cancel()
 
@@ -94,7 +94,7 @@ class PoolWorker:
         trio.lowlevel.reschedule(task)
 
     async def live(self) -> None:
-        """Run jobs until one is cancelled, one crashes, or enough workers are idle."""
+        """Run jobs until one is cancelled, one crashes, or enough other workers are idle."""
         fine = await self._crew.supervise(self._work, self._about)
         job, self._job = self._job, None
         if job is not None and not await self._crew.supervise(_task(lambda: job.cut(not fine)), job.about):
@@ -120,8 +120,8 @@ class PoolWorker:
         return trio.lowlevel.Abort.SUCCEEDED
 
 
-class Crew:
-    """Runs jobs in tasks of the nursery that `nursery` is set to; `tasks` are what runs beside them there."""
+class TaskPool:
+    """Runs jobs in tasks of the nursery given to `open`; `tasks` starts further tasks there."""
 
     def __init__(self, supervise: Supervise) -> None:
         self.supervise = supervise
@@ -135,7 +135,7 @@ class Crew:
         return self.tasks
 
     def close(self) -> None:
-        """Start nothing more."""
+        """Start no more tasks."""
         self.nursery = self.tasks = None
 
     def start(self, job: TaskJob) -> None:
@@ -151,12 +151,12 @@ class Crew:
             job.cut(crashed=False)
 
     def keep(self, worker: PoolWorker) -> bool:
-        """True when an idle worker shall wait for the next job; if so, `start` may use it at once."""
+        """True if an idle worker should wait for the next job; `start` may then use it at once."""
         if len(self._idle) >= _KEPT:
             return False
         self._idle.append(worker)
         return True
 
     def forget(self, worker: PoolWorker) -> None:
-        """An idle worker ends."""
+        """Remove an idle worker that ends."""
         self._idle.remove(worker)

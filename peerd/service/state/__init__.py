@@ -1,1 +1,1 @@
-"""Giving and fetching state."""
+"""Serving and fetching states."""

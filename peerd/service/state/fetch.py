@@ -1,9 +1,9 @@
-"""The newcomer's side of state download: drives one `machine/state/download` over calls, into memory taken beforehand.
+"""Client side of state download: drives one `machine/state/download` over calls, into memory allocated in advance.
 
-How much is taken follows from the receiver's own layout alone; where a folder is given for it, it is a file there, so
-that the system may put it out of memory. Pieces are hashed on the worker, and written only when they are right; what is
-written stays for the next attempt (`BegunDownload`). Nothing is applied here. A hostile donor may
-send other bytes, frames or digests than it vouched for: it is named, and what it sent is not kept.
+The receiver's own layout alone determines the size of the memory. If a folder is given, the memory is a file there, so
+that the system may page it out. The worker hashes each piece and writes it only if its digest is right. Written pieces
+are kept for the next attempt (`BegunDownload`). The caller applies the state. A hostile donor may send other bytes,
+frames or digests than it vouched for: it is named, and its data is discarded.
 """
 
 from __future__ import annotations
@@ -43,41 +43,41 @@ from peerd.machine.state.download import Download
 from peerd.machine.state.quorum import Claim
 from peerd.net.timer import Timer
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.serve import LAYOUT, Methods
 from peerd.service.state.state_room import StateRoom
+from peerd.service.state.state_server import LAYOUT, Methods
 
 Donors = Sequence[PeerId] | Callable[[], Sequence[PeerId]]
-_LOOK_S = 3.0  # how often to ask for more donors
-_RELEASE_S = 10.0  # later it would not help much: a copy that nobody asks for is let go then
-_LAYOUT_S = 30.0  # to name the tensors in a state, beside the bytes of their names
-_TELL_S = 10.0  # how often to say how far it is
+_LOOK_S = 3.0  # between two requests for more donors
+_RELEASE_S = 10.0  # a later release is of little use: an idle copy is freed by then anyway
+_LAYOUT_S = 30.0  # to get the layout of a state, besides the time for its bytes
+_TELL_S = 10.0  # between two progress notes
 
 
 class BegunDownload:
-    """A state that is being fetched: memory for all of it, and which pieces are there."""
+    """A state that is being fetched: memory for all of it, and the set of pieces that are there."""
 
     def __init__(self, claim: Claim, layout: StateLayout, folder: Path | None = None, needs_file: bool = False) -> None:
-        """Arguments as of `FetchPlan`. Raises OSError or OverflowError if there is no room."""
+        """Allocate the memory; arguments as in `FetchPlan`. Raises OSError or OverflowError if there is not enough."""
         self.claim = claim
         self.layout = layout
-        self.digests: memoryview | None = None  # of all pieces, once they are known to be right
+        self.digests: memoryview | None = None  # of all pieces, once verified
         self.have: set[int] = set()
-        self.room = StateRoom(layout.total_bytes, folder, needs_file)  # takes no time to get, however large
+        self.room = StateRoom(layout.total_bytes, folder, needs_file)  # quick to allocate at any size
 
     @property
     def row(self) -> memoryview:
-        """The tensors, one after the other, and aligned."""
+        """The tensors, one after the other, aligned."""
         return self.room.row
 
     def take_digests(self, digests: memoryview) -> bool:
-        """Believe them if the root says so."""
+        """Accept the digests of all pieces if their root is the claimed one. Returns whether it is."""
         right = self.layout.root(self.claim.position, digests) == self.claim.root
         if right:
             self.digests = digests
         return right
 
     def take(self, number: int, data: memoryview) -> bool:
-        """Write a piece, if it is right."""
+        """Write a piece if its digest is right. Returns whether it is."""
         assert self.digests is not None
         at = number * DIGEST_BYTES
         if piece_digest(data) != self.digests[at : at + DIGEST_BYTES]:
@@ -90,35 +90,35 @@ class BegunDownload:
 
 @dataclass(slots=True)
 class FetchReport:
-    """Figures of a download; pieces are of STATE_PIECE_BYTES."""
+    """Figures of a download. Pieces are of STATE_PIECE_BYTES."""
 
     step: int = 0
     total_bytes: int = 0
     pieces: int = 0
-    had: int = 0  # pieces that were there from an earlier attempt
-    by_donor: Counter[str] = field(default_factory=Counter)  # pieces that it brought
-    asked: int = 0  # pieces, those asked twice and those that failed too
+    had: int = 0  # pieces from an earlier attempt
+    by_donor: Counter[str] = field(default_factory=Counter)  # pieces that each donor sent
+    asked: int = 0  # requests for pieces, including repeated and failed ones
     liars: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def received(self) -> int:
-        """Bytes of pieces that came."""
+        """Bytes of the pieces that were received."""
         return min(self.total_bytes, sum(self.by_donor.values()) * STATE_PIECE_BYTES)
 
     def text(self) -> str:
         shares = ", ".join(f"{count} from {name[-6:]}" for name, count in self.by_donor.most_common())
         told = f"{self.total_bytes / 1e6:.1f} MB of step {self.step} in {self.seconds:.1f} s: {shares or 'nothing new'}"
-        return told + (f", {self.had} there before" if self.had else "")
+        return told + (f", {self.had} pieces from earlier" if self.had else "")
 
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
     """Settings of a download.
 
-    `donors` tells those there are now; `chosen` is told what is fetched once that is decided, `notes` what happens, in
-    words; `folder` stores the state meanwhile; by default memory does. `needs_file`: fail if the folder has no room
-    for it.
+    `donors` returns the current donors; `chosen` is called with the chosen position, `notes` with texts on progress;
+    `folder` is where the state is stored during the download, or None for memory alone. `needs_file`: fail if the
+    folder has no space for the state, instead of using memory.
     """
 
     methods: Methods
@@ -130,12 +130,12 @@ class FetchPlan:
     chosen: Callable[[Position], None]
     folder: Path | None
     needs_file: bool
-    all_have_it: bool  # are all donors known to have it, whether they answer or not?
-    paces: BoundedDict[str, float]  # seconds a byte, by donor, from earlier downloads: kept up to date here
+    all_have_it: bool  # all donors are known to have the state, even if they do not answer
+    paces: BoundedDict[str, float]  # donor -> seconds per byte in earlier downloads; updated here
 
 
-class Fetching:
-    """One attempt; `begun` holds what it got, also after a failure."""
+class StateFetch:
+    """One attempt of a download. `begun` has the pieces received, also after a failure."""
 
     def __init__(self, rpc: Rpc, plan: FetchPlan, begun: BegunDownload | None, rng: Random) -> None:
         self.begun = begun
@@ -159,14 +159,17 @@ class Fetching:
         return [peer.text for peer in self._plan.donors()]
 
     async def run(self) -> BegunDownload:
-        """Fetch the whole state and check each piece. Raises RemoteError if no donor has it, or NoMemory."""
+        """Fetch the whole state, with each piece verified.
+
+        Raises RemoteError if it cannot be fetched now, or NoMemory if there is no memory or disk space for it.
+        """
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._wake()
             nursery.start_soon(self._look_for_donors)
             nursery.start_soon(self._tell)
-            await self._timer.run()  # until `_perform` ends it
+            await self._timer.run()  # until `_perform` cancels the nursery
         self.report.seconds = trio.current_time() - began
         self._remember_paces()
         if self._no_room is not None:
@@ -181,14 +184,14 @@ class Fetching:
         self._perform(self._machine.wake(trio.current_time()))
 
     def _release(self) -> None:
-        """Let donors go of the copies that they made for us: others may wait for the room."""
+        """Release the donors' copies that we used: other callers may wait for the memory."""
         run = self._plan.request.run
         for name, claim in self._machine.claims().items():
             body = StateRelease(run, claim.root)
             self._rpc.tell(PeerId.parse(name), self._plan.methods.release, body, timeout_s=_RELEASE_S)
 
     def _remember_paces(self) -> None:
-        """Remember the donors' paces, so that the next download does not take a slow line for a donor that fails."""
+        """Store the donors' paces, so that the next download does not take a slow line for a failure."""
         measured = self._machine.piece_s().items()
         self._plan.paces.update({name: piece_s / self._piece_bytes for name, piece_s in measured})
 
@@ -198,13 +201,13 @@ class Fetching:
             self._perform(self._machine.add(trio.current_time(), self._names()))
 
     async def _tell(self) -> None:
-        """Log the progress of the download, for people who wait."""
+        """Report the progress regularly, for the user."""
         report = self.report
         while True:
             await trio.sleep(_TELL_S)
             if self.begun is None or self._machine.chosen is None:
                 why = self._machine.undecided
-                self._plan.notes("asking donors what they have" + (f": {why}" if why else ""))
+                self._plan.notes("asking donors for their states" + (f": {why}" if why else ""))
                 continue
             share, size = len(self.begun.have) / max(1, report.pieces), f"{report.total_bytes / 1e6:.1f} MB"
             self._plan.notes(f"{share:.0%} of {size} of step {report.step}, from {len(report.by_donor)} donors")
@@ -222,12 +225,12 @@ class Fetching:
                     if ask in self._scopes:
                         self._scopes[ask].cancel()
                     else:
-                        self._scopes[ask] = trio.CancelScope()  # its task has not begun yet
+                        self._scopes[ask] = trio.CancelScope()  # its task has not started yet
                         self._scopes[ask].cancel()
                 case dl.Chosen():
                     try:
                         self._begin(output)
-                    except (OSError, OverflowError) as error:  # the second one: more than any machine has
+                    except (OSError, OverflowError) as error:  # OverflowError: too large for any memory
                         self._no_room = self._lacking_room(error)
                         self._nursery.cancel_scope.cancel()
                         return
@@ -263,11 +266,11 @@ class Fetching:
             self._perform(self._machine.handle(trio.current_time(), event))
 
     async def _answer(self, ask: dl.AskDonor) -> dl.Event:
-        """Ask, and say in the machine's terms what came of it."""
+        """Send one request, and return its outcome as an event of the machine."""
         donor = PeerId.parse(ask.donor)
         try:
             if ask.piece == dl.MANIFEST:
-                return dl.Vouched(ask.ask, await self._claim(donor, ask))
+                return dl.ClaimReceived(ask.ask, await self._claim(donor, ask))
             if ask.piece == dl.DIGESTS:
                 await self._fetch_digests(donor, ask.timeout_s)
             else:
@@ -296,7 +299,7 @@ class Fetching:
         asked, found = request.of, answer.body.position
         fits = asked is None or (found.step == asked.step + methods.ahead if methods.ahead else found == asked)
         if not fits:
-            raise ProtocolViolation(f"what it offers is of step {found.step}, and not what was asked for", donor)
+            raise ProtocolViolation(f"the state offered is of step {found.step}, which was not requested", donor)
         return Claim(found, answer.body.root)
 
     async def _fetch_digests(self, donor: PeerId, timeout_s: float) -> None:
@@ -333,11 +336,11 @@ class Fetching:
         begun.have.add(ask.piece)
 
     def _failure(self, last: dl.GaveUp) -> RemoteError:
-        """The donors' own kind of error, where all that failed agree."""
+        """The error for the caller: of the donors' own kind if all that failed agree, else Unreachable."""
         kinds = {type(error) for error in self._errors.values()}
         peer = next(iter(self._errors.values())).peer if len(self._errors) == 1 else None
         if last.moved_on:
-            return Refused(f"the donors let go of that state, the swarm has moved on: {last.why}", peer)
+            return Refused(f"the donors have dropped that state, the swarm has moved on: {last.why}", peer)
         for kind in (ProtocolViolation, Refused, TooSlow):
             if kinds == {kind}:
                 return kind(last.why, peer)
@@ -345,9 +348,9 @@ class Fetching:
 
 
 async def fetch_layout(rpc: Rpc, donor: PeerId, request: StateRequest, wanted: tuple[bytes, int]) -> list[TensorSpec]:
-    """The tensors of a state, for a caller without a model; RemoteError if `donor` has none of that layout.
+    """Fetch the layout of a state, for a caller without a model. Raises RemoteError if `donor` has no such layout.
 
-    `wanted`: digest and length of the layout's text, as the run file has them.
+    `wanted`: digest and length of the layout's text, from the run file.
     """
     digest, size = wanted
     timeout_s = _LAYOUT_S + size / RPC_LEAST_BYTES_PER_S
@@ -359,7 +362,7 @@ async def fetch_layout(rpc: Rpc, donor: PeerId, request: StateRequest, wanted: t
 
 
 def _bytes_of(frames: Sequence[TensorFrame], shape: tuple[int, ...], donor: PeerId) -> memoryview:
-    """The one frame of an answer, if it is what was asked for."""
+    """The payload of the answer's only frame, if it has the requested form. Raises ProtocolViolation otherwise."""
     frame = frames[0] if len(frames) == 1 else None
     if frame is None or (frame.dtype, frame.shape, frame.coding) != ("uint8", shape, "none") or frame.lossless:
         raise ProtocolViolation(f"a part of a state must be one uint8 frame of shape {list(shape)}", donor)

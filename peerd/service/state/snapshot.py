@@ -1,12 +1,13 @@
-"""State download, both sides of it: give this peer's state to newcomers, fetch one from several donors at once.
+"""State download, both sides: serves this peer's state to newcomers, and fetches a state from several donors at once.
 
-Besides states this is also how totals (`training.catchup.step_totals`) and kept checkpoints
-(`training.checkpoints.keeper`) travel.
+Totals of steps (`training/catchup/step_totals`) and kept checkpoints (`training/checkpoints/keeper`) are transferred in
+the same way.
 
-What is fetched is whole, and vouched for: digests that the largest camp of donors agrees on (two donors at least, where
-two answer). Nothing is applied here; the caller gets everything or an error. What a failed attempt got is kept in
-memory, for one state, and the next attempt at the same state goes on from there. Donors that were caught lying are left
-alone for a while. The sides: `serve`, `fetch`; which donor to ask for what: `machine/state/download`.
+A fetched state is complete, and matches the digests on which the largest group of donors agrees (at least two donors,
+if two answer). The caller applies it, or gets an error. The pieces of a failed attempt stay in memory, for one state,
+and the next attempt at the same state continues from there. Donors that sent wrong data are not asked for 10 minutes.
+`state_server` has the server side, `fetch` the client side; `machine/state/download` decides what to ask of which
+donor.
 """
 
 from __future__ import annotations
@@ -26,49 +27,60 @@ from peerd.core.messages.state import StateItem, StateLayout, StateRequest, Tens
 from peerd.core.messages.swarm import Position
 from peerd.core.work import Worker
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.fetch import BegunDownload, Donors, Fetching, FetchPlan, FetchReport, fetch_layout
-from peerd.service.state.serve import KEPT, STATE, Freeze, Giving, Methods
+from peerd.service.state.fetch import BegunDownload, Donors, FetchPlan, FetchReport, StateFetch, fetch_layout
 from peerd.service.state.state_room import StateRoom
+from peerd.service.state.state_server import KEPT, STATE, Freeze, Methods, StateServer
 
-__all__ = ["KEPT", "Donors", "FetchReport", "Fetched", "Fetcher", "Freeze", "Giving", "Snapshots", "StateItem"]
+__all__ = [
+    "KEPT",
+    "Donors",
+    "FetchReport",
+    "Fetched",
+    "Freeze",
+    "SnapshotFetcher",
+    "Snapshots",
+    "StateItem",
+    "StateServer",
+]
 
-_SHUN_S = 600.0  # how long a donor that lied is not asked
+_SHUN_S = 600.0  # time for which a donor that lied is not asked
 
 
 class Fetched(NamedTuple):
-    """A state that was fetched, whole; `items` lie in `room`."""
+    """A complete fetched state; `items` are views of the memory of `room`."""
 
     position: Position
     items: list[StateItem]
     room: StateRoom
 
 
-class Fetcher:
-    """The newcomer's side: one download at a time."""
+class SnapshotFetcher:
+    """The client side: one download at a time."""
 
     def __init__(self, rpc: Rpc, rng: Random | None = None, methods: Methods = STATE) -> None:
-        """`rng` decides which of equal donors gives the digests, and when busy ones are asked again."""
-        self.notes: Callable[[str], None] = lambda _: None  # told what a download does, in words
-        self.chosen: Callable[[Position], None] = lambda _: None  # told what is fetched, once that is decided
-        self.folder: Path | None = None  # where what is fetched lies meanwhile; None: in memory alone
-        self.needs_file = False  # a fetch fails if the folder has no room, instead of taking memory
+        """`rng` chooses the donor of the digests among equals, and the times when busy donors are asked again."""
+        self.notes: Callable[[str], None] = lambda _: None  # called with texts on the progress of a download
+        self.chosen: Callable[[Position], None] = lambda _: None  # called with the position, once it is chosen
+        self.folder: Path | None = None  # where the state is stored during a download, or None for memory alone
+        self.needs_file = False  # a fetch fails if the folder has no space, instead of using memory
         self.report: FetchReport | None = None  # of the newest download
         self._rpc, self._methods = rpc, methods
         self._rng = rng or Random(0)
         self._lock = trio.Lock()
-        self._begun: BegunDownload | None = None  # what a failed attempt got
-        self._shunned: dict[str, float] = {}  # until when
-        self._paces = BoundedDict[str, float](LINKS)  # of donors, seconds a byte
+        self._begun: BegunDownload | None = None  # pieces of a failed attempt
+        self._shunned: dict[str, float] = {}  # donor -> until when it is not asked
+        self._paces = BoundedDict[str, float](LINKS)  # donor -> seconds per byte
 
     async def fetch(
         self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker
     ) -> tuple[Position, list[StateItem]]:
-        """Fetch the state that most of `donors` vouch for. Raises RemoteError if no donor has it, NoMemory if there
-        is no room for it.
+        """Fetch the whole state that most of `donors` vouch for.
 
-        `donors`: peers, or a function that tells those there are, which is asked again while the download goes on.
-        These are known to have their state: where it names several, one alone is not believed.
-        `expected`: name, dtype and shape of each tensor, in the order in which donors give them.
+        Raises RemoteError if it cannot be fetched now, or NoMemory if there is no memory or disk space for it.
+
+        `donors`: peers, or a function that returns the current donors and is called repeatedly during the download. The
+        peers that it returns are known to have the state, so if there are several, one that answers alone is not
+        trusted. `expected`: name, dtype and shape of each tensor, in the donors' order.
         """
         found = await self.fetch_with_room(donors, request, expected, worker)
         return found.position, found.items
@@ -76,7 +88,7 @@ class Fetcher:
     async def fetch_with_room(
         self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker
     ) -> Fetched:
-        """As `fetch`; also returns the room that stores the state, so that the caller can read it piece by piece."""
+        """Like `fetch`, but also returns the memory of the state, so that the caller can read it piece by piece."""
         layout = StateLayout(expected)
         async with self._lock:
             honest = partial(self._honest, donors)
@@ -90,25 +102,25 @@ class Fetcher:
                 chosen=self.chosen,
                 folder=self.folder,
                 needs_file=self.needs_file,
-                all_have_it=callable(donors) and request.of is None,  # a total, or a checkpoint, not all have kept
+                all_have_it=callable(donors) and request.of is None,  # not every donor has an old total or checkpoint
                 paces=self._paces,
             )
-            # Not kept here meanwhile: when another state is chosen, the memory of this one is let go at once.
-            fetching = Fetching(self._rpc, plan, self._take_kept(layout), self._rng)
+            # Not stored in `self` meanwhile: if another state is chosen, this one's memory is freed at once.
+            fetching = StateFetch(self._rpc, plan, self._take_kept(layout), self._rng)
             self.report = fetching.report
             try:
                 begun = await fetching.run()
             finally:
                 self._begun = fetching.begun
                 self._shun(fetching.report.liars)
-            self._begun = None  # the caller's, from here
+            self._begun = None  # now owned by the caller
             self.notes(fetching.report.text())
             parts = zip(layout.tensors, layout.views(begun.row), strict=True)
             items = [StateItem(t.name, t.dtype, t.shape, view) for t, view in parts]
             return Fetched(begun.claim.position, items, begun.room)
 
     async def layout(self, donor: PeerId, request: StateRequest, wanted: tuple[bytes, int]) -> list[TensorSpec]:
-        """See `fetch_layout`."""
+        """Fetch the layout of a state; see `fetch_layout`."""
         return await fetch_layout(self._rpc, donor, request, wanted)
 
     def _take_kept(self, layout: StateLayout) -> BegunDownload | None:
@@ -126,13 +138,13 @@ class Fetcher:
         self._shunned.update(dict.fromkeys(liars, now + _SHUN_S))
 
 
-class Snapshots(Fetcher):
-    """Both sides of state transfer; `totals` fetches the totals of steps, also while a state is fetched."""
+class Snapshots(SnapshotFetcher):
+    """Both sides of state transfer. `totals` fetches the totals of steps, even while a state is fetched."""
 
-    def __init__(self, rpc: Rpc, rng: Random | None = None, giving: Giving | None = None) -> None:
-        """`giving`: one that several stages of this peer share."""
+    def __init__(self, rpc: Rpc, rng: Random | None = None, giving: StateServer | None = None) -> None:
+        """`giving`: a server that several stages of this peer share."""
         super().__init__(rpc, rng)
-        self.giving = giving if giving is not None else Giving(rpc)
-        self.totals = Fetcher(rpc, rng)
+        self.giving = giving if giving is not None else StateServer(rpc)
+        self.totals = SnapshotFetcher(rpc, rng)
         self.totals._shunned = self._shunned  # a donor that lies about one thing is not asked for another
         self.totals._paces = self._paces

@@ -1,9 +1,8 @@
-"""Room for a whole state outside of the process's own memory: an unnamed file, mapped, in a folder.
+"""Memory for a whole state outside of the process's own memory: an unnamed file in a folder, mapped.
 
-Pages that were used are handed back to the system now and then (`put_out`): they stay in its cache of files as long as
-it has memory for that, and are on the disk afterwards. The file's room is taken at once, since writing to a mapped file
-on a full disk ends the process. Without a folder, or where the disk has no room, it is ordinary memory, unless the
-caller needs a file.
+Used pages are returned to the system regularly (`put_out`). They stay in its page cache while it has memory, and are on
+the disk afterwards. The file's space is allocated at once, because writing to a mapped file on a full disk kills the
+process. Without a folder, or if the disk has no space, it is ordinary memory, unless the caller requires a file.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from typing import Final
 
 log = logging.getLogger("peerd.service.state.state_room")
 
-_PUT_OUT_BYTES: Final = 16 << 20  # of use: then pages are handed back
+_PUT_OUT_BYTES: Final = 16 << 20  # bytes read or written until pages are returned
 _ADVICE: Final = getattr(mmap, "MADV_DONTNEED", None)
 
 
 class StateRoom:
-    """Zeroed memory of `size` bytes, which begins at a page: `row`."""
+    """Zeroed, page-aligned memory of `size` bytes: `row`."""
 
     def __init__(self, size: int, folder: Path | None = None, needs_file: bool = False) -> None:
-        """`needs_file`: raise OSError if the folder cannot take the file, instead of taking memory."""
+        """`needs_file`: raise OSError if the file cannot be created in the folder, instead of using memory."""
         mapped: mmap.mmap | None = None
         if folder is not None and size:
             try:
@@ -42,20 +41,20 @@ class StateRoom:
         self.row = memoryview(self._mapped)[:size]
 
     def used(self, count: int) -> None:
-        """Take note that so many bytes were read or written; what is in a file is put out now and then."""
+        """Count bytes that were read or written. Calls `put_out` after each 16 MiB."""
         self._used_bytes += count
         if self._used_bytes >= _PUT_OUT_BYTES:
             self.put_out()
 
     def put_out(self) -> None:
-        """Hand all pages back to the system, if they lie in a file. Nothing is lost, also not for those who read."""
+        """Return all pages to the system if they are in a file. Their content stays, also for current readers."""
         self._used_bytes = 0
         if self._is_file and _ADVICE is not None:
             self._mapped.madvise(_ADVICE)
 
 
 def _file(size: int, folder: Path) -> mmap.mmap:
-    """An unnamed file of the folder, mapped; OSError if the disk cannot take it."""
+    """Create an unnamed file in the folder and map it. Raises OSError if the disk has no space for it."""
     with tempfile.TemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)

@@ -1,1 +1,1 @@
-"""Records that peers publish about a run, and finding peers by them."""
+"""Records that peers publish about a run, and finding peers by these records."""

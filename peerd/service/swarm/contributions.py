@@ -1,8 +1,8 @@
-"""Contributions of this peer to a run in one role: counted, kept over restarts, and published for the leader-board.
+"""Contributions of this peer to a run in one role: counted, stored across restarts, published for the leader-board.
 
-`add` is cheap and may be called at every step; `run` publishes now and then. The figures are this peer's own word
-(`counted_record` has the conductor's); its name is in the token that travels along. The totals lie in a small file of
-the role's directory; one that cannot be read or written costs the past, no more.
+`add` is cheap and may be called at every step; `run` publishes regularly. The figures are this peer's own claim
+(`counted_record` has the conductor's count). Its name is in the token that the record contains. The totals are in a
+small file in the role's directory; if it cannot be read or written, only the past totals are lost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peerd.core.messages.encoding import encode
 from peerd.core.work import Worker
 from peerd.home import write_atomically
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import Gate
+from peerd.service.rpc.rpc_types import AccessGuard
 
 _log = logging.getLogger("peerd.contributions")
 
@@ -33,8 +33,8 @@ _MOST: Final = (1 << 62) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class TallyOf:
-    """Identity of the totals. `file` keeps them, written on `worker`; without them they are of this process only."""
+class ContributionOf:
+    """Identity of the totals. `worker` writes them to `file`; without it they count this process only."""
 
     run: str
     role: str
@@ -42,10 +42,10 @@ class TallyOf:
     worker: Worker | None = None
 
 
-class Tally:
+class ContributionTally:
     """The totals of one role of this peer."""
 
-    def __init__(self, of: TallyOf, dht: Dht, clock: Clock, gate: Gate | None) -> None:
+    def __init__(self, of: ContributionOf, dht: Dht, clock: Clock, gate: AccessGuard | None) -> None:
         self.samples = 0
         self.bytes_aggregated = 0
         self.seconds = 0.0
@@ -53,22 +53,22 @@ class Tally:
         self._run, self._role, self._file, self._worker = of.run, of.role, of.file, of.worker
         self._dht, self._clock, self._gate = dht, clock, gate
         self._counted_to = clock.now()
-        self._problem = ""  # the reason that the totals were not kept the last time
+        self._problem = ""  # why the last write failed
         self._load()
 
     def add(self, *, samples: int = 0, bytes_aggregated: int = 0) -> None:
-        """Count what was given since the last call: samples of committed steps, bytes summed for others."""
+        """Add to the totals: samples of committed steps, and bytes summed for others."""
         self.samples = min(self.samples + samples, _MOST)
         self.bytes_aggregated = min(self.bytes_aggregated + bytes_aggregated, _MOST)
 
     async def run(self) -> None:
-        """Publish again and again, until cancelled."""
+        """Publish every 20 s, until cancelled."""
         while True:
             await self.publish()
             await trio.sleep(PERIOD_S)
 
     async def publish(self) -> None:
-        """Say it to the directory and keep it. A directory that fails is no error."""
+        """Store the totals and publish them. A directory that fails is no error."""
         now = self._clock.now()
         self.seconds += now - self._counted_to
         self._counted_to = now
@@ -91,7 +91,7 @@ class Tally:
             self.seconds, self.since = float(seconds), min(since, self.since)
 
     async def _save(self) -> None:
-        """Save the totals, not on the loop: a disk may be slow."""
+        """Write the file, on the worker: a disk may be slow."""
         file = self._file
         if file is None or self._worker is None:
             return

@@ -1,11 +1,11 @@
-"""Record of the conductor's counts: published while a peer conducts, and read by watchers and by the next conductor.
+"""Record of the conductor's counts: published while a peer conducts, read by status commands and the next conductor.
 
-The counts of a tenure (`machine/batch/counted_work`) are published every PERIOD_S, the peers with the most samples
-first, on as many pages as a publisher may have under one key. The record outlives its tenure, and its publisher, by
-_TTL_S at most: the conductor after it goes on from these counts. One that conducted before, and does so again while a
-record of its own predecessor still lives, goes on from that older one. Whose record counts is the reader's choice, and
-all that a conductor says here is its own word. Hostile input: pages of any content under any suffix. A page that cannot
-be read costs its rows and no others; pages of other publishers are not decoded.
+The counts of a tenure (`machine/batch/counted_work`) are published every PERIOD_S, peers with the most samples first,
+on as many pages as a publisher may have under one key. The record outlives its tenure and its publisher by at most
+_TTL_S, and the next conductor continues from its counts. A peer that conducts a second time, while the record of its
+own predecessor still lives, continues from that older one. The reader chooses whose record counts; its content is the
+conductor's own claim. Hostile input: pages of any content under any suffix. An unreadable page costs only its own rows;
+pages of other publishers are not decoded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from peerd.core.messages.encoding import encode
 from peerd.core.record import Record
 from peerd.machine.batch.counted_work import CountedWork, PeerWork
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import Gate
+from peerd.service.rpc.rpc_types import AccessGuard
 
 _log = logging.getLogger("peerd.contributions")
 
@@ -35,23 +35,23 @@ _TTL_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class CountedTable:
-    """One conductor's counts, as its record has them."""
+    """One conductor's counts, as read from its record."""
 
     by: PeerId
     since_step: int
     step: int
-    unlisted: int  # number of peers that it counted, and that have too little for the record
-    told_at: float  # corrected Unix time
+    unlisted: int  # number of peers with counts too small for the record
+    told_at: float  # corrected Unix time of the newest page
     of: dict[PeerId, PeerWork]
 
 
 def read_counted(
-    by: PeerId, records: Iterable[Record], gate: Gate | None, unreadable: list[Record] | None = None
+    by: PeerId, records: Iterable[Record], gate: AccessGuard | None, unreadable: list[Record] | None = None
 ) -> CountedTable | None:
-    """The counts that conductor `by` published under `counted_key`, or None if it published none.
+    """The counts that conductor `by` published under `counted_key`, or None if there are none.
 
-    Pages from before it began to count anew are left out. Of a peer that is on several pages the newest page counts.
-    Records that are no pages are added to `unreadable`.
+    Pages older than the start of its current count are ignored. For a peer on several pages, the newest page counts.
+    Records that are not valid pages are added to `unreadable`.
     """
     pages = list[tuple[int, bytes, CountedPage]]()
     for record in records:
@@ -80,13 +80,13 @@ def read_counted(
 class CountedRecord:
     """Publishes the counts of this peer's tenures in one run."""
 
-    def __init__(self, run: str, dht: Dht, gate: Gate | None) -> None:
+    def __init__(self, run: str, dht: Dht, gate: AccessGuard | None) -> None:
         self._key, self._dht, self._gate = counted_key(run), dht, gate
 
     async def keep(self, work: CountedWork, before: Iterable[PeerId], lasts: Callable[[], bool]) -> None:
-        """Go on from the counts of the conductor before this one, and publish ours while the tenure `lasts`.
+        """Continue from the previous conductor's counts, and publish ours while the tenure `lasts`.
 
-        `before`: conductors that may have a record, the latest first; the first one that has is gone on from.
+        `before`: conductors that may have a record, the latest first; the first one that has a record is used.
         """
         await self._go_on(work, before)
         while lasts():
@@ -94,7 +94,7 @@ class CountedRecord:
             await trio.sleep(PERIOD_S)
 
     async def publish(self, work: CountedWork) -> None:
-        """Publish what is counted by now. A directory that fails is no error."""
+        """Publish the current counts. A directory that fails is no error."""
         try:
             for suffix, page in zip(PAGE_SUFFIXES, self._pages(work), strict=False):
                 await self._dht.put(self._key, encode(page), ttl_s=_TTL_S, suffix=suffix, stays=True)
@@ -102,7 +102,7 @@ class CountedRecord:
             _log.info("the counts of contributions could not be published: %s", error)
 
     def _pages(self, work: CountedWork) -> list[CountedPage]:
-        """The pages to publish; none before the first step."""
+        """The pages to publish. Empty before the first step."""
         if work.since_step is None:
             return []
         token = self._gate.token if self._gate is not None else b""
@@ -115,15 +115,15 @@ class CountedRecord:
         ]
 
     async def _go_on(self, work: CountedWork, before: Iterable[PeerId]) -> None:
-        """Add the counts of the conductor before this one, if its record can be read."""
+        """Add the counts of the previous conductor, if its record can be read."""
         try:
             records = await self._dht.get(self._key, most_bytes=DIRECTORY_READ_BYTES)
         except RemoteError as error:
-            _log.info("the counts of the conductor before could not be read: %s", error)
+            _log.info("the counts of the previous conductor could not be read: %s", error)
             return
         tables = (read_counted(by, records, self._gate) for by in before)
         table = next((table for table in tables if table is not None), None)
         if table is None:
             return
         work.go_on_from(table.since_step, table.step, ((peer.text, counted) for peer, counted in table.of.items()))
-        _log.info("goes on from what %s counted since step %d", table.by.short, table.since_step)
+        _log.info("continuing from the counts of %s since step %d", table.by.short, table.since_step)

@@ -1,9 +1,9 @@
-"""Links from a stage peer that can only dial to the run's trainers, which could not make them.
+"""Keeps links from a stage peer that accepts no connections to the run's trainers, which cannot dial it.
 
-Trainers announce where they can be dialed; a peer that takes no connections reads that now and then and keeps a link to
-each (`kept_links`). With mates and conductor it has links anyway (`preconnect`, `conductor_client`). While the peer can
-be dialed, nothing is done. Hostile input: records of strangers name few addresses each, and a limited number of peers
-is dialed; in a run with tokens only members.
+Trainers publish their addresses. A stage peer that accepts no inbound connections reads them regularly and keeps a link
+to each (`kept_links`). It has links to stage-mates and the conductor anyway (`preconnect`, `conductor_client`). Does
+nothing while the peer can be dialed. Hostile input: a stranger's record has few addresses, and the number of peers that
+are dialed is limited; in a run with tokens only members are dialed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from peerd.service.swarm.kept_links import KeptLinks
 
 log = logging.getLogger("peerd.service.swarm.dial_trainers")
 
-_LOOK_S = 10.0  # at the records; trainers announce themselves as they begin
-_TEND_S = 2.0  # at the links
+_LOOK_S = 10.0  # between two reads of the trainers' records
+_TEND_S = 2.0  # between two checks of the links
 
 
-class CallingIn:
-    """Links of one stage peer to the trainers."""
+class TrainerDialer:
+    """Keeps the links of one stage peer to the trainers."""
 
     def __init__(self, host: Host, dht: Dht, directory: Directory) -> None:
         self._host, self._dht, self._directory = host, dht, directory
@@ -59,7 +59,7 @@ class CallingIn:
                 progress = decode_trainer(record.value)
                 self._directory.learn(record.publisher, progress.addrs, by=record.publisher)
             except ProtocolViolation as error:
-                log.warning("skipped a trainer's record: %s", error.blame(record.publisher))
+                log.warning("ignored a trainer's record: %s", error.blame(record.publisher))
                 continue
             if not progress.client and record.publisher != self._host.id:
                 found.append(record.publisher.text)

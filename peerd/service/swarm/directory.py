@@ -1,8 +1,8 @@
-"""Directory of a run: which peer serves which stage, as the DHT and the conductor tell it; and announcing ourselves.
+"""Directory of a run: which peer serves which stage, as the DHT and the conductor report it, and our own records.
 
-Also which peers keep checkpoints. Everybody's last known addresses go to the host's address book. Values from the DHT
-are strangers': decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens a record
-counts only with its publisher's token in it, and one that allows to serve a stage, or to be a backbone.
+Also which peers keep checkpoints. Everyone's last known addresses go to the host's address book. Values from the DHT
+are strangers' input: they are decoded strictly, and an invalid one is ignored and logged with its publisher. In a run
+with tokens a record counts only with its publisher's token for the role: stage peer, backbone, or trainer.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.machine.swarm.placement import CHOOSING_S, TAKING_S, Arrival
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import Gate
+from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.swarm.directory")
 
 RECORD_TTL_S = 60.0
-_FELLOWS_ASKED = 8  # in one look: one that is there is enough
+_FELLOWS_ASKED = 8  # at most, in one call: one that answers is enough
 
 
 @dataclass(frozen=True, slots=True)
 class StagePeer:
-    """A stage peer as it announced itself."""
+    """A stage peer, as its own record describes it."""
 
     peer: PeerId
     progress: StageProgress
@@ -56,26 +56,26 @@ class StagePeer:
 
 @dataclass(frozen=True, slots=True)
 class SettingsTold:
-    """Published settings of others: of peers that serve a stage, and of those that train."""
+    """Settings published by other peers: by peers that serve a stage, and by trainers."""
 
     serving: list[PublishedSettings]
     training: list[PublishedSettings]
 
 
 class Directory:
-    """The stage peers of one run."""
+    """The stage peers and keepers of one run."""
 
-    def __init__(self, run: str, stages: int, host: Host, dht: Dht, gate: Gate | None = None) -> None:
+    def __init__(self, run: str, stages: int, host: Host, dht: Dht, gate: AccessGuard | None = None) -> None:
         self.run, self.stages = run, stages
         self._host, self._dht, self._gate = host, dht, gate
         self.announced: dict[tuple[PeerId, int], StagePeer] = {}  # by peer and stage
-        self.kept: dict[PeerId, list[Position]] = {}  # what backbones say that they keep,
-        self.keeping = frozenset[PeerId]()  # and those that keep checkpoints, though they may have none yet
-        self.answered = False  # True if another peer answered the last reading: else nothing follows from it
-        self._answered_at = float("-inf")  # the last time that one did, in trio time
+        self.kept: dict[PeerId, list[Position]] = {}  # backbone -> positions whose checkpoints it says it keeps
+        self.keeping = frozenset[PeerId]()  # all backbones that keep checkpoints, even if they have none yet
+        self.answered = False  # True if a peer answered the last read; otherwise missing records mean nothing
+        self._answered_at = float("-inf")  # last time that a peer answered, in trio time
 
     async def refresh(self) -> dict[tuple[PeerId, int], StagePeer]:
-        """Read every stage's records, and what is kept; what could not be read stays as it was."""
+        """Read the records of all stages and of kept checkpoints. What could not be read stays as it was."""
         keys = {stage_key(self.run, stage): stage for stage in range(self.stages)}
         try:
             wanted = [*keys, kept_key(self.run)]
@@ -90,7 +90,7 @@ class Directory:
         entries = [entry for r, stage in read if (entry := self._entry(r.publisher, r.value, stage)) is not None]
         fresh = _present(entries)
         if not self.answered and trio.current_time() - self._answered_at < RECORD_TTL_S:
-            fresh = self.announced | fresh  # nobody has said that the others are gone, and their records still live
+            fresh = self.announced | fresh  # no answer says that the others are gone, and their records still live
         self.announced = fresh
         records = [(r.publisher, self._kept_by(r.publisher, r.value)) for r in found.get(kept_key(self.run), [])]
         kept = {peer: positions for peer, positions in records if positions is not None}
@@ -111,7 +111,7 @@ class Directory:
                 return None
             self.learn(peer, kept.addrs, by=peer)
         except ProtocolViolation as error:
-            log.warning("skipped a record of kept checkpoints: %s", error.blame(peer))
+            log.warning("ignored a record of kept checkpoints: %s", error.blame(peer))
             return None
         return kept.positions
 
@@ -119,37 +119,35 @@ class Directory:
         try:
             progress = decode_stage(value)
             if progress.stage != stage:
-                raise ProtocolViolation("a stage record stands under another stage's key")
+                raise ProtocolViolation("a stage record is under another stage's key")
             if self._gate is not None and self._gate.named(peer, progress.token, "stage") is None:
-                return None  # the gate has said so: whoever claims to have served longest would conduct
+                return None  # the gate has logged it; a peer could otherwise conduct by a false claim
             self.learn(peer, progress.addrs, by=peer)
         except ProtocolViolation as error:
-            log.warning("skipped a stage record: %s", error.blame(peer))
+            log.warning("ignored a stage record: %s", error.blame(peer))
             return None
         return StagePeer(peer, progress)
 
     def learn(self, peer: PeerId, addrs: Iterable[str], by: PeerId | None = None) -> None:
-        """Remember where a peer may be reached, as `by` says (None: the source is unknown); raises
-        ProtocolViolation.
-        """
+        """Store the addresses of a peer, as `by` reports them (None if unknown). Raises ProtocolViolation."""
         try:
             self._host.learn(peer, [parse_addr(addr) for addr in addrs], by=by)
         except ConfigError as error:
             raise ProtocolViolation(str(error), peer) from None
 
     def learn_members(self, members: Iterable[MemberInfo]) -> list[MemberInfo]:
-        """The conductor's list: addresses that the DHT may not know yet. Returns the entries that are valid."""
+        """Store the addresses in the conductor's list, which may be newer than the DHT's. Returns the valid entries."""
         valid = []
         for member in members:
             try:
                 self.learn(PeerId.parse(member.peer), member.addrs)
                 valid.append(member)
             except (ValueError, ProtocolViolation) as error:
-                log.warning("skipped a member of the conductor's list: %s", error)
+                log.warning("ignored a member of the conductor's list: %s", error)
         return valid
 
     async def announce(self, progress: StageProgress) -> None:
-        """Publish what we do; it expires by itself unless repeated."""
+        """Publish our record. It expires unless it is published again."""
         if self._gate is not None:
             progress = msgspec.structs.replace(progress, token=self._gate.token)
         await self._dht.put(stage_key(self.run, progress.stage), encode_progress(progress), ttl_s=RECORD_TTL_S)
@@ -158,7 +156,7 @@ class Directory:
         await self._dht.withdraw(stage_key(self.run, stage))
 
     async def announce_kept(self, positions: Sequence[Position]) -> None:
-        """Say of which positions we keep all stages' checkpoints; it expires by itself unless repeated."""
+        """Publish the positions of which we keep all stages' checkpoints. It expires unless it is published again."""
         token = self._gate.token if self._gate is not None else b""
         kept = KeptCheckpoints(list(positions)[-KEPT_SETS:], self.own_addrs(), token)
         await self._dht.put(kept_key(self.run), encode(kept), ttl_s=RECORD_TTL_S)
@@ -168,7 +166,7 @@ class Directory:
         await self._dht.put(settings_key(self.run), settings.encode(), ttl_s=RECORD_TTL_S)
 
     async def published_settings(self) -> SettingsTold:
-        """Settings of this run by the word of its stage peers and its trainers; others' word does not count."""
+        """Settings of this run as its stage peers and trainers publish them. Other publishers do not count."""
         serving = {peer for peer, _ in await self.refresh()}
         keys = [settings_key(self.run), progress_key(self.run)]
         found = await self._dht.get_many(keys, most_bytes=DIRECTORY_READ_BYTES)
@@ -184,7 +182,7 @@ class Directory:
         return self._gate is None or self._gate.named(peer, settings.token, "trainer") is not None
 
     async def fellows(self) -> list[PeerId]:
-        """Other peers that have published settings of this run, and that we are linked with, or can be now."""
+        """Up to 8 other peers that have published settings of this run, and to which we have or can make a link."""
         records = await self._dht.get(settings_key(self.run), most_bytes=DIRECTORY_READ_BYTES)
         linked = []
         for peer in sorted({r.publisher for r in records} - {self._host.id})[:_FELLOWS_ASKED]:
@@ -194,14 +192,14 @@ class Directory:
         return linked
 
     async def announce_arrival(self, since: float, has: Sequence[int] = (), takes: int | None = None) -> None:
-        """Say that this peer, which came at `since`, is about to choose a stage, or has chosen one."""
+        """Announce that this peer, which arrived at `since`, is about to choose a stage, or has chosen `takes`."""
         token = self._gate.token if self._gate is not None else b""
         joiner = Joiner(since, token, list(has)[:JOINER_STAGES], takes)
         ttl_s = CHOOSING_S if takes is None else TAKING_S
         await self._dht.put(joining_key(self.run), encode(joiner), ttl_s=ttl_s)
 
     async def withdraw_arrival(self) -> None:
-        """Say so no more: this peer serves a stage now."""
+        """Withdraw the announcement of our arrival: this peer serves a stage now."""
         await self._dht.withdraw(joining_key(self.run))
 
     async def arrivals(self, wall: float) -> list[Arrival]:
@@ -211,7 +209,7 @@ class Directory:
             try:
                 one = decode(Joiner, record.value)
             except ProtocolViolation as error:
-                log.warning("skipped a joiner's record: %s", error.blame(record.publisher))
+                log.warning("ignored a joiner's record: %s", error.blame(record.publisher))
                 continue
             if self._gate is None or self._gate.named(record.publisher, one.token, "stage") is not None:
                 arrival = Arrival(one.since, record.publisher.text, tuple(one.has), one.takes)
@@ -220,7 +218,7 @@ class Directory:
         return found
 
     async def moved_or(self, event: Signal) -> None:
-        """Wait until our addresses change, so that records which name them are old, or until `event`."""
+        """Wait until our addresses change, so that our records are out of date, or until `event`."""
         async with trio.open_nursery() as nursery:
 
             async def wait(what: Callable[[], Awaitable[None]]) -> None:
@@ -232,17 +230,17 @@ class Directory:
 
     @property
     def only_dials(self) -> bool:
-        """True when nobody can dial this peer."""
+        """True if nobody can dial this peer."""
         return not self._host.takes_inbound
 
     def own_addrs(self) -> list[str]:
-        """Addresses to tell others; relays have a part in some of them, and may have made these too long."""
+        """Our addresses for records. Leaves out addresses that are too long, which relays can cause."""
         told = [str(addr) for addr in self._host.addrs()]
         return [text for text in told if len(text) <= ADDR_BYTES][:ADDRS_PER_PEER]
 
 
 def _present(entries: Iterable[StagePeer]) -> dict[tuple[PeerId, int], StagePeer]:
-    """The posts that peers hold now: a record stays for a while where its peer has moved; its latest one decides."""
+    """The posts that peers serve now. After a move the old record lives on for a while, so the latest one decides."""
     latest: dict[PeerId, StagePeer] = {}
     given = list(entries)
     for entry in given:

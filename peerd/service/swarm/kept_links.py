@@ -1,7 +1,7 @@
-"""Links that are kept to peers whose calls, or ours, will need them: made ahead, and anew when they are lost.
+"""Keeps links to peers that we will call, or that will call us: made in advance, and again when they are lost.
 
-Hostile input: whoever is named may not be there: few are dialed at once, and each that failed again only after a pause
-that doubles (`machine.connectivity.preconnect`).
+Hostile input: names of peers that do not exist. Few are dialed at once, and each failed one again only after a pause
+that doubles (`machine/connectivity/preconnect`).
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import trio
 
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.machine.connectivity.preconnect import Assembly
+from peerd.machine.connectivity.preconnect import PreconnectPlan
 from peerd.net.host.host import Host
 
 log = logging.getLogger("peerd.service.swarm.kept_links")
 
 
 class KeptLinks:
-    """The links of one purpose, which `what` names in the log."""
+    """The links for one purpose; the log calls their peers `what`."""
 
     def __init__(self, host: Host, what: str) -> None:
         self._host, self._what = host, what
-        self._assembly = Assembly(host.id.text)
+        self._assembly = PreconnectPlan(host.id.text)
 
     def tend(self, nursery: trio.Nursery, peers: Collection[str]) -> None:
-        """Dial those of `peers` that have no link, in the nursery; to be called every second or two."""
+        """Dial those of `peers` that have no link, in the nursery. Call it every second or two."""
         linked = {peer.text for peer in self._host.connected()}
         for name in self._assembly.dial(trio.current_time(), None, peers, linked, first=True):
             nursery.start_soon(self._connect, name)

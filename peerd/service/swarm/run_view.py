@@ -1,13 +1,13 @@
-"""View that a newcomer has of its run: whether it knows enough to take a stage, to conduct, or to begin the run.
+"""A newcomer's view of its run: whether it knows enough to choose a stage, to conduct, or to begin the run.
 
 A peer without a view reads an empty directory, and would begin a second swarm beside the live one. So it waits until
-the directory has answered, no clock that it knows says that records cannot be understood, its token is valid, and one
-of the members that the directory shows can be reached, or none is shown. Records of members that are gone expire within
-a minute. A peer without bootstrap addresses is the first of its run, by its user's word, as is one with `alone`. Once
-there is a view it stays for the life of the process: a peer that loses everybody later goes on.
+the directory has answered, its clock agrees with its peers' clocks well enough to read records, its token is valid, and
+either a member that the directory shows can be reached or no member is shown. Records of members that are gone expire
+within a minute. A peer without bootstrap addresses counts as the first of its run, and so does one with `--alone`. Once
+there is a view, it remains for the life of the process: a peer that loses all others later continues.
 
-Hostile input: records of members that never answer, renewed for ever, keep newcomers waiting where no honest member
-answers; the reason names them, and the user may begin with `--alone`. A bootstrap peer may show any clock.
+Hostile input: records of members that never answer, renewed forever, block newcomers if no honest member answers; the
+reason names these members, and the user may begin with `--alone`. A bootstrap peer may show any clock.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import Gate
+from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.service.swarm.directory import RECORD_TTL_S, Directory
 
-_LOOK_S: Final = 1.0  # between two looks
-_CLOCK_S: Final = 5.0  # for the first clock to be compared once the directory has answered
-_NAMED: Final = 3  # peers in a sentence
+_LOOK_S: Final = 1.0  # between two checks
+_CLOCK_S: Final = 5.0  # for the first comparison of clocks after the directory has answered
+_NAMED: Final = 3  # peers named in a message
 
 Reachable = Callable[[Iterable[PeerId]], Awaitable[set[PeerId]]]
 
 
 class RunView:
-    """See the module's header. `reachable`: returns those of some peers that can be connected now."""
+    """The view of one peer. `reachable`: returns those of the given peers that can be connected now."""
 
     def __init__(
-        self, net: tuple[Host, Dht], directory: Directory, gate: Gate | None, reachable: Reachable, rng: Random
+        self, net: tuple[Host, Dht], directory: Directory, gate: AccessGuard | None, reachable: Reachable, rng: Random
     ) -> None:
-        self.alone = False  # begin without others, by the user's word
+        self.alone = False  # the user has chosen to begin without others
         self.advice = "give --alone to begin without"
         self._host, self._dht = net
         self._directory, self._gate, self._reachable, self._rng = directory, gate, reachable, rng
@@ -53,18 +53,18 @@ class RunView:
         return self._missing is None
 
     def waits_for(self) -> str | None:
-        """What the view lacks, the cause first; None once there is one."""
+        """What the view lacks, or None once there is a view."""
         return self._missing
 
     def cause(self) -> str | None:
-        """Cause by which this peer may see nobody though others are there: its clock, or its token; None: neither."""
+        """Why this peer may see nobody though others exist: its clock or its token. None if neither is at fault."""
         return self._dht.clock_problem() or (self._gate.waits_for() if self._gate is not None else None)
 
     async def settled(self, patience_s: float = math.inf) -> None:
-        """Wait for a view; Unreachable says what it lacks after `patience_s`."""
+        """Wait for a view. Raises Unreachable after `patience_s`, with what the view lacks."""
         with trio.move_on_after(patience_s):
             while not self.clear:
-                async with self._turn:  # of several that wait one looks
+                async with self._turn:  # only one of the waiting tasks checks
                     if not self.clear:
                         self._missing = await self._look()
                 if not self.clear:
@@ -90,9 +90,10 @@ class RunView:
         return None
 
     def _drawn(self, members: Iterable[PeerId]) -> list[PeerId]:
-        """All members, those that we are linked with first, others in an order of this look alone.
+        """All members, those with links to us first, the others in a new random order for each check.
 
-        Of very many only the first are tried: nobody can put those that never answer before the others for ever.
+        Of very many only the first are tried. The random order prevents that members that never answer always come
+        first.
         """
         linked, order = set(self._host.connected()), sorted(members)
         self._rng.shuffle(order)

@@ -1,1 +1,1 @@
-"""Catching up: downloading a state, replaying steps, validation."""
+"""Catch-up of a member that is behind: downloads a state, replays steps, validates what it fetched."""

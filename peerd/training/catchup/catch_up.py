@@ -1,13 +1,15 @@
 """Catch-up of a member that is behind: downloads a state from its stage-mates, then replays the steps made since.
 
-A download takes a while, and the swarm goes on meanwhile. A member whose line is too slow for the swarm's steps says
-so, and fetches no state after state (`machine/state/catch_up_pace`). So the totals of its steps are fetched as well,
-from the moment the state is chosen, and the optimizer steps made with them: the same bits as all others have. Only when
-a total is no longer kept anywhere is a state fetched anew; a member that is a few steps late needs none at all. Also
-the donor's side: the state and totals that this peer gives to peers that come later.
+The swarm makes further steps during a download. From the moment a state is chosen, the totals (summed gradients) of
+these steps are therefore fetched as well and applied with the optimizer, which gives the same bits as at all other
+members. Only if no peer keeps a total any longer is another state fetched. A member that is a few steps late needs only
+totals. A member whose line is too slow for the swarm's steps reports this and pauses instead of fetching state after
+state (`machine/state/catch_up_pace`). This module also implements the donor's side: it serves this peer's state and
+totals to peers that are behind.
 
-Invariants: the member's parameters change only by its own methods (`CatchingMember`), whole, from the position that
-they were thought to be at, and by a root that most donors vouch for. A hostile donor: see `service.state.snapshot`.
+Invariants: the member's parameters change only through its own methods (`CatchingMember`), as a whole, from the
+expected position, and to a state whose root digest most donors confirm. For hostile donors see
+`service.state.snapshot`.
 """
 
 from __future__ import annotations
@@ -35,16 +37,16 @@ from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import StateItem
 from peerd.signals import Signal
 from peerd.training.catchup.copy_room import room_for_copy
-from peerd.training.catchup.replay import Trail
-from peerd.training.catchup.step_totals import Leap, Totals
+from peerd.training.catchup.step_totals import StepTotal, StepTotals
+from peerd.training.catchup.totals_trail import TotalsTrail
 from peerd.training.catchup.validate import state_at
 
 T = TypeVar("T")
 
 _PAUSE_S = 0.5  # while there is no donor, and after the first of the downloads that fail
 _LONGEST_PAUSE_S = 20.0  # after many that failed
-_TIDY_S = 3.0  # between two looks for copies and totals that no peer asks for any more
-_LATE_S = 5.0  # after a step, in which a member that has missed it is known, or asks for its total
+_TIDY_S = 3.0  # between two checks for copies and totals that no peer fetches any longer
+_LATE_S = 5.0  # time after a step by which a member that missed it is known or asks for the total
 
 
 class CatchingMember(Protocol):
@@ -57,12 +59,12 @@ class CatchingMember(Protocol):
 
     @property
     def model(self) -> Model:
-        """The model that it holds."""
+        """The model of its stage."""
         ...
 
     @property
     def moving(self) -> trio.Lock:
-        """The lock that each change or copy of the parameters holds."""
+        """The lock that is held during each change or copy of the parameters."""
         ...
 
     async def work(self, job: Callable[[], T], name: str) -> T:
@@ -70,15 +72,18 @@ class CatchingMember(Protocol):
         ...
 
     async def take_over(self, before: Position, position: Position, state: dict[str, Tensor]) -> None:
-        """Go from `before` to `position` with a whole state; ValueError: it does not fit; Elsewhere: not there."""
+        """Replace the parameters at `before` by a complete state at `position`.
+
+        Raises ValueError if the state does not fit, and Elsewhere if the member is not at `before`.
+        """
         ...
 
-    async def step_on(self, before: Position, leap: Leap) -> None:
-        """Make the optimizer step that leads on from `before`; errors as in `take_over`."""
+    async def step_on(self, before: Position, leap: StepTotal) -> None:
+        """Make the optimizer step that follows `before`. Raises the same errors as `take_over`."""
         ...
 
     async def reached(self, step: int) -> None:
-        """Wait until the parameters have that step, or a later one."""
+        """Wait until the parameters are at that step or a later one."""
         ...
 
 
@@ -87,11 +92,11 @@ class ConductorReports(Protocol):
 
     @property
     def members(self) -> list[MemberInfo]:
-        """All members and helpers of the swarm, as the conductor listed them last."""
+        """All members and helpers of the swarm, as last listed by the conductor."""
         ...
 
     def tell(self) -> None:
-        """Report the present position to the conductor at once."""
+        """Report the current position to the conductor at once."""
         ...
 
 
@@ -99,23 +104,23 @@ async def _keep_nothing(position: Position) -> None:
     pass
 
 
-class Elsewhere(PeerdError):
-    """The member is at another position than expected: another task has moved it meanwhile."""
+class PositionChanged(PeerdError):
+    """The member is not at the expected position, because another task moved it meanwhile."""
 
 
-# Errors that end one attempt, not the role: after NoMemory in the middle of a change `PostState.run` raises.
-_FAILED = (RemoteError, ValueError, Elsewhere, Stale, NoMemory)
+# Errors that end one attempt, not the role. After NoMemory in the middle of a change, `PostState.run` raises.
+_FAILED = (RemoteError, ValueError, PositionChanged, Stale, NoMemory)
 
 
-class CatchingUp:
-    """One member's downloads, and the state and totals that it gives. Serves nothing before `offer`."""
+class CatchUp:
+    """One member's downloads, and the state and totals that it serves to others. Serves nothing before `offer`."""
 
     def __init__(
         self, ctx: RoleContext, services: RunServices, coding: Worker, joiner: CatchingMember, reports: ConductorReports
     ) -> None:
-        self._awaited: str | None = None  # what is waited for, in words
+        self._awaited: str | None = None  # what the member waits for, as text
         self._failures = FailureStreak(_PAUSE_S, _LONGEST_PAUSE_S)
-        self._failed_donors: set[PeerId] = set()  # of the last failure
+        self._failed_donors: set[PeerId] = set()  # donors at the last failure
         self._ctx, self._services, self._coding, self._joiner, self._reports = ctx, services, coding, joiner, reports
         self._snapshots = services.snapshots()
         self._snapshots.notes = lambda text: ctx.log.event("stage.download_noted", note=text)
@@ -123,22 +128,22 @@ class CatchingUp:
         self._snapshots.folder = self._snapshots.totals.folder = ctx.data_dir
         self._turn = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._stage = -1
-        self._totals: Totals | None = None
+        self._totals: StepTotals | None = None
         self._state_bytes = 0
-        self._kept_at = 0.0  # when the newest of them was kept
-        self._goal: Position | None = None  # the swarm's position, while ours is another
-        self.keep_branch: Callable[[Position], Awaitable[None]] = _keep_nothing  # before the state of one is dropped
-        self._apart: Position | None = None  # a position of ours that the swarm's conductor never saw
-        self._kept_apart: Position | None = None  # the last such position that was kept
+        self._kept_at = 0.0  # when the newest total was kept
+        self._goal: Position | None = None  # the swarm's position while ours differs
+        self.keep_branch: Callable[[Position], Awaitable[None]] = _keep_nothing  # before a branch is dropped
+        self._apart: Position | None = None  # our position, if the swarm's conductor never saw it
+        self._kept_apart: Position | None = None  # the last such position whose state was kept
         self._seen = Signal()
-        self._trail: Trail | None = None
+        self._trail: TotalsTrail | None = None
         self._pace = CatchUpPace(services.run.limits.keep_totals)
-        self._too_slow: str | None = None  # its line is too slow, and it waits: what was said of it
-        self._total_bytes = 0  # of totals, that came so far
+        self._too_slow: str | None = None  # the logged reason, while the line is too slow
+        self._total_bytes = 0  # bytes of totals received so far
 
     @property
     def waits_for(self) -> str | None:
-        """What the member waits for, with the reason of the last failure; None while it needs nothing."""
+        """What the member waits for, with the reason of the last failure, as text. None if it needs nothing."""
         count, reason = self._failures.count, self._failures.reason
         if self._awaited is None or reason is None:
             return self._awaited
@@ -146,19 +151,19 @@ class CatchingUp:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of states and totals that came so far: of states, by the newest download alone."""
+        """Bytes received so far: of all totals, and of the newest state download."""
         report = self._snapshots.report
         return self._total_bytes + (report.received if report is not None else 0)
 
     @property
     def given_bytes(self) -> int:
-        """Bytes of states and totals that others fetched from us so far."""
+        """Bytes of states and totals that others have fetched from this peer."""
         return self._snapshots.giving.given_bytes
 
-    # --- giving -------------------------------------------------------------------------------------------------
+    # --- serving ------------------------------------------------------------------------------------------------
 
     def offer(self, stage: int) -> None:
-        """Give our state, and the totals of our last steps, to stage-mates from now on."""
+        """Start to serve our state, and the totals of our last steps, to stage-mates."""
         self._stage = stage
         joiner, run, giving = self._joiner, self._services.fingerprint, self._snapshots.giving
         writer, folder = self._ctx.worker("files"), self._ctx.data_dir
@@ -167,26 +172,28 @@ class CatchingUp:
         giving.offer_named(run, stage, self._total_after, self._coding)
 
     def withdraw(self) -> None:
-        """Stop giving this stage's state and totals."""
+        """Stop serving this stage's state and totals."""
         self._snapshots.giving.withdraw(self._stage)
 
-    def keep(self, before: Position, leap: Leap) -> None:
-        """Keep the total of a step from `before`: others may need it. Earlier ones stay only where they do."""
+    def keep(self, before: Position, leap: StepTotal) -> None:
+        """Keep the total of the step that followed `before`. Earlier totals are dropped unless a stage-mate may need
+        them.
+        """
         run = self._services.run
         if self._totals is None:
             self._state_bytes = sum(spec.nbytes for spec in self._joiner.model.outline())
-            self._totals = Totals(0, run.limits.keep_totals)
+            self._totals = StepTotals(0, run.limits.keep_totals)
         if not self._totals_are_wanted:
             self._totals.forget()
-        self._totals.most_bytes = spare_bytes(run, self._state_bytes, self._totals.memory_bytes)  # as it is by now
+        self._totals.most_bytes = spare_bytes(run, self._state_bytes, self._totals.memory_bytes)
         self._totals.keep(before, leap)
         self._kept_at = self._ctx.clock.now()
 
     @property
     def _totals_are_wanted(self) -> bool:
-        """True while a stage-mate is behind, or somebody fetches our state: the totals of our steps are for them.
+        """True while a stage-mate is behind or a peer fetches our state; these peers need the totals of our steps.
 
-        Helpers and members that rest are never ready, and make no steps.
+        Helpers and resting members are not counted: they are never ready and make no steps.
         """
         makes_steps = [m for m in self._reports.members if m.stage == self._stage and m.since and not m.rests]
         return self._snapshots.giving.in_use or not all(mate.ready for mate in makes_steps)
@@ -195,7 +202,7 @@ class CatchingUp:
         return await self._joiner.work(self._joiner.model.outline, "outline the state")
 
     async def freeze(self) -> tuple[Position, FrozenState]:
-        """The donor's state as it is now, with the position it belongs to."""
+        """A frozen copy of this peer's current state, with its position."""
         async with self._joiner.moving:
             room = partial(room_for_copy, self._services.run, self._ctx.data_dir)
             state = await self._joiner.work(lambda: self._joiner.model.freeze(room), "freeze the state")
@@ -209,29 +216,29 @@ class CatchingUp:
 
     @property
     def is_apart(self) -> bool:
-        """True while this peer stands at a position that the swarm's conductor never saw."""
+        """True while this peer is at a position that the swarm's conductor never saw."""
         return self._apart is not None
 
     def swarm_at(self, current: Position, stated: Position, apart: bool = False) -> None:
-        """Take the swarm's position from the conductor's answer to a report of our position as `stated`.
+        """Process the swarm's position, from the conductor's answer to a report of our position as `stated`.
 
-        `apart`: the conductor never saw that one.
+        `apart` is True if the conductor never saw `stated`.
         """
         position = self._joiner.position
         self._apart = stated if apart else None
         self._pace.swarm_at(self._ctx.clock.now(), current.step)
         if position == current:
             self._pace.arrived()
-            self._arrived()  # also where the swarm came to us: what was waited for is not needed
+            self._arrived()  # also if the swarm moved to our position
         if self._goal is None and (stated != position or position == current):
-            return  # a commit has come in between, or all is well
+            return  # a commit came in between, or the positions agree
         self._goal = None if position == current else current
         self._seen.notify()
         if self._trail is not None:
             self._trail.look()
 
     async def run(self) -> None:
-        """Catch up whenever the swarm's position is not ours."""
+        """Catch up whenever the swarm's position differs from ours."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tidy)
             while True:
@@ -239,7 +246,7 @@ class CatchingUp:
                     await self._seen.wait()
                     continue
                 moved = await self._attempt()
-                self._goal = None  # until the conductor says more
+                self._goal = None  # until the conductor's next answer
                 if moved:
                     self._arrived()
                     self._reports.tell()
@@ -252,7 +259,7 @@ class CatchingUp:
             self._ctx.log.event("stage.download_recovered", stage=self._stage, failures=count)
 
     async def _pause(self) -> None:
-        """Wait before the next attempt; less long if a donor appears that was not there in the last one."""
+        """Wait before the next attempt. Return early if a donor appears that the last attempt did not have."""
         until = trio.current_time() + max(_PAUSE_S, self._failures.pause_s)
         while trio.current_time() < until:
             await trio.sleep(min(_PAUSE_S, until - trio.current_time()))
@@ -273,7 +280,10 @@ class CatchingUp:
                 self._totals.forget()
 
     async def _attempt(self) -> bool:
-        """Catch up by totals alone, if they are fewer bytes; else by a state and totals. False: not moved."""
+        """Catch up by totals alone if these are fewer bytes than a state, else by a state and totals.
+
+        Returns False if the position did not change.
+        """
         goal, begun = self._goal, self._joiner.position
         assert goal is not None
         if not self._donors():
@@ -287,7 +297,7 @@ class CatchingUp:
             late_bytes = (goal.step - begun.step) * self._joiner.model.vector_outline().nbytes
             if 0 < late_bytes <= sum(spec.nbytes for spec in expected):
                 self._awaited = f"the steps up to {goal.step} from a stage-mate"
-                with suppress(Stale):  # the parameters are of another step than thought: a whole state mends that
+                with suppress(Stale):  # the parameters are of an unexpected step: fetch a complete state instead
                     await self._along_a_trail(self._from_here)
             if self._joiner.position not in (goal, self._goal):
                 self._awaited = f"the state of step {goal.step} from a stage-mate"
@@ -297,7 +307,7 @@ class CatchingUp:
         return self._joiner.position != begun
 
     def _note_failure(self, error: Exception) -> None:
-        """Count a failed attempt; the log has one line for each kind of error, and a reminder now and then."""
+        """Count a failed attempt. The log gets one line for each kind of error, and a reminder now and then."""
         reason, failures = str(error), self._failures
         self._failed_donors = set(self._donors())
         if (count := failures.failed(trio.current_time(), type(error).__name__, reason)) is not None:
@@ -305,20 +315,20 @@ class CatchingUp:
             self._ctx.log.event("stage.download_failed", level="warning", **facts)
 
     def _is_too_slow(self) -> bool:
-        """True while another state would come too late, too; says so once, with figures."""
+        """True while another state would arrive too late again. Logs the figures once."""
         why = self._pace.too_slow(self._ctx.clock.now(), [donor.text for donor in self._donors()])
         if why is None:
             self._too_slow = None
             return False
-        if self._too_slow is None:  # the figures change all the time, and are said once
+        if self._too_slow is None:  # the figures change all the time; log them once
             self._too_slow = why
             self._ctx.log.event("stage.too_slow", level="warning", stage=self._stage, reason=why)
         self._awaited = self._too_slow
         return True
 
-    async def _along_a_trail(self, start: Callable[[Trail], Awaitable[Position]]) -> None:
-        """Replay a trail that is fetched meanwhile, from the position that `start` brings us to."""
-        trail = self._trail = Trail(self._fetch_total, lambda: self._goal)
+    async def _along_a_trail(self, start: Callable[[TotalsTrail], Awaitable[Position]]) -> None:
+        """Replay a trail while it is fetched, from the position that `start` reaches."""
+        trail = self._trail = TotalsTrail(self._fetch_total, lambda: self._goal)
         failure: Exception | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -326,19 +336,19 @@ class CatchingUp:
                 try:
                     await self._walk(await start(trail), trail)
                 except _FAILED as error:
-                    failure = error  # not in a group
+                    failure = error  # so that it is not raised in an exception group
                 nursery.cancel_scope.cancel()
         finally:
             self._trail = None
         if failure is not None:
             raise failure
 
-    async def _from_here(self, trail: Trail) -> Position:
+    async def _from_here(self, trail: TotalsTrail) -> Position:
         trail.begin(self._joiner.position)
         return self._joiner.position
 
-    async def _from_a_state(self, expected: Sequence[TensorSpec], trail: Trail) -> Position:
-        """Take over a stage-mate's state; `trail` begins at its position, before the download ends."""
+    async def _from_a_state(self, expected: Sequence[TensorSpec], trail: TotalsTrail) -> Position:
+        """Download and apply a stage-mate's state. `trail` begins at its position before the download ends."""
         before = self._joiner.position
         if before == self._apart != self._kept_apart and before.step:
             goal = self._goal.step if self._goal is not None else 0
@@ -366,11 +376,11 @@ class CatchingUp:
         return position
 
     def _sizes(self, expected: Sequence[TensorSpec]) -> Sizes:
-        total = sum(spec.nbytes for spec in Leap.outline(self._joiner.model))
+        total = sum(spec.nbytes for spec in StepTotal.outline(self._joiner.model))
         return Sizes(sum(spec.nbytes for spec in expected), total)
 
-    async def _walk(self, position: Position, trail: Trail) -> None:
-        """Make the trail's steps, to its end."""
+    async def _walk(self, position: Position, trail: TotalsTrail) -> None:
+        """Apply the trail's steps until it ends."""
         first = position.step
         while (leap := await trail.next()) is not None:
             await self._joiner.step_on(position, leap)
@@ -381,15 +391,17 @@ class CatchingUp:
         if trail.broken is not None:
             self._ctx.log.event("stage.trail_broken", stage=self._stage, step=position.step, reason=trail.broken)
 
-    async def _fetch_total(self, before: Position) -> Leap:
+    async def _fetch_total(self, before: Position) -> StepTotal:
         request = StateRequest(self._services.fingerprint, self._stage, of=before)
-        expected = Leap.outline(self._joiner.model)
+        expected = StepTotal.outline(self._joiner.model)
         position, items = await self._snapshots.totals.fetch(self._donors, request, expected, self._coding)
         self._total_bytes += sum(spec.nbytes for spec in expected)
-        return Leap.of(position, items)
+        return StepTotal.of(position, items)
 
     def _donors(self) -> list[PeerId]:
-        """Stage-mates that have the state; each newcomer begins with another, so that none has to serve them all."""
+        """Stage-mates that have the state. Each newcomer begins with a random one, so that no single donor serves them
+        all.
+        """
         own = self._ctx.host.id.text
         names = [m.peer for m in self._reports.members if m.ready and m.stage == self._stage and m.peer != own]
         turn = self._turn % max(1, len(names))

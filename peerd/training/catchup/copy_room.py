@@ -1,10 +1,10 @@
-"""Room for what a stage keeps beside its state: what is left of a frozen state when the next step comes before it was
-read, and what the code of averaging missed.
+"""Room, in memory or in a file, for data that a stage keeps besides its state: copies of frozen states, and residuals.
 
-With `limits.memory_gb`, or if it is large, a copy goes to an unnamed file in the role's folder, so that a slow disk, or
-a newcomer on a slow line, never brings the process to its limit, nor makes it much larger than its steps do. A small
-one goes to memory, as does one that the disk cannot take, if there is memory. A large residual goes to such a file as
-well, unless rounds are so short that the disk would wear out.
+The unread rest of a frozen state is copied just before the next step. If the copy is large, or if `limits.memory_gb` is
+set, it goes to an unnamed file in the role's folder, so that a slow disk or a newcomer on a slow line never brings the
+process to its memory limit, or makes it much larger than its steps do. A small copy goes to memory, and so does one for
+which the disk has no space, if there is enough memory. A large residual (what the lossy code of averaging dropped) also
+goes to such a file, unless rounds are so short that writing would wear out the disk.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from peerd.core.limits import WORTH_A_FILE_BYTES
 from peerd.core.run.runfile import RunFile
 from peerd.service.state.state_room import StateRoom
 
-_WORTH_WRITING_S: Final = 60.0  # writing a residual in each round is then less than a few times what the line carries
+_WORTH_WRITING_S: Final = 60.0  # in longer rounds, the disk writes at most a few times the bytes that the line carries
 
 
 def room_for_copy(run: RunFile, folder: Path, size: int) -> StateRoom | None:
-    """A file in `folder` for a copy of `size` bytes, or None if it may lie in memory. NoMemory says why there is room
-    in neither.
+    """Create a file in `folder` for a copy of `size` bytes. Returns None if the copy should use memory.
+
+    Raises NoMemory, with the reasons, if neither has room.
     """
     limited = run.limits.memory_gb > 0
     fits = not limited and lacking_for_call(run, size) is None
@@ -36,14 +37,15 @@ def room_for_copy(run: RunFile, folder: Path, size: int) -> StateRoom | None:
             return None
         memory = f"limits.memory_gb allows {run.limits.memory_gb:g} GB" if limited else "the machine has no memory left"
         reason = error.strerror or error
-        raise NoMemory(f"a copy takes {size / 1e6:.1f} MB, {memory}, and {folder}: {reason}") from None
+        raise NoMemory(f"a copy takes {size / 1e6:.1f} MB, {memory}, and no file fits in {folder}: {reason}") from None
 
 
 def room_for_residual(run: RunFile, folder: Path, size: int, round_s: float) -> StateRoom | None:
-    """A file in `folder` for a residual of `size` bytes, which is written once a round; None: it lies in memory.
+    """Create a file in `folder` for a residual of `size` bytes, which is written once per round.
 
-    Where memory is short it goes to the file however long rounds take (`round_s`). If the disk cannot take it, the
-    room is memory, and the log says so.
+    Returns None if the residual should use ordinary memory: if it is small, or if rounds are short (`round_s`, in
+    seconds), memory is free and `limits.memory_gb` is not set. If the disk has no space for the file, the returned room
+    is memory, and the log has a warning.
     """
     if size < WORTH_A_FILE_BYTES:
         return None

@@ -1,10 +1,11 @@
-"""Totals: the summed gradients of the last optimizer steps, kept so that a peer that was late can make those steps.
+"""Totals: the summed gradients of the last optimizer steps, kept so that a peer that is late can make those steps.
 
-With the same parameters and the same total an optimizer step gives the same bits everywhere, so a newcomer whose state
-is a few steps old needs one vector for each step, and no second state. (With it goes the state that the gradients' code
-keeps from step to step, such as PowerSGD's Q: it is a part of the state, too.) Invariants: never more
-bytes than `most_bytes`, nor more totals than STATE_TOTALS; the oldest goes first; a total is stored under the position
-that it led on from, and goes out with the position that it leads to.
+With the same parameters and the same total, an optimizer step gives the same bits everywhere. A newcomer whose state is
+a few steps old therefore needs one vector for each step instead of another state. The state that the gradients' code
+keeps between steps, such as PowerSGD's Q, is sent with the total.
+
+Invariants: at most `most_bytes` bytes and STATE_TOTALS totals are kept; the oldest is dropped first. A total is stored
+under the position before its step, and sent with the position after it.
 """
 
 from __future__ import annotations
@@ -27,36 +28,38 @@ from peerd.service.state.snapshot import StateItem
 from peerd.service.state.state_room import StateRoom
 
 
-class Leap(NamedTuple):
-    """One optimizer step: the position it leads to, and all that it takes to make it."""
+class StepTotal(NamedTuple):
+    """One optimizer step (a leap): the position that it leads to, and the data needed to make it."""
 
     target: Position
     total: Vector  # the summed gradient, flat
-    code: Mapping[str, Tensor] = {}  # state of the gradients' code after this step, where it keeps any
+    code: Mapping[str, Tensor] = {}  # state of the gradients' code after this step, if it keeps any
 
     @classmethod
-    def made(cls, model: Model, target: Position, total: Vector) -> Leap:
+    def made(cls, model: Model, target: Position, total: Vector) -> StepTotal:
         """The step that `model` has just made."""
         kept = model.low_rank.state() if model.low_rank is not None else {}
         return cls(target, total, {name: tensor.clone() for name, tensor in kept.items()})
 
     def make(self, model: Model, samples: int) -> None:
-        """Make the step with `model`; ValueError, before any change, when it does not fit."""
+        """Make the step with `model`. Raises ValueError, before any change, if the data do not fit."""
         if not all(all_finite(tensor) for tensor in self.code.values()):
-            raise ValueError("what belongs to the total is not finite")
+            raise ValueError("the state of the gradients' code that came with the total is not finite")
         model.commit(self.target.step - 1, self.total, samples)
         if model.low_rank is not None:
             model.low_rank.load(self.code)
 
     @staticmethod
     def outline(model: Model) -> list[TensorSpec]:
-        """The specs of `items` for a step of `model`."""
+        """The tensor specs of `items` for a step of `model`."""
         kept = model.low_rank.outline() if model.low_rank is not None else []
         specs = [TensorSpec(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in sorted(kept)]
         return [model.vector_outline(), *specs]
 
-    def put_out(self, folder: Path) -> Leap:
-        """The same leap, whose total lies in a file in `folder` if the disk takes it. For a thread of its own."""
+    def put_out(self, folder: Path) -> StepTotal:
+        """The same leap with its total in a file in `folder`, or in memory if the disk is full. Blocks: run it on a
+        worker.
+        """
         room = StateRoom(self.total.nbytes, folder)
         total = np.frombuffer(room.row, self.total.dtype)
         np.copyto(total, self.total)
@@ -64,13 +67,13 @@ class Leap(NamedTuple):
         return self._replace(total=total)
 
     def items(self) -> list[StateItem]:
-        """The leap as state items, to travel."""
+        """The leap as state items, to be sent."""
         total = StateItem("total", self.total.dtype.name, self.total.shape, self.total.data.cast("B"))
         return [total, *(StateItem(*item) for item in items_of(dict(self.code)))]
 
     @classmethod
-    def of(cls, target: Position, items: Sequence[StateItem]) -> Leap:
-        """The inverse of `items`, sharing their memory."""
+    def of(cls, target: Position, items: Sequence[StateItem]) -> StepTotal:
+        """The inverse of `items`. Shares the items' memory."""
         total, *code = items
         tensors = state_of((item.name, item.dtype, item.shape, item.payload) for item in code)
         return cls(target, np.frombuffer(total.payload, dtype=total.dtype), tensors)
@@ -80,16 +83,16 @@ class Leap(NamedTuple):
         return self.total.nbytes + sum(tensor.nbytes for tensor in self.code.values())
 
 
-class Totals:
-    """Kept totals, shared and not copied: they must not be changed. `most_bytes` may change from step to step."""
+class StepTotals:
+    """The kept totals. They are shared, not copied, and must not be modified. `most_bytes` may change at any time."""
 
     def __init__(self, most_bytes: int, most: int = STATE_TOTALS) -> None:
         self.most_bytes, self._most = most_bytes, min(most, STATE_TOTALS)
-        self._leaps: dict[Position, Leap] = {}  # oldest first
-        self._put_out: set[Position] = set()  # those of which lie in files
+        self._leaps: dict[Position, StepTotal] = {}  # oldest first
+        self._put_out: set[Position] = set()  # positions whose totals are in files
 
-    def keep(self, before: Position, leap: Leap) -> None:
-        """Keep the step that was made from `before`."""
+    def keep(self, before: Position, leap: StepTotal) -> None:
+        """Keep the step that followed `before`."""
         self._leaps.pop(before, None)
         self._put_out.discard(before)
         self._leaps[before] = leap
@@ -97,7 +100,10 @@ class Totals:
             del self._leaps[next(iter(self._leaps))]
 
     async def put_out(self, folder: Path, files: Worker) -> None:
-        """Move all totals from memory to files in `folder`, one after the other; of small ones the newest stays."""
+        """Move all totals from memory to files in `folder`, one after another.
+
+        The newest one stays in memory if it is smaller than 64 MiB.
+        """
         self._put_out &= self._leaps.keys()
         newest = next(reversed(self._leaps), None)
         for before in list(self._leaps):
@@ -112,11 +118,11 @@ class Totals:
                 self._put_out.add(before)
 
     def forget(self) -> None:
-        """Drop all totals: no peer needs them."""
+        """Drop all totals."""
         self._leaps.clear()
 
-    def after(self, before: Position) -> Leap | None:
-        """The step that was made from `before`; None: it is not kept any more."""
+    def after(self, before: Position) -> StepTotal | None:
+        """The step that followed `before`, or None if it is no longer kept."""
         return self._leaps.get(before)
 
     @property
@@ -125,7 +131,9 @@ class Totals:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of those that were not moved to files; of moved ones a full disk may have left some in memory."""
+        """Bytes of the totals that were not moved to files. (If the disk was full, some moved ones are still in
+        memory.)
+        """
         return sum(leap.nbytes for before, leap in self._leaps.items() if before not in self._put_out)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Validation of a fetched state: its tensors, after the checks that any member can make by itself."""
+"""Validation of a fetched state: converts it to tensors after the checks that a member can make without other peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _PIECE_VALUES: Final = 1 << 20
 
 
 def state_at(position: Position, items: Sequence[StateItem]) -> dict[str, Tensor]:
-    """The state, sharing memory with `items`; ValueError when its own step is another."""
+    """The state as tensors that share memory with `items`. Raises ValueError if it contains another step than
+    `position`.
+    """
     state = state_of((item.name, item.dtype, item.shape, item.payload) for item in items)
     if int(state["step"]) != position.step:
         raise ValueError(f"the state offered as that of step {position.step} says it is of step {int(state['step'])}")
@@ -26,13 +28,14 @@ def state_at(position: Position, items: Sequence[StateItem]) -> dict[str, Tensor
 
 
 def checked(position: Position, items: Sequence[StateItem], room: MappedRoom | None = None) -> dict[str, Tensor]:
-    """The state, as by `state_at`; ValueError also when a tensor of it is not finite. `room`: where `items` lie; what
-    was checked is put out of memory.
+    """The state as from `state_at`. Also raises ValueError if a tensor has values that are not finite.
+
+    `room` is the mapped memory that contains `items`, if any. Its pages are returned to the system once checked.
     """
     state = state_at(position, items)
     bad = next((name for name, tensor in state.items() if not _is_finite(tensor, room)), None)
     if bad is not None:
-        raise ValueError(f"{bad} of the state offered is not finite")
+        raise ValueError(f"tensor {bad} of the downloaded state is not finite")
     return state
 
 

@@ -1,20 +1,21 @@
 """Checkpoint recovery: fetches a checkpoint of a member's stage from backbones when the swarm has no common position.
 
-When every stage has members and there is no position that all stages can reach (a stage's peers were all lost; or all
-are new, and the run is far beyond its start), the conductor says so, and each stage fetches the newest position that
-backbones announce. It becomes a checkpoint of our own, which is reported to the conductor like any other. Two members
-of a stage fetch at once, the others only when that fails. Not a role; serves nothing.
+This happens when every stage has members but no position can be reached by all stages: a stage lost all its peers, or
+all peers are new and the run is far beyond its start. The conductor reports this to its members. Each stage then
+fetches the newest position that backbones announce, stores it as a checkpoint of its own and reports it to the
+conductor like any other. Two members of a stage fetch at once; the others fetch only if these fail. Not a role; serves
+nothing.
 
-Any peer may claim to be a backbone. Its word on a position counts where this peer saw the position, where members
-signed that they reached it, where two backbones in different networks keep it, where the conductor has proof, or where
-the user trusts it: the run file names it as a bootstrap peer, or `--trust` does (`CommitProofs.counts`). Else `problem`
-offers the choice.
+Any peer may claim to be a backbone. A position that it announces counts only if this peer has seen the position, if
+members signed that they reached it, if two backbones in different networks keep it, if the conductor has proof of it,
+or if the user trusts the backbone: the run file lists it as a bootstrap peer, or `--trust` names it
+(`CommitProofs.counts`). Otherwise `problem` offers this choice to the user.
 
-A hostile keeper may announce a position that it cannot give (the next older one is tried), send bytes that differ from
-its digests or another position (it is named and left alone), or a state of its own making: then it is believed only as
-far as no other keeper of that position contradicts it, and only if the state is finite, of the right shape and of its
-step. Where keepers contradict each other, the majority's state is taken; of two, no peer can tell which lies: neither
-is believed, the next older position is tried, and `problem` names both.
+A hostile keeper may announce a position that it cannot deliver: the next older one is tried. It may send bytes that do
+not match its digests, or another position: it is logged and avoided. It may send a state that it made up: such a state
+is accepted only if no other keeper of that position contradicts it, its values are finite, its shapes are right and it
+is of its step. If keepers contradict each other, the majority's state is used. If only two do, a peer cannot find out
+which one lies: it accepts neither, tries the next older position, and `problem` names both.
 """
 
 from __future__ import annotations
@@ -40,24 +41,29 @@ from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.training.catchup.catch_up import CatchingMember, ConductorReports
 from peerd.training.catchup.validate import checked
-from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 
-_LOOK_S: Final = 2.0  # between two looks at the positions that backbones announce
-_FAILED_S: Final = 30.0  # before a position that could not be had is tried again
+_LOOK_S: Final = 2.0  # between two reads of the positions that backbones announce
+_FAILED_S: Final = 30.0  # before a position that could not be fetched is tried again
 _PATIENCE_S: Final = 60.0  # for the other stages to fetch the same position; then an older one may be the common one
-_AT_ONCE: Final = 2  # members of one stage that fetch without waiting for each other
-_PROOFS_S: Final = 10.0  # for keepers to show proofs, in one look,
-_ASKED_AT_ONCE: Final = 16  # and how many are asked side by side
+_AT_ONCE: Final = 2  # members of one stage that fetch at the same time
+_PROOFS_S: Final = 10.0  # time for keepers to send proofs, in each round
+_ASKED_AT_ONCE: Final = 16  # keepers asked concurrently
 
 
-class Recalling:
-    """The recovery of one member; `run` does the work."""
+class CheckpointRecovery:
+    """The checkpoint recovery of one member. `run` does the work."""
 
     def __init__(
-        self, ctx: RoleContext, services: RunServices, saving: Saving, joiner: CatchingMember, reports: ConductorReports
+        self,
+        ctx: RoleContext,
+        services: RunServices,
+        saving: StageCheckpoints,
+        joiner: CatchingMember,
+        reports: ConductorReports,
     ) -> None:
         self.waits_for: str | None = None
-        self.problem: str | None = None  # the reason that the last position that was tried is not to be had
+        self.problem: str | None = None  # why the last position tried could not be fetched
         self._ctx, self._services, self._saving, self._joiner, self._reports = ctx, services, saving, joiner, reports
         self._fetcher = services.kept_fetcher()
         self._fetcher.notes = lambda text: ctx.log.event("stage.download_noted", note=text)
@@ -67,14 +73,14 @@ class Recalling:
         self._news = Signal()
         self._patient_until = 0.0
         self._patience_s = _PATIENCE_S
-        self._wanted = frozenset[Position]()  # proven to the conductor
-        self._failed = BoundedDict[Position, float](SUSPECTS)  # position -> time until which it is not tried again
-        self._asked = BoundedDict[tuple[PeerId, Position], float](SUSPECTS)  # for a proof -> when
-        self._asked_last = BoundedDict[PeerId, float](SUSPECTS)  # likewise, for any position
-        self._told: Position | None = None  # the last position that the log named as in doubt
+        self._wanted = frozenset[Position]()  # those that the conductor has proof of
+        self._failed = BoundedDict[Position, float](SUSPECTS)  # position -> time before which it is not retried
+        self._asked = BoundedDict[tuple[PeerId, Position], float](SUSPECTS)  # asked for a proof -> time
+        self._asked_last = BoundedDict[PeerId, float](SUSPECTS)  # time of the last question about any position
+        self._told: Position | None = None  # the position last logged as unconfirmed
 
     def swarm_is_lost(self, lost: bool, wanted: Sequence[Position] = ()) -> None:
-        """Take the conductor's word on whether the swarm is without a common position, and on which are proven."""
+        """Process the conductor's report: whether the swarm lacks a common position, and which positions are proven."""
         self._wanted = frozenset(wanted)
         if lost == (self._lost_since is not None):
             return
@@ -83,7 +89,7 @@ class Recalling:
         self._news.notify()
 
     async def run(self, stage: int) -> None:
-        """Fetch one position after another, the newest first, while the swarm is lost."""
+        """While the swarm lacks a common position, fetch one position after another, newest first."""
         while True:
             if self._lost_since is None:
                 await self._news.wait()
@@ -95,7 +101,7 @@ class Recalling:
                 await trio.sleep(_LOOK_S)
 
     def _next(self, now: float, stage: int) -> Position | None:
-        """The position to fetch now; None: none."""
+        """The position to fetch now, or None."""
         since = self._lost_since
         mates = sorted(m.peer for m in self._reports.members if m.stage == stage)
         own = self._ctx.host.id.text
@@ -109,7 +115,10 @@ class Recalling:
         return None
 
     def _kept(self) -> list[tuple[Position, list[PeerId]]]:
-        """The positions that backbones announce, the newest first and of one step the most kept, with their keepers."""
+        """The positions that backbones announce, with their keepers.
+
+        Sorted from the newest step to the oldest; positions of the same step from the most keepers to the fewest.
+        """
         found: dict[Position, list[PeerId]] = {}
         for peer, positions in sorted(self._services.directory.kept.items()):
             for position in {p for p in positions if p.step > 0}:
@@ -117,14 +126,15 @@ class Recalling:
         return sorted(found.items(), key=lambda one: (one[0].step, len(one[1]), one[0].lineage), reverse=True)
 
     def _counts(self, position: Position, keepers: Sequence[PeerId]) -> bool:
-        """True for a position that was surely the run's, to the conductor or to this peer."""
+        """True if the conductor or this peer is certain that the position was part of the run."""
         return position in self._wanted or self._services.proofs.counts(position, keepers)
 
     async def _look_for_proofs(self) -> None:
-        """Ask keepers for proofs of positions that only they bear out, for a bounded time; say what is missing.
+        """Ask keepers for proofs of positions that only they confirm, for a bounded time; report a position without
+        proof.
 
-        Each is asked for its newest first. Those that were not asked for longest come first: many strangers, with any
-        number of positions, leave a keeper that has a proof a turn.
+        Each keeper is first asked for its newest position. Keepers that were not asked for longest come first, so that
+        a keeper with a proof gets its turn no matter how many strangers announce positions.
         """
         doubted = self._doubted()
         with trio.move_on_after(_PROOFS_S):
@@ -140,20 +150,22 @@ class Recalling:
             return
         position, keepers = doubted[0]
         self.problem = (
-            f"backbone {keepers[0].short} keeps step {position.step}, which no member known here, and no "
-            f"backbone in another network, bears out (to take its word: --trust {keepers[0].text})"
+            f"backbone {keepers[0].short} keeps step {position.step}, but no known member and no backbone "
+            f"in another network confirms that it belongs to this run (to trust it: --trust {keepers[0].text})"
         )
         if position != self._told:
             self._told = position
             self._ctx.log.event("checkpoint.in_doubt", level="warning", step=position.step, reason=self.problem)
 
     def _doubted(self) -> list[tuple[Position, list[PeerId]]]:
-        """The positions that backbones announce, and that do not count, before the newest one that does."""
+        """The announced positions that do not count, down to the newest one that does, with their keepers."""
         kept, counts = self._kept(), self._counts
         return list(takewhile(lambda one: one[0] not in self._saving.positions and not counts(*one), kept))
 
     def _to_ask(self, doubted: Sequence[tuple[Position, list[PeerId]]]) -> list[tuple[PeerId, Position]]:
-        """Some keepers to ask for proofs now, each with its newest position for which it was not asked just now."""
+        """Up to 16 keepers to ask for a proof now, each with its newest position that it was not asked for in the last
+        30 s.
+        """
         now = trio.current_time()
         newest: dict[PeerId, Position] = {}
         for position, keepers in doubted:
@@ -165,7 +177,7 @@ class Recalling:
 
     async def _ask_for_proof(self, keeper: PeerId, position: Position, proven: set[Position]) -> None:
         with suppress(RemoteError):
-            await self._ctx.host.connect(keeper)  # also tells in which network it is
+            await self._ctx.host.connect(keeper)  # also shows its network
         if await self._services.proofs.learn(keeper, position):
             proven.add(position)
 
@@ -180,7 +192,7 @@ class Recalling:
             state = await self._files.run(partial(checked, found, items), name="check a kept checkpoint")
         except (RemoteError, ValueError, NoMemory) as error:
             self._failed[position] = trio.current_time() + _FAILED_S
-            self.problem = f"the checkpoint of step {position.step} cannot be had: {error}"
+            self.problem = f"the checkpoint of step {position.step} could not be fetched: {error}"
             self._ctx.log.event(
                 "checkpoint.not_recalled", level="warning", stage=stage, step=position.step, reason=str(error)
             )
@@ -191,7 +203,7 @@ class Recalling:
             await self._saving.save(position, state, hold=True)
         except ConfigError as error:
             self._failed[position] = trio.current_time() + _FAILED_S
-            self.problem = f"the checkpoint of step {position.step} cannot be kept: {error}"
+            self.problem = f"the checkpoint of step {position.step} could not be saved: {error}"
             self._ctx.log.event(
                 "checkpoint.not_saved", level="warning", stage=stage, step=position.step, reason=str(error)
             )

@@ -1,7 +1,9 @@
-"""Store of a peer's evidence on its run: `evidence.json` beside the checkpoints, with proofs from the conductor.
+"""Stores a peer's evidence about its run in `evidence.json` beside the checkpoints, and fetches proofs from the
+conductor.
 
-Written when it has changed, now and then, and once more at the end. What a crash loses is a few seconds of what the
-peer saw; the positions of its checkpoints are known from these. A damaged file is named in the log and written anew.
+The file is written every few seconds if the evidence has changed, and once more at the end. A crash loses only the
+evidence of the last few seconds; the positions of the checkpoints are known from the checkpoints themselves. A damaged
+file is logged and replaced.
 """
 
 from __future__ import annotations
@@ -22,33 +24,33 @@ from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 
 NAME: Final = "evidence.json"
-_LOOK_S: Final = 5.0  # between two looks for news
-_LAST_S: Final = 5.0  # for the disk to take the last news, at the end
-_PROOFS: Final = 4  # newest checkpoints whose proofs are looked for
-_ASKING: Final = 16  # members of a large swarm that ask for each: the conductor's line is not to be filled with them
+_LOOK_S: Final = 5.0  # between two checks for changes
+_LAST_S: Final = 5.0  # for the last write at the end
+_PROOFS: Final = 4  # number of newest checkpoints to fetch proofs of
+_ASKING: Final = 16  # members that ask for each proof, to spare the conductor's line in a large swarm
 _LEFT_OUT: Final = 64
-_CONDUCTORS: Final = 4  # that a keeper asks
+_CONDUCTORS: Final = 4  # number that a keeper asks
 _MOST_BYTES: Final = 64 << 20
 
 
 class EvidenceStore:
-    """See the module's header. `open` comes first."""
+    """The evidence file of one peer. Call `open` first."""
 
     def __init__(self, ctx: RoleContext, services: RunServices, positions: Callable[[], Sequence[Position]]) -> None:
-        """`positions`: those of the checkpoints beside it, oldest first."""
+        """`positions` returns the positions of the checkpoints in the same folder, oldest first."""
         assert ctx.run is not None
         self._ctx, self._proofs, self._following = ctx, services.proofs, services.following
         self._directory = services.directory
         self._files = ctx.worker("files")
         self._positions = positions
         self._rng = ctx.clock.rng("proofs")
-        self._left_out = BoundedDict[Position, None](_LEFT_OUT)  # positions whose proofs others ask for
+        self._left_out = BoundedDict[Position, None](_LEFT_OUT)  # positions whose proofs are left to other members
         self._path = ctx.data_dir / "checkpoints" / ctx.run.run / NAME
         self._written = -1  # the version on disk
         self._failed = False
 
     async def open(self) -> None:
-        """Read what was stored, if this process has no evidence yet."""
+        """Read the stored evidence, unless this process already has evidence."""
         evidence = self._proofs.evidence
         if evidence.version or evidence.seen:
             return
@@ -60,20 +62,22 @@ class EvidenceStore:
             self._ctx.log.event("evidence.not_read", level="warning", file=str(self._path), reason=str(error))
 
     async def run(self) -> None:
-        """Keep the file current until cancelled."""
+        """Keep the file up to date until cancelled."""
         try:
             while True:
                 await self._look_for_proofs()
                 await self._write()
                 await trio.sleep(_LOOK_S)
         finally:
-            with trio.move_on_after(_LAST_S, shield=True):  # a disk that hangs keeps no process from ending
+            with trio.move_on_after(_LAST_S, shield=True):  # a hanging disk must not block the exit
                 await self._write()
 
     async def _look_for_proofs(self) -> None:
-        """Ask the conductor for the proofs of our newest checkpoints; of many members only some ask."""
+        """Ask the conductor for proofs of our newest checkpoints. In a large swarm only a random part of the members
+        asks.
+        """
         if not (known := self._proofs.established()):
-            return  # no proof would count
+            return  # without known members no proof would count
         for position in self._positions()[-_PROOFS:]:
             if self._following.conductor is None or not position.step or position in self._left_out:
                 continue
@@ -85,9 +89,10 @@ class EvidenceStore:
                 self._left_out[position] = None
 
     async def prove(self, position: Position) -> None:
-        """For a keeper, which follows nobody: store the proofs of the conductors that the run's records name most.
+        """Store proofs of `position`, fetched from the conductors that most directory records name.
 
-        Strangers' records are free, and may name a conductor of their own: what it shows stands beside the others'.
+        For a keeper, which follows no conductor. Strangers can publish records that name a false conductor; its
+        signatures are stored together with those from the others and do not replace them.
         """
         entries = self._directory.announced.values()
         told = Counter(entry.progress.conductor for entry in entries if is_peer_text(entry.progress.conductor))
@@ -103,7 +108,7 @@ class EvidenceStore:
         try:
             await self._files.run(lambda: _store(self._path, encode), name="write the evidence")
         except OSError as error:
-            level = "debug" if self._failed else "warning"  # said once
+            level = "debug" if self._failed else "warning"  # warn only once
             self._failed = True
             self._ctx.log.event("evidence.not_written", level=level, file=str(self._path), reason=str(error))
         else:

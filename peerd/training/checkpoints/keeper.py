@@ -1,12 +1,12 @@
-"""Keeper of a run's checkpoints on a peer that trains nothing: fetches the states of all stages at one position.
+"""Keeper of a run's checkpoints on a peer that does not train: fetches the states of all stages at one position.
 
-Not a role. Nothing of a set is written before the states of all stages are here, checked, and of the same position, so
-a set is never of two steps; an incomplete set is dropped, after a full disk at once, after a crash at the next start.
-The files are those of a stage peer, one more set than the run's `checkpoint.keep`, so that the set being written costs
-none of the whole ones; `kept.json` lists the whole sets. It reports to no conductor, gives no gradient, and serves only
-`kept/1`: its checkpoints, to stage peers that have lost theirs. While a set is fetched it lies in unnamed files in the
-data directory, so that the memory taken does not grow with the model; without room for them there is no set. A hostile
-donor: see `service.state.snapshot`; one that lies costs an attempt.
+Not a role. A set is written only after the states of all stages have arrived, were checked and proved to be of the same
+position, so a set never mixes two steps. An incomplete set is deleted: at once if the disk is full, at the next start
+after a crash. The files are the same as a stage peer's. One set more than the run's `checkpoint.keep` is kept, so that
+writing a set does not cost a complete one. `kept.json` lists the complete sets. The keeper reports to no conductor and
+contributes no gradient. It serves only `kept/1`: its checkpoints, to stage peers that have lost theirs. While a set is
+fetched it is in unnamed files in the data directory, so that memory use does not grow with the model; without disk
+space for them the fetch fails. For hostile donors see `service.state.snapshot`; a donor that lies costs one attempt.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import LoopSection
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
-from peerd.service.state.snapshot import Giving, StateItem
+from peerd.service.state.snapshot import StateItem, StateServer
 from peerd.training.catchup.validate import checked
 from peerd.training.checkpoints.evidence_store import EvidenceStore
 from peerd.training.checkpoints.kept_list import KeptList
-from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 
-_TRIES = 6  # at one position, when the swarm steps while its stages are asked
-_AGAIN_S = 10.0  # an attempt is repeated after so long, if the step does not change
-_LONGEST_S = 60.0  # between attempts that fail, also when it does
+_TRIES = 6  # attempts to get all stages at one position while the swarm steps
+_AGAIN_S = 10.0  # pause between attempts at the same step
+_LONGEST_S = 60.0  # longest pause after failed attempts, even at a new step
 
 
-class Keeping:
-    """The kept sets of one run. `open` comes first."""
+class CheckpointKeeper:
+    """The kept checkpoint sets of one run. Call `open` first."""
 
     def __init__(self, ctx: RoleContext, services: RunServices) -> None:
         assert ctx.run is not None
@@ -47,21 +47,21 @@ class Keeping:
         self._ctx, self._services = ctx, services
         self._settings, self._total_steps = run.checkpoint, run.optimizer.total_steps
         stages = range(run.pipeline.stages)
-        self._savings = [Saving(ctx, services.fingerprint, spare=1) for _ in stages]
+        self._savings = [StageCheckpoints(ctx, services.fingerprint, spare=1) for _ in stages]
         self._fetchers = [services.fetcher() for _ in stages]
         for fetcher in self._fetchers:
             fetcher.folder, fetcher.needs_file = ctx.data_dir, True
         self._outlines: list[list[TensorSpec]] = []
         self._files = ctx.worker("files")
         self._tried_step, self._tried_at, self._failures = -1, 0.0, 0
-        self._giving: Giving | None = None
+        self._giving: StateServer | None = None
         self._list = KeptList(ctx.data_dir, run.run)
         self._store = EvidenceStore(ctx, services, lambda: self.kept)
 
     async def open(self) -> None:
-        """Find the kept sets, drop incomplete ones, and give the rest to peers that ask.
+        """Find the kept sets, delete incomplete ones, and serve the rest to peers that ask.
 
-        ConfigError names a checkpoint that cannot be read.
+        Raises ConfigError, which names the checkpoint, if one cannot be read.
         """
         for stage, saving in enumerate(self._savings):
             await saving.open(stage)
@@ -72,7 +72,10 @@ class Keeping:
             self._giving.offer_named(self._services.fingerprint, stage, partial(self._kept_of, stage), self._files)
 
     async def _kept_of(self, stage: int, position: Position) -> tuple[Position, list[StateItem]] | None:
-        """A checkpoint, for peers that have lost theirs; None: not kept. Its file is mapped, not read into memory."""
+        """Load a checkpoint for peers that have lost theirs; its file is mapped, not read into memory.
+
+        Returns None if the position is not kept or its file is unreadable.
+        """
         if position not in self.kept:
             return None
         try:
@@ -85,23 +88,25 @@ class Keeping:
         return position, [StateItem(*item) for item in items_of(state)]
 
     async def _drop_what_is_not_whole(self) -> None:
-        """Drop incomplete sets: in the stages that it has, each would take the place of a whole set."""
+        """Delete incomplete sets, because each would take the place of a complete set in some stages."""
         whole = set(self.kept)
         for saving in self._savings:
             await saving.drop([p.step for p in saving.positions if p not in whole])
 
     @property
     def kept(self) -> list[Position]:
-        """The positions with checkpoints of every stage here, oldest first."""
+        """The positions with a checkpoint of every stage, oldest first."""
         return sorted(set.intersection(*(set(saving.positions) for saving in self._savings)))
 
     def tidy(self) -> None:
-        """Let go of states that no peer fetches any more; to be called now and then."""
+        """Release states that no peer fetches any longer. Call it periodically."""
         if self._giving is not None:
             self._giving.let_go()
 
     def due(self, step: int, final_step: int | None = None) -> bool:
-        """True when a set is to be fetched, now that the swarm is at `step`; it ends with `final_step`, if it does."""
+        """True if a set should be fetched now that the swarm is at `step`. `final_step` is the step with which the run
+        ends, if its peers report that it ends.
+        """
         now, every = trio.current_time(), self._settings.every_steps
         pause_s = min(2.0**self._failures, _LONGEST_S) if self._failures else 0.0
         if step == self._tried_step:
@@ -120,7 +125,10 @@ class Keeping:
         return max((p.step for p in self.kept if p.step <= step), default=0)
 
     async def keep(self, step: int, donors: Sequence[Sequence[PeerId]]) -> Position | None:
-        """Fetch and write a set; None when it cannot be had now: the log says why. `donors`: peers of each stage."""
+        """Fetch and write a set, and return its position. `donors` are the peers of each stage.
+
+        Returns None if no set could be fetched; the log has the reason. Raises ConfigError if it cannot be written.
+        """
         self._tried_step, self._tried_at = step, trio.current_time()
         self._failures += 1
         position = await self._attempt(step, donors)
@@ -134,7 +142,7 @@ class Keeping:
             return None
         for _ in range(_TRIES):
             found: dict[int, tuple[Position, FrozenState]] = {}
-            async with trio.open_nursery() as nursery:  # at once: so that they freeze the same position
+            async with trio.open_nursery() as nursery:  # concurrently, so that all stages freeze the same position
                 for stage, peers in enumerate(donors):
                     nursery.start_soon(self._fetch, stage, peers, found)
             if len(found) < len(self._savings):
@@ -144,14 +152,15 @@ class Keeping:
                 (position,) = positions
                 return position if await self._write(position, {s: state for s, (_, state) in found.items()}) else None
         self._ctx.log.event(
-            "checkpoint.not_kept", level="warning", step=step, reason="the stages moved on while they were asked"
+            "checkpoint.not_kept", level="warning", step=step, reason="the stages made a step during each attempt"
         )
         return None
 
     async def _outline(self, donors: Sequence[Sequence[PeerId]]) -> bool:
-        """Find the specs of each stage's state, from the shapes of the run's own model.
+        """Determine the tensor specs of each stage's state from the shapes of the run's model.
 
-        A model of users' own loops is nowhere but in these: they name its tensors, and the run file has the digest.
+        The model of a user's own training loop exists only on the users' peers: they send its tensor specs, which are
+        checked against the digest in the run file.
         """
         run = self._services.run
         if run.loop is not None and not self._outlines:
@@ -199,7 +208,7 @@ class Keeping:
         return True
 
     def _hold_the_furthest(self, position: Position) -> None:
-        """Keep the newest set, where the run went back behind it: its peers, or a proof of it, may come back."""
+        """Keep the newest set if the run went back behind it, because its peers, or a proof of it, may return."""
         furthest = max(self.kept, default=position)
         if furthest.step > position.step:
             for saving in self._savings:

@@ -1,6 +1,6 @@
-"""`kept.json`: the list of a keeper's whole sets of checkpoints. Read before torch is loaded.
+"""`kept.json`: the list of a keeper's complete checkpoint sets. Can be read before torch is loaded.
 
-The list is written after a set is; a set that it names may be gone or broken, which shows when the set is opened.
+The list is written after each set. A listed set may be deleted or damaged since; opening the set shows that.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class _Sets(msgspec.Struct, frozen=True):
 
 
 class KeptList:
-    """The list of one run below a keeper's data directory."""
+    """The list of one run's checkpoint sets in a keeper's data directory."""
 
     def __init__(self, data_dir: Path, run: str) -> None:
         self.path = data_dir / "checkpoints" / run / "kept.json"
         self._run = run
 
     def read(self) -> list[Position]:
-        """The positions of its sets, oldest first; none when there is no list, or it cannot be read."""
+        """The positions of the sets, oldest first; empty if the list does not exist or cannot be read."""
         try:
             found = from_json(self.path.read_bytes(), _Sets)
             return sorted(Position(one.step, bytes.fromhex(one.lineage)) for one in found.sets)
@@ -43,7 +43,7 @@ class KeptList:
             return []
 
     def write(self, positions: Sequence[Position], stages: int) -> None:
-        """Replace the list atomically; ConfigError names the file that could not be written."""
+        """Replace the list atomically. Raises ConfigError, which names the file, if it cannot be written."""
         sets = [_Set(position.step, position.lineage.hex(), stages) for position in positions]
         text = msgspec.json.format(msgspec.json.encode(_Sets(self._run, sets)), indent=2)
         try:

@@ -1,1 +1,1 @@
-"""Hosting of experts: their life, their checkpoints, and the adoption of orphans."""
+"""Hosting of experts: their choice and announcement, checkpoints, adoption of orphans, and sharing between hosts."""

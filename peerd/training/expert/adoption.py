@@ -1,29 +1,30 @@
-"""Adoption of orphans: experts whose host is gone come back here from their newest checkpoint; and yielding to others.
+"""Adoption of orphans: restores experts whose host is gone from their newest checkpoint; and yielding to other owners.
 
-Every quarter of an announcement period this peer looks at the directory. An expert whose claim is not renewed and whose
-host does not answer, or that nobody claims, is an orphan; the peers that offer to adopt come for it one after the other
-in an order that all of them compute (`machine.experts.custody`). It takes the newest checkpoint of the last owner, an
-older one if the bytes are not those of the digest or do not load, and begins anew if there is none to be had, and says
-what was lost. Its own checkpoints name the one from which it went on, so that others see that it follows the last owner
-(`machine.owners.lineage`); what strangers claim and sign outside this chain moves nobody.
+Every quarter of an announcement period this peer reads the directory. An expert is an orphan if its claim is not
+renewed and its host does not answer, or if nobody claims it. The peers that offer to adopt try one after another, in an
+order that all of them compute alike (`machine.experts.orphan_watch`). The adopter loads the last owner's newest
+checkpoint. If bytes do not match their digest or do not load, it tries an older one; if no checkpoint is available, it
+starts the expert from its initial weights. It logs what was lost. Its own checkpoints name the one from which it
+continued, so that others see that it follows the last owner (`machine.owners.lineage`). Claims and signatures of
+strangers outside this chain have no effect.
 
-One adopter at a time: who would adopt says so, and looks only when that stands in the directory, once before it fetches
-and once before it hosts; it says so until its claim stands there. Of two, the later one sees the earlier one's word, or
-its claim. Where each sees the other's word, the one that comes later in the order goes back, and the other waits until
-it has, for it may have looked before. So no orphan is adopted twice while what one peer publishes is read by another,
-however many are silent; in a partition both sides may have an owner. When it has healed, one of the two gives the
-expert up here (`machine.owners.rivals`).
+Only one peer adopts at a time. An adopter announces its intention and reads the directory only after that announcement
+is published: once before it fetches and once before it hosts. The announcement stays until its claim is published. So
+of two adopters, the later one sees the earlier one's intention or claim. If each sees the other's intention, the one
+later in the order gives up; the other one waits until it has, because it may have read the directory before. So no
+orphan is adopted twice as long as peers read each other's records, no matter how many are silent. In a partition both
+sides may have an owner; afterwards one of the two gives the expert up here (`machine.owners.rivals`).
 
-Where a look takes in the whole grid (4,096 experts below 256 prefixes), an orphan is adopted within two announcement
-periods. On a larger one that holds below prefixes of which those who come first in the order host or keep an expert,
-too; each of them that does not look there costs the next one a quarter of a period. The other prefixes come in turn: a
-grid of up to 65,536 experts (1,024 prefixes) is seen whole in each period, its orphans are adopted within three; of a
-larger one each look takes in 16,384 (256).
+If one read covers the whole grid (4,096 experts below 256 prefixes), an orphan is adopted within two announcement
+periods. On a larger grid this holds for prefixes that the first peers in the order read because they host or keep an
+expert there; each of them that does not read there costs the next one a quarter of a period. The other prefixes are
+read in turn: a grid of up to 65,536 experts (1,024 prefixes) is covered in each period, and its orphans are adopted
+within three periods; of a larger one each read covers 16,384 experts (256 prefixes).
 
-A hostile peer may show checkpoints that are not there (they are given up after a second try), that hold NaN (an older
-one is taken), or huge ones; claim what it does not serve; say that it is about to adopt and never do (`machine.owners.
-turns`: all peers of one network are waited for together, as long as the state takes, and not while they do not answer).
-It is named in the log.
+A hostile peer may announce checkpoints that do not exist (given up after a second try), that contain NaN (an older one
+is used), or huge ones; claim experts that it does not serve; or announce an adoption and never complete it
+(`machine.owners.turns`: all peers of one network share one waiting time, as long as the state takes, and peers that do
+not answer are not waited for). The log names it.
 """
 
 from __future__ import annotations
@@ -38,30 +39,32 @@ from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
-from peerd.core.messages.experts import HolderOffer, Pointer
-from peerd.machine.experts.custody import OrphanWatch, SeenClaim, draw
+from peerd.core.messages.experts import CheckpointRef, HolderOffer
+from peerd.machine.experts.orphan_watch import OrphanWatch, SeenClaim, draw
 from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.role import RoleContext
 from peerd.service.experts.kept_directory import CustodyView
 from peerd.service.experts.vault import Vault
 from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints, place_of
 
-_LOOKS: Final = 4  # in an announcement period
-_EXPERTS_PER_LOOK: Final = 4096  # places of the grid below the prefixes of one look, besides those that concern us
-_MOST_PER_LOOK: Final = 16_384  # where so many are needed for a large grid to be seen whole in one period
+_LOOKS: Final = 4  # reads in an announcement period
+_EXPERTS_PER_LOOK: Final = 4096  # places of the grid below the prefixes of one read, besides those that concern us
+_MOST_PER_LOOK: Final = 16_384  # if a large grid needs so many to be covered in one period
 _PREFIXES_PER_LOOK: Final = 256
-_PROBES: Final = 64  # peers that one look asks whether they are there
-_LOOKS_AT_RIVAL: Final = 16  # in an announcement period, while a rival goes back
-_PROBE_S: Final = 0.5  # at least, and at most an eighth of a period; who only hesitates announces, too
-_AT_ONCE: Final = 4  # states that are fetched
-_TRIES: Final = 2  # at holders that do not answer, then it begins anew
-_CHECKPOINTS: Final = 6  # of one expert that are tried
-_BEYOND: Final = 2  # times what a host makes between two checkpoints: one may have been on its way
+_PROBES: Final = 64  # peers that one read probes
+_LOOKS_AT_RIVAL: Final = 16  # reads in an announcement period, while a rival gives up
+_PROBE_S: Final = 0.5  # or an eighth of a period, if longer; a host that is merely slow renews its claim
+_AT_ONCE: Final = 4  # states fetched concurrently
+_TRIES: Final = 2  # attempts while holders do not answer; then the expert starts from scratch
+_CHECKPOINTS: Final = 6  # tried for one expert
+_BEYOND: Final = 2  # times the updates between two checkpoints, as one may have been in transit
 _LAST_GENERATION: Final = (1 << 53) - 1
 
 
 class Adoption:
-    """See the module's header; `run` does the work. `state_bytes`: the most that a state of this run takes."""
+    """Adoption of orphans by one host; `run` does the work. `state_bytes` is the maximum size of a state of this
+    run.
+    """
 
     def __init__(
         self,
@@ -74,8 +77,8 @@ class Adoption:
         assert ctx.run is not None
         assert ctx.run.experts is not None
         self.adopted = self.began_anew = self.yielded = 0
-        self.updates_lost = 0  # of experts that were adopted here
-        self.updates_dropped = 0  # of ours, when others won
+        self.updates_lost = 0  # of experts adopted here
+        self.updates_dropped = 0  # updates of ours that were lost when another owner won
         self._log, self._me = ctx.log, ctx.host.id
         self._vault, self._host, self._checkpoints, self._state_bytes = vault, host, checkpoints, state_bytes
         self._announce_s = ctx.run.experts.announce_s
@@ -83,14 +86,14 @@ class Adoption:
         self._watch = OrphanWatch(self._announce_s)
         self._limit = trio.CapacityLimiter(_AT_ONCE)
         self._tries = BoundedDict[Uid, int](LINKS)
-        self._due = float("inf")  # when an expert will be doubtful
-        self._turn = 0  # of the prefixes that do not concern us
+        self._due = float("inf")  # when the next expert becomes doubtful
+        self._turn = 0  # number of the read, for the prefixes that do not concern us
         self._lineages = vault.directory.lineages
         self._lineages.hosted = self._generation
         vault.adopts = lambda: self._room() > 0
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Look for orphans, and for peers that outbid us, until cancelled."""
+        """Look for orphans, and for owners of our experts to yield to, until cancelled."""
         async with trio.open_nursery() as nursery:
             task_status.started()
             while True:
@@ -116,7 +119,7 @@ class Adoption:
     def _room(self) -> int:
         return self._host.room() - len(self._vault.taking)
 
-    # --- a look -----------------------------------------------------------------------------------------------
+    # --- reading the directory --------------------------------------------------------------------------------
 
     async def _look(self, nursery: trio.Nursery) -> None:
         prefixes = self._prefixes()
@@ -146,8 +149,10 @@ class Adoption:
                 nursery.start_soon(self._take, uid, view, silent)
 
     def _prefixes(self) -> list[Uid]:
-        """Prefixes of this look: those of our own experts, some of those of which we hold checkpoints, and of the rest
-        as many as one look can take, in turn.
+        """Prefixes of this read: those of our own experts, those of held checkpoints (a part in turn), and a part of
+        the rest.
+
+        The rest is limited to what one read can cover, and covered in turn.
         """
         directory, self._turn = self._vault.directory, self._turn + 1
         count, side = directory.last_prefixes, directory.grid.sides[-1]
@@ -174,11 +179,11 @@ class Adoption:
         return doubtful
 
     def _place(self, peer: PeerId, offer: HolderOffer) -> str:
-        """Where a peer is, as its connection shows; without one, as it says."""
+        """A peer's location, as its connection shows or, without one, as it announces."""
         return self._vault.directory.seat(peer) or place_of(offer.addrs)
 
     def _owner(self, uid: Uid, view: CustodyView) -> PeerId:
-        """The last host of an expert, as far as we know."""
+        """The last known owner of an expert."""
         known = self._lineages.owner(uid)
         if known is not None:
             return known.owner
@@ -186,7 +191,7 @@ class Adoption:
         return claim.peer if claim is not None else view.kept[uid][0].pointer.peer
 
     async def _probe(self, peers: Iterable[PeerId]) -> dict[PeerId, bool]:
-        """Which of these answer; for ourselves, an expert that we do not host has no host."""
+        """Which of these peers answer. This peer counts as silent, because it does not host the experts in question."""
         answers = {self._me: False}
 
         async def ask(peer: PeerId) -> None:
@@ -194,14 +199,14 @@ class Adoption:
 
         asked = [peer for peer in dict.fromkeys(peers) if peer != self._me]
         for peer in asked[_PROBES:]:
-            answers[peer] = True  # not asked: its turn comes
+            answers[peer] = True  # not probed: it comes later
         async with trio.open_nursery() as nursery:
             for peer in asked[:_PROBES]:
                 nursery.start_soon(ask, peer)
         return answers
 
     async def _rivals(self, uid: Uid, view: CustodyView) -> list[PeerId]:
-        """The other peers that are about to adopt an expert, answer, and have not had their turn."""
+        """The other peers that are about to adopt an expert, answer, and have not exhausted their turn."""
         takers = [p for p, o in view.offers.items() if p != self._me and any(n.uid == uid for n in o.taking)]
         answers = await self._probe(takers[:_PROBES])
         now, copies = trio.current_time(), view.kept.get(uid)
@@ -210,13 +215,13 @@ class Adoption:
         return [p for p in there if self._lineages.turns.has_turn(now, uid, p, seat(p), size)]
 
     async def _yield(self, view: CustodyView) -> None:
-        """Give up the experts that another host owns by now."""
+        """Give up the experts that another host owns now."""
         for uid, hosted in list(self._host.experts.items()):
             claim = view.claims.get(uid)
             if claim is None or claim.peer == self._me:
                 continue
             if uid in self._vault.giving:
-                continue  # it is ours until its next host has said that it goes on
+                continue  # it is ours until the next host has confirmed the take-over
             dropped = hosted.model.version - self._forked_at(uid, claim, view)
             self.yielded += 1
             self.updates_dropped += max(0, dropped)
@@ -232,12 +237,14 @@ class Adoption:
             await self._host.drop(uid, f"{why}; {max(0, dropped)} updates are dropped")
 
     def _forked_at(self, uid: Uid, claim: SeenClaim, view: CustodyView) -> int:
-        """Our updates that the winner has, too: those in the checkpoint of ours that its chain goes on from, or those
-        that both went on from. What the winner alone says is no proof.
+        """The number of our updates that the winner has as well.
+
+        They are those in our checkpoint that its chain continues from, or those before both continued from a common
+        one. A mere statement of the winner is no proof.
         """
         ours, former = self._checkpoints.origin(uid)
         if former is not None and former.peer == claim.peer:
-            return ours  # we went on from the winner
+            return ours  # we continued from the winner
         pointers = [copy.pointer for copy in view.kept.get(uid, ())]
         began = [p.began for p in pointers if (p.peer, p.generation) == (claim.peer, claim.generation)]
         if not began:
@@ -249,15 +256,17 @@ class Adoption:
     # --- an adoption ------------------------------------------------------------------------------------------
 
     async def _take(self, uid: Uid, before: CustodyView, silent: set[PeerId]) -> None:
-        """Adopt one orphan, unless another peer does, and say so meanwhile; `silent`: peers that do not answer."""
+        """Announce the adoption of one orphan and adopt it, unless another peer does. `silent`: peers that do not
+        answer.
+        """
         try:
-            if await self._vault.announce():  # else others would not see it: at the next look
+            if await self._vault.announce():  # else others would not see it; retried at the next read
                 await self._take_alone(uid, before, silent)
         except RemoteError as error:
             self._log.event("expert.not_adopted", level="warning", expert=str(uid), reason=str(error))
         finally:
             self._vault.taking.remove(uid)
-        await self._vault.announce()  # another one may wait for that
+        await self._vault.announce()  # another peer may wait for our withdrawal
 
     async def _take_alone(self, uid: Uid, before: CustodyView, silent: set[PeerId]) -> None:
         view = await self._look_once_more(uid, before)
@@ -269,8 +278,9 @@ class Adoption:
                 await self._adopt(uid, copies, before)
 
     async def _look_once_more(self, uid: Uid, before: CustodyView) -> CustodyView | None:
-        """A look on which an adoption depends; None when it is another peer's. It is worth some time, for what it does
-        not show is adopted twice.
+        """Read the directory before a decision; returns None if the expert is another peer's.
+
+        The read may take longer than others, because an expert that it misses would be adopted twice.
         """
         while True:
             view = await self._vault.directory.look([uid.prefix], self._announce_s / 2)
@@ -296,7 +306,7 @@ class Adoption:
                 if pointer.size_bytes > self._state_bytes:
                     raise ValueError(f"it has {pointer.size_bytes} bytes; a state takes {self._state_bytes} at most")
                 data = await self._vault.fetch(pointer, copy.holders)
-                # Those that noticed later may come before us.
+                # Peers that noticed later may precede us in the order.
                 if await self._look_once_more(uid, before) is None:
                     return
                 await self._host.adopt(uid, generation, data)
@@ -313,26 +323,26 @@ class Adoption:
                 )
                 continue
             self._settled(uid, generation, pointer, copies)
-            await self._host.tell(uid)  # before we say that we are done with it
+            await self._host.tell(uid)  # before the adoption is no longer announced
             return
         self._tries[uid] = self._tries.get(uid, 0) + 1
         if silent and self._tries[uid] < _TRIES:
-            return  # a hiccup of all holders: at the next look
+            return  # all holders may be briefly unreachable: retry at the next read
         if await self._look_once_more(uid, before) is None:
             return
         await self._host.adopt(uid, generation, None)
         self._checkpoints.began(uid, generation, 0, copies[0].pointer.as_former() if copies else None)
         self.began_anew += 1
-        why = "none of its checkpoints can be had" if copies else "no checkpoint of it is known"
+        why = "none of its checkpoints could be fetched" if copies else "no checkpoint of it is known"
         self._log.event("expert.began_anew", level="warning", expert=str(uid), generation=generation, reason=why)
         self._settled(uid, generation, None, copies)
         await self._host.tell(uid)
 
-    def _settled(self, uid: Uid, generation: int, taken: Pointer | None, copies: Sequence[KeptCopy]) -> None:
-        """Count what was lost: updates that were announced, or are in a newer checkpoint, beyond those we have.
+    def _settled(self, uid: Uid, generation: int, taken: CheckpointRef | None, copies: Sequence[KeptCopy]) -> None:
+        """Count lost updates: those that were announced, or are in a newer checkpoint, and that we do not have.
 
-        Both are claims. Where a checkpoint proves some, they count for no more than a host makes between two, and for
-        as much again for each newer one that was of no use.
+        Both numbers are claims. If a checkpoint proves some updates, the loss counts at most twice the updates between
+        two checkpoints, and once more for each newer checkpoint that was unusable.
         """
         known = [(copy.pointer.generation, copy.pointer.version) for copy in copies]
         last = self._watch.last(uid)

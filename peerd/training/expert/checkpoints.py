@@ -1,10 +1,11 @@
-"""Checkpoints of the experts that this peer hosts: when one is due, on our own disk, and with holders on other hosts.
+"""Checkpoints of the experts that this peer hosts: when one is due, on its own disk, and copies at holders (other
+hosts).
 
-A checkpoint is a snapshot between two updates, moments included, taken by a job on the device's worker. Its pointer is
-signed and handed, with the bytes, to `experts.copies` other peers that offer room; which ones follows from the names
-(`machine.experts.custody`), so that a newer checkpoint mostly goes where the one before lies, and takes its place. A
-disk that is full, or holders that are missing, cost copies and nothing else: `problem` says so, and it is tried again.
-An expert that never made an update needs no checkpoint: its weights follow from the run's seed.
+A checkpoint is a snapshot between two updates, including moments, taken by a job on the device's worker. Its signed
+pointer and its bytes are handed to `experts.copies` other peers that offer room. The choice of peers follows from the
+names (`machine.experts.orphan_watch`), so a newer checkpoint usually goes to the holders of the previous one and
+replaces it. A full disk or missing holders cost only copies: `problem` reports them, and the copy is tried again. An
+expert that never made an update needs no checkpoint, because its weights follow from the run's seed.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
-from peerd.core.messages.experts import Former, HolderOffer, Name, Pointer, state_root
-from peerd.machine.experts.custody import HolderRoom, choose_holders
+from peerd.core.messages.experts import CheckpointRef, HolderOffer, Name, PreviousOwner, state_root
+from peerd.machine.experts.orphan_watch import HolderRoom, choose_holders
 from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import digests_of
 
-_AT_ONCE: Final = 2  # snapshots in memory
-_TICK_S: Final = 1.0  # between two looks at what is due, at most
-_AGAIN_S: Final = 5.0  # before holders are looked for again; then twice as long, ...
+_AT_ONCE: Final = 2  # snapshots in memory at once
+_TICK_S: Final = 1.0  # longest time between two checks of what is due
+_AGAIN_S: Final = 5.0  # pause before the next search for holders; doubles
 _LONGEST_S: Final = 60.0
-_ANSWER_S: Final = 2.0  # for a holder to show that it is there: one that was lost would hold up all other checkpoints
+_ANSWER_S: Final = 2.0  # for a holder to answer a probe, as a lost one would delay all other checkpoints
 
 
 class SnapshotModel(Protocol):
-    """An expert's weights, as `compute.experts.hosted_expert` has them."""
+    """An expert's weights, as in `compute.experts.hosted_expert`."""
 
     @property
     def version(self) -> int: ...
 
     def snapshot(self) -> bytes:
-        """The whole state; a job for the device's worker."""
+        """The complete state. Runs as a job on the device's worker."""
         ...
 
 
@@ -52,21 +53,24 @@ class HostedState(Protocol):
 
 
 class AdoptingHost(Protocol):
-    """This peer's host of experts, as far as checkpoints and adoption know it."""
+    """This peer's host of experts, as used by checkpoints and adoption."""
 
     @property
     def experts(self) -> Mapping[Uid, HostedState]: ...
 
     async def adopt(self, uid: Uid, generation: int, state: bytes | bytearray | None) -> None:
-        """Host an expert from now on; None: anew. ValueError for a state that does not fit, or holds NaN."""
+        """Host an expert, from `state` or, if that is None, from its initial weights.
+
+        Raises ValueError if the state does not fit or contains NaN.
+        """
         ...
 
     async def tell(self, uid: Uid) -> None:
-        """Announce an expert that came just now; returns when others can read it."""
+        """Announce an expert that was just adopted; returns when others can read it."""
         ...
 
     async def drop(self, uid: Uid, why: str) -> None:
-        """Host it no more."""
+        """Stop hosting it."""
         ...
 
     def room(self) -> int:
@@ -76,13 +80,13 @@ class AdoptingHost(Protocol):
 
 @dataclass(slots=True)
 class _Safe:
-    """What of an expert is safe."""
+    """The saved part of an expert's history: its newest checkpoint and the holders of that."""
 
     generation: int
-    version: int  # in a checkpoint
+    version: int  # of the newest checkpoint
     began: int  # version at which the generation began
-    former: Former | None = None  # the checkpoint from which the generation went on
-    pointer: Pointer | None = None
+    former: PreviousOwner | None = None  # the checkpoint from which the generation continued
+    pointer: CheckpointRef | None = None
     holders: set[PeerId] = field(default_factory=set)
     unsaved_since: float | None = None
     failures: int = 0
@@ -99,13 +103,13 @@ class _HostSigner:
 
 
 class ExpertCheckpoints:
-    """See the module's header; `run` does the work."""
+    """Checkpoints of one host's experts. `run` does the work."""
 
     def __init__(self, ctx: RoleContext, vault: Vault, host: AdoptingHost) -> None:
         assert ctx.run is not None
         assert ctx.run.experts is not None
         self.problem: str | None = None
-        self.written = 0  # checkpoints
+        self.written = 0  # number of checkpoints
         self._ctx, self._vault, self._host, self._section = ctx, vault, host, ctx.run.experts
         self._device, self._files = ctx.worker(ctx.device), ctx.worker("files")
         self._signer = _HostSigner(ctx.host.id, ctx.host.sign)
@@ -115,7 +119,7 @@ class ExpertCheckpoints:
         self._offers_at = -float("inf")
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Write checkpoints that are due, and see that they have their copies, until cancelled."""
+        """Write checkpoints that are due, and ensure that they have enough copies, until cancelled."""
         tick_s = min(_TICK_S, self._section.checkpoint_s / 2, self._section.announce_s / 4)
         task_status.started()
         while True:
@@ -125,23 +129,24 @@ class ExpertCheckpoints:
             await trio.sleep(tick_s)
 
     async def leave(self) -> None:
-        """Write what has no checkpoint yet, before the experts are given up."""
+        """Save experts whose current state has no checkpoint, before the experts are given up."""
         await self._each([uid for uid, safe in self._known().items() if self._is_unsaved(uid, safe)], self._save)
 
-    def began(self, uid: Uid, generation: int, version: int, former: Former | None) -> None:
-        """Note that this peer hosts an expert in this state from now on: a checkpoint of the new generation is due at
-        once. `former`: the checkpoint that it goes on from.
+    def began(self, uid: Uid, generation: int, version: int, former: PreviousOwner | None) -> None:
+        """Record that this peer now hosts an expert in this state; a checkpoint of the new generation is due at once.
+
+        `former` is the checkpoint from which the expert continues.
         """
         self._safe[uid] = _Safe(generation - 1, version, version, former)
         self._vault.directory.lineages.took(trio.current_time(), uid, generation, former)
 
     def kept_version(self, uid: Uid) -> int:
-        """Updates of an expert that a checkpoint has, here or with others."""
+        """Number of the expert's updates in its newest checkpoint, here or at holders."""
         safe = self._safe.get(uid)
         return safe.version if safe is not None else 0
 
-    def origin(self, uid: Uid) -> tuple[int, Former | None]:
-        """Updates of an expert that it had when its generation began here, and the checkpoint that it went on from."""
+    def origin(self, uid: Uid) -> tuple[int, PreviousOwner | None]:
+        """The expert's updates when its generation began here, and the checkpoint from which it continued."""
         safe = self._safe.get(uid)
         return (safe.began, safe.former) if safe is not None else (0, None)
 
@@ -160,7 +165,7 @@ class ExpertCheckpoints:
     # --- what is due ------------------------------------------------------------------------------------------
 
     def _known(self) -> dict[Uid, _Safe]:
-        """The experts hosted now."""
+        """The records of the experts hosted now."""
         for uid in [uid for uid in self._safe if uid not in self._host.experts]:
             if uid not in self._busy:
                 del self._safe[uid]
@@ -170,7 +175,7 @@ class ExpertCheckpoints:
         return {uid: self._safe[uid] for uid in self._host.experts}
 
     def _first(self, uid: Uid, hosted: HostedState) -> _Safe:
-        """What is safe of an expert that we see for the first time: it came from our own disk, or is new."""
+        """The record of an expert that we see for the first time: it came from our own disk, or is new."""
         pointer = self._vault.own(uid)
         if pointer is not None and pointer.generation == hosted.generation:
             return _Safe(pointer.generation, pointer.version, pointer.began, pointer.former, pointer)
@@ -182,7 +187,7 @@ class ExpertCheckpoints:
         return hosted.generation != safe.generation or hosted.model.version > safe.version
 
     def _due(self, now: float) -> list[Uid]:
-        """Experts whose checkpoint is due, the longest without one first."""
+        """Experts whose checkpoint is due, the one that has waited longest first."""
         due = []
         for uid, safe in self._known().items():
             if not self._is_unsaved(uid, safe):
@@ -198,7 +203,7 @@ class ExpertCheckpoints:
         return [uid for _, uid in sorted(due)]
 
     def _uncopied(self, now: float) -> list[Uid]:
-        """Experts whose newest checkpoint has too few holders that still say that they are there."""
+        """Experts whose newest checkpoint has too few holders that are still announced."""
         found = []
         for uid, safe in self._known().items():
             if safe.pointer is not None and safe.generation == self._host.experts[uid].generation:
@@ -226,7 +231,7 @@ class ExpertCheckpoints:
     # --- a checkpoint -----------------------------------------------------------------------------------------
 
     async def _save(self, uid: Uid) -> None:
-        """A checkpoint of an expert as it is now."""
+        """Save a checkpoint of an expert's current state."""
         hosted, safe = self._host.experts[uid], self._safe[uid]
         generation = hosted.generation
         pointer, digests, data = await self.snapshot(uid, hosted)
@@ -249,9 +254,10 @@ class ExpertCheckpoints:
 
     async def snapshot(
         self, uid: Uid, hosted: HostedState, heir: PeerId | None = None
-    ) -> tuple[Pointer, Sequence[bytes], bytes]:
-        """An expert as it is now, with its signed pointer and the digests of its pieces. `heir`: the host that owns the
-        expert in the next generation, if it takes it.
+    ) -> tuple[CheckpointRef, Sequence[bytes], bytes]:
+        """The current state of an expert, with its signed pointer and the digests of its pieces.
+
+        `heir` is the host that owns the expert in the next generation, if it takes it.
         """
         generation, model, safe = hosted.generation, hosted.model, self._safe.get(uid)
 
@@ -260,7 +266,7 @@ class ExpertCheckpoints:
 
         version, data = await self._device.run(taken, name="snapshot of an expert")
         digests = await self._files.run(lambda: digests_of(data), name="hash a checkpoint of an expert")
-        pointer = Pointer(
+        pointer = CheckpointRef(
             run=self._vault.fingerprint,
             expert=Name.of(uid),
             generation=generation,
@@ -274,23 +280,23 @@ class ExpertCheckpoints:
         )
         return pointer.signed(self._signer), digests, data
 
-    async def _put(self, pointer: Pointer, digests: Sequence[bytes], data: bytes) -> bool:
+    async def _put(self, pointer: CheckpointRef, digests: Sequence[bytes], data: bytes) -> bool:
         try:
             await self._vault.put(pointer, digests, data)
         except (OSError, ValueError, RemoteError) as error:
-            self._say(f"no checkpoint of expert {pointer.expert.uid} on our own disk: {error}")
+            self._say(f"the checkpoint of expert {pointer.expert.uid} could not be saved on this peer's disk: {error}")
             return False
         return True
 
     async def _copy(self, uid: Uid) -> None:
-        """Hand a checkpoint that lies on our disk to more holders."""
+        """Hand a checkpoint on our disk to further holders."""
         safe = self._safe[uid]
         if safe.pointer is not None:
             safe.holders |= await self._hand(safe.pointer, safe.holders)
             self._count(uid, safe)
 
-    async def _hand(self, pointer: Pointer, holders: set[PeerId]) -> set[PeerId]:
-        """Hand a checkpoint to as many others as it lacks; those that hold it now."""
+    async def _hand(self, pointer: CheckpointRef, holders: set[PeerId]) -> set[PeerId]:
+        """Hand a checkpoint to as many peers as it lacks; returns those that hold it now."""
         found, uid = set[PeerId](), pointer.expert.uid
         lacking = self._section.copies - len(holders)
         for peer in self._candidates(pointer):
@@ -305,7 +311,7 @@ class ExpertCheckpoints:
                 self._ctx.log.event("expert.not_held", level="debug", expert=str(uid), peer=peer, reason=str(error))
         return found
 
-    def _candidates(self, pointer: Pointer) -> list[PeerId]:
+    def _candidates(self, pointer: CheckpointRef) -> list[PeerId]:
         links, own = self._ctx.host.links, self._ctx.host
         offers = [
             HolderRoom(peer, offer.room_bytes, place_of(offer.addrs))
@@ -316,7 +322,7 @@ class ExpertCheckpoints:
         return choose_holders(pointer.expert.uid, here, offers, pointer.size_bytes)
 
     def _count(self, uid: Uid, safe: _Safe) -> None:
-        """See whether there are enough copies; if not, say so and look again later."""
+        """Check whether there are enough copies; if not, report that and retry later."""
         lacking = self._section.copies - len(safe.holders)
         if lacking <= 0:
             safe.failures, safe.again_at = 0, 0.0
@@ -331,7 +337,7 @@ class ExpertCheckpoints:
         safe.failures = min(safe.failures + 1, 10)
 
     def _say(self, problem: str) -> None:
-        level = "debug" if self.problem is not None else "warning"  # said once, until all is well
+        level = "debug" if self.problem is not None else "warning"  # warn once, until all copies exist
         self.problem = problem
         self._ctx.log.event("expert.copies_missing", level=level, reason=problem)
 
@@ -347,6 +353,6 @@ class ExpertCheckpoints:
 
 
 def place_of(addrs: Sequence[str]) -> str:
-    """Where a peer says that it is: its first address that no relay has a part in, without the port."""
+    """A peer's location as it announces it: its first address without a relay, without the port."""
     direct = [addr.split("/") for addr in addrs if "p2p-circuit" not in addr]
     return "/".join(direct[0][1:3]) if direct else ""

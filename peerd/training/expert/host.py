@@ -1,13 +1,13 @@
-"""The host of experts: chooses which ones this peer serves, announces them, and gives up those that others own.
+"""The host of experts: chooses which experts this peer serves, announces them, and gives up those that others own.
 
-Life of a host: it takes back what it owned before, as far as nobody else owns it; then it takes free experts in its
-own order, a part of its room at a time, so that hosts that come together share what is free; it says every `announce_s`
-what it has. Of two hosts of one expert the one that does not own it by its lineage (`machine.owners.lineage`) stops
-serving it and says how many updates are dropped with that: `keepers`, which look at claims anyway, see to it. Experts
-that have a checkpoint somewhere are never begun anew: `keepers` bring them back.
+A host first resumes the experts that it owned before, unless another host owns them now. Then it takes free experts in
+an order of its own, a part of its capacity at a time, so that hosts that start together share the free ones. Every
+`announce_s` it announces its experts. If two hosts serve one expert, the one that does not own it by its lineage
+(`machine.owners.lineage`) stops serving it and logs how many updates are lost; `keepers`, which read the claims anyway,
+do this. An expert with a checkpoint somewhere is never started from scratch: `keepers` restore it.
 
-What it does not do: serve calls (`service/experts/expert_server`), and keep checkpoints. A hostile host may claim
-anything; in a run with tokens the directory believes only hosts that may serve experts.
+This module neither serves calls (`service/experts/expert_server`) nor keeps checkpoints. A hostile host may claim any
+expert; in a run with tokens the directory accepts only hosts that may serve experts.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from peerd.machine.experts.claims import (
     last_prefixes,
     to_take,
 )
-from peerd.machine.experts.custody import SeenClaim
+from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.experts.sharing import HostShare
 from peerd.role import RoleContext
 from peerd.service.experts.expert_server import ExpertModel, ExpertServer, ServerConfig, ServingStats
 from peerd.signals import Signal
 
-_PARTS: Final = 4  # of its room: a host takes one at a time
-_SPARE: Final = 8  # one part in so many of its room is for orphans alone, unless it has room for the whole grid
-_STEPS: Final = 4  # such steps in one announcement period: an announcement reaches the others in between
+_PARTS: Final = 4  # parts of the capacity, taken one at a time
+_SPARE: Final = 8  # 1/8 of the capacity is reserved for orphans, unless the whole grid fits
+_STEPS: Final = 4  # parts taken in one announcement period, so that announcements spread in between
 _SMOOTHING: Final = 0.2  # weight of the last half period in the measured time of a sample
-_TOGETHER_S: Final = 0.2  # experts often come and go by several at once
+_TOGETHER_S: Final = 0.2  # experts often change several at once
 
 
 class StoredModel(ExpertModel, Protocol):
-    """An expert that can be saved and brought back: `compute.experts.hosted_expert.HostedExpert`."""
+    """An expert that can be saved and restored: `compute.experts.hosted_expert.HostedExpert`."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Bytes of memory that it uses."""
         ...
 
     def snapshot(self) -> bytes:
@@ -59,12 +59,12 @@ class StoredModel(ExpertModel, Protocol):
         ...
 
     def load(self, data: bytes | bytearray) -> None:
-        """Take over a snapshot; ValueError, before any change, when it does not fit."""
+        """Load a snapshot. Raises ValueError, before any change, if it does not fit."""
         ...
 
 
 class HostClaim(Protocol):
-    """A claim as the directory tells it."""
+    """A claim as read from the directory."""
 
     @property
     def host(self) -> PeerId: ...
@@ -73,30 +73,30 @@ class HostClaim(Protocol):
     def generation(self) -> int: ...
 
 
-Told = Mapping[Uid, Mapping[int, Sequence[HostClaim]]]  # by prefix and the coordinate below it
+Told = Mapping[Uid, Mapping[int, Sequence[HostClaim]]]  # by prefix, then by coordinate
 
 
-class ClaimsBoard(Protocol):
-    """Where hosts say what they have: `service.experts.expert_directory.ExpertDirectory`."""
+class ClaimDirectory(Protocol):
+    """The directory where hosts publish claims: `service.experts.expert_directory.ExpertDirectory`."""
 
     async def below(self, prefixes: Iterable[Uid]) -> Told:
-        """What is claimed below prefixes, an announcement period old at most."""
+        """The claims below prefixes, at most one announcement period old."""
         ...
 
     async def read(self, prefixes: Iterable[Uid]) -> Told:
-        """The same, as of now."""
+        """The claims below prefixes, read now."""
         ...
 
     async def announce(self, records: Iterable[Announced]) -> None:
-        """Publish all that we host; what is not in `records` any more is withdrawn."""
+        """Publish all experts that we host; records that are not in `records` are withdrawn."""
         ...
 
     async def add(self, records: Iterable[Announced]) -> None:
-        """Publish these in place of what stands under their prefixes."""
+        """Publish these records in place of earlier ones under the same prefixes."""
         ...
 
     async def withdraw(self) -> None:
-        """Take back everything."""
+        """Withdraw all our records."""
         ...
 
 
@@ -109,34 +109,36 @@ class OwnExpert:
 
 
 class Keeper(Protocol):
-    """What lets experts outlive their host: makes checkpoints of `host.experts`, and adopts orphans by `host.adopt`."""
+    """Lets experts outlive their host: saves checkpoints of `host.experts`, and adopts orphans with `host.adopt`."""
 
     async def recall(self) -> Mapping[Uid, OwnExpert]:
-        """Returns this host's own experts whose newest checkpoint is on its own disk. Called first."""
+        """This host's own experts whose newest checkpoint is on its own disk. Called first."""
         ...
 
     async def state(self, uid: Uid) -> bytes:
-        """One of these; ValueError when it is damaged."""
+        """The checkpoint of one of these. Raises ValueError if it is damaged."""
         ...
 
     async def orphans(self, uids: Collection[Uid]) -> Collection[Uid]:
-        """Those of `uids` that have a checkpoint somewhere, and must not be begun anew."""
+        """Those of `uids` that have a checkpoint somewhere and must not be started from scratch."""
         ...
 
     def taking(self) -> Collection[Uid]:
-        """Experts that it is about to adopt here: room for them is not given to others."""
+        """Experts that it is about to adopt here; their capacity is reserved."""
         ...
 
     async def run(self, host: ExpertHost) -> None:
-        """Keep, adopt, and give up what others own by now, until cancelled."""
+        """Save, adopt, and give up experts that others own by now, until cancelled."""
         ...
 
     async def hand_over(self, host: ExpertHost) -> None:
-        """Give what others take: the host is about to go, and still announces all that it has."""
+        """Hand over experts that others accept. Called when the host is about to leave and still announces all its
+        experts.
+        """
         ...
 
     async def leave(self, host: ExpertHost) -> None:
-        """Hand in what is not saved yet, and is announced no more."""
+        """Save what is not saved yet. Called after the host has withdrawn its claims."""
         ...
 
 
@@ -152,13 +154,13 @@ class Hosted:
 class HostTally:
     """Counters since the start."""
 
-    adopted: int = 0  # experts that came with a generation above 0, or from a checkpoint
+    adopted: int = 0  # experts with a generation above 0, or from a checkpoint
     updates_per_s: float = 0.0  # in the last announcement period
-    sample_s: float = 0.0  # the device's time for a sample, smoothed; 0: none was computed yet
+    sample_s: float = 0.0  # the device's time for a sample, smoothed; 0 before the first
     _seen: tuple[float, ServingStats] | None = field(default=None, repr=False)
 
     def look(self, now: float, stats: ServingStats) -> None:
-        """Measure rates; once in half a period."""
+        """Measure the rates; call it once in half a period."""
         if self._seen is not None and now > self._seen[0]:
             since, before = self._seen
             self.updates_per_s = (stats.updates - before.updates) / (now - since)
@@ -169,14 +171,15 @@ class HostTally:
 
 
 class ExpertHost:
-    """See the module's header. `build`: makes the model of an expert as it begins, on the worker; `fits`: how many
-    this machine's memory holds.
+    """Hosts experts of one run on this peer.
+
+    `build` makes the initial model of an expert, on the worker; `fits` measures how many experts fit into memory.
     """
 
     def __init__(
         self,
         ctx: RoleContext,
-        board: ClaimsBoard,
+        board: ClaimDirectory,
         build: Callable[[Uid], StoredModel],
         fits: Callable[[], int],
         config: ServerConfig | None = None,
@@ -195,13 +198,13 @@ class ExpertHost:
         self._worker = ctx.worker(ctx.device)
         self._coming: set[Uid] = set()
         self._changed = Signal()
-        self._telling = trio.Lock()  # of two announcements at once, the older one could stay
+        self._telling = trio.Lock()  # if two announcements overlapped, the older one could remain
         self._leaving = False
 
     # --- life -----------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Host experts until cancelled. Started means: the first ones are announced."""
+        """Host experts until cancelled. Reports started after the first announcement."""
         measured = await self._worker.run(self._fits, name="see how many experts fit")
         self.capacity = capacity(self._run.limits.experts, measured, self.grid)
         if not self.capacity:
@@ -219,8 +222,9 @@ class ExpertHost:
             await self._measure()
 
     async def leave(self) -> None:
-        """Hand over what others take, withdraw the rest, and hand in what of it is not saved; calls under way are
-        still answered.
+        """Hand over the experts that others accept, withdraw the rest, and save what of it is not saved.
+
+        Calls in progress are still answered.
         """
         self._leaving = True
         for keeper in self.keepers:
@@ -230,26 +234,27 @@ class ExpertHost:
             await keeper.leave(self)
 
     def room(self) -> int:
-        """Experts that still fit."""
+        """Number of experts that still fit."""
         return 0 if self._leaving else max(0, self.capacity - len(self.experts.keys() | self._coming))
 
     def share(self) -> HostShare:
-        """This host's part in the run, as others are to know it."""
+        """This host's experts, free places and speed, to be published."""
         taking = sum(len(keeper.taking()) for keeper in self.keepers)
         return HostShare(len(self.experts), max(0, self.room() - taking), self.tally.sample_s)
 
     async def hold(self, uid: Uid) -> None:
-        """Make no more updates of an expert until `release` or `drop`; returns when none is under way."""
+        """Pause updates of an expert until `release` or `drop`; returns when no update is running."""
         await self.server.hold(uid)
 
     def release(self, uid: Uid) -> None:
-        """Make updates of an expert again."""
+        """Resume updates of an expert."""
         self.server.release(uid)
 
     async def adopt(self, uid: Uid, generation: int, state: bytes | bytearray | None) -> None:
-        """Host an expert from now on, from a checkpoint or anew; ValueError when the checkpoint does not fit.
+        """Host an expert, from a checkpoint or, if `state` is None, from its initial weights.
 
-        Refused when it is hosted here already, or there is no room; LocalError when it is not in the grid.
+        Raises ValueError if the checkpoint does not fit, Refused if the expert is hosted here already or there is no
+        room, and LocalError if it is not in the grid.
         """
         if not self.grid.is_expert(uid):
             raise LocalError(f"expert {uid} is not in the grid")
@@ -269,7 +274,7 @@ class ExpertHost:
         self._changed.notify()
 
     async def drop(self, uid: Uid, why: str) -> None:
-        """Serve an expert no more; calls that wait are refused with the reason."""
+        """Stop hosting an expert; waiting calls are refused with the reason `why`."""
         if self.experts.pop(uid, None) is not None:
             self.server.forget(uid, why)
             self._changed.notify()
@@ -301,7 +306,7 @@ class ExpertHost:
         return model
 
     async def _recall(self) -> None:
-        """Go on with this host's own experts, as far as nobody else owns them by now."""
+        """Resume this host's own experts, except those that other hosts own now."""
         for keeper in self.keepers:
             for uid, mine in sorted((await keeper.recall()).items()):
                 if mine.taken is not None:
@@ -317,7 +322,7 @@ class ExpertHost:
             self._ctx.log.event("expert.not_loaded", level="warning", expert=str(uid), why=str(error))
 
     async def _take_free(self) -> int:
-        """Take experts that nobody has, for a part of the room; returns how many."""
+        """Take experts that no host claims, up to a part of the capacity; returns their number."""
         taking = [uid for keeper in self.keepers for uid in keeper.taking()]
         whole = self.capacity >= self.grid.layers * self.grid.places
         room = self.room() - len(taking) - (0 if whole else self.capacity // _SPARE)
@@ -330,13 +335,13 @@ class ExpertHost:
         for keeper in self.keepers:
             orphans = set(await keeper.orphans(free))
             free = [uid for uid in free if uid not in orphans]
-        # What was told may be a period old, in which others that came with us took theirs.
+        # The claims may be a period old; hosts that started with us may have taken experts since.
         chosen = free[:share]
         seen = self._claimed(await self._board.read(last_prefixes(chosen)))
         return sum([await self._begin(uid) for uid in chosen if uid not in seen])
 
     async def _begin(self, uid: Uid) -> bool:
-        """Begin an expert anew; False when it, or its room, was taken meanwhile."""
+        """Start an expert from its initial weights. Returns False if it, or its room, was taken meanwhile."""
         try:
             await self.adopt(uid, 0, None)
         except Refused:
@@ -344,7 +349,7 @@ class ExpertHost:
         return True
 
     async def _fill(self) -> None:
-        """Take more, until there is no room, and look again now and then for what has become free."""
+        """Take more experts until there is no room, and check periodically for new free ones."""
         while True:
             await trio.sleep(self._period_s / _STEPS)
             if not await self._take_free():
@@ -353,7 +358,7 @@ class ExpertHost:
     # --- claims ---------------------------------------------------------------------------------------------------
 
     async def _keep_announced(self) -> None:
-        """Say what this host has, in every period, and soon after it has changed."""
+        """Announce this host's experts once in each period, and soon after a change."""
         while True:
             with trio.move_on_after(self._period_s):
                 await self._changed.wait()
@@ -366,7 +371,7 @@ class ExpertHost:
                 await self._publish(self._board.announce, self._records())
 
     async def tell(self, uid: Uid) -> None:
-        """Announce one expert, besides what stands; returns when others can read it."""
+        """Announce one expert in addition to the published ones; returns when others can read it."""
         async with self._telling:
             if uid in self.experts and not self._leaving:
                 above = set(self.grid.prefixes(uid))
@@ -383,12 +388,12 @@ class ExpertHost:
             self._ctx.log.event("dht.announce_failed", level="warning", reason=str(error))
 
     async def _measure(self) -> None:
-        """See how many updates are made."""
+        """Measure the rate of updates periodically."""
         while True:
             await trio.sleep(self._period_s / 2)
             self.tally.look(self._ctx.clock.now(), self.server.stats)
 
     @staticmethod
     def _claimed(told: Told) -> set[Uid]:
-        """The experts that somebody claims."""
+        """The experts that some host claims."""
         return {prefix.below(coordinate) for prefix, below in told.items() for coordinate in below}

@@ -1,17 +1,17 @@
-"""Sharing of experts: a host that has more than its part hands some to hosts that have less, such as a newcomer.
+"""Sharing of experts: a host with more than its share hands some to hosts that have less, such as newcomers.
 
-Once in an announcement period this host looks who has places for experts, and what part each should have by its speed
-(`machine.experts.sharing`). An expert moves whole: no update is made while its state travels, forwards are answered on.
-The next host fetches and checks the state, hosts it in the next generation, announces it, and answers; this one gives
-it up only when that claim stands in the directory. Whatever fails before, it goes on here, and nothing is lost. If only
-the answer was lost, the claim of the next host says that it took the expert. If that claim comes too late, this host
-makes updates again, and with the first one its signature for the next host is void: one of the two yields as after a
-partition (`machine.owners`). A host that leaves hands over all that others have places for, as far as the time allows;
-the rest is adopted from its checkpoints.
+Once in an announcement period this host reads which hosts have places for experts, and computes each host's share by
+its speed (`machine.experts.sharing`). An expert moves as a whole. During the move no update is made, but forward calls
+are answered. The next host fetches and checks the state, hosts it in the next generation, announces it, and answers.
+This host gives the expert up only after that claim is in the directory. If anything fails before, it continues to host
+the expert, and nothing is lost. If only the answer was lost, the claim shows that the next host took the expert. If the
+claim appears too late, this host makes updates again; the first one invalidates its signature for the next host, and
+one of the two yields as after a partition (`machine.owners`). A host that leaves hands over all experts for which
+others have places, as far as time allows; the rest is adopted from its checkpoints.
 
-A hostile host may ask others to take what it does not own (the claim in the directory, and its signature, decide), send
-no state or drip it (it has a deadline), or promise to take experts and not host them: they stay, and it is left alone
-for a while. Each is named in the log.
+A hostile host may ask others to take experts that it does not own (the claim in the directory and its signature
+decide), send no state or send it slowly (there is a deadline), or promise to take experts and not host them: then they
+stay, and that host is avoided for a while. Each of these is logged with the host's name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteErro
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
-from peerd.core.messages.experts import Pointer, TakenOver, TakeOver
+from peerd.core.messages.experts import CheckpointRef, TransferAnswer, TransferRequest
 from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first, parts_of_all
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.role import RoleContext
@@ -35,13 +35,13 @@ from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints
 
 TAKE: Final = "sharing/2/take"
-_AT_ONCE: Final = 2  # states that are taken
-_SHAKE_S: Final = 10.0  # of a hand-over, beyond what its bytes take
-_LEAST_BYTES_PER_S: Final = 256 << 10  # on slower lines experts stay where they are: no update is made meanwhile
-_LEAVING_S: Final = 3.5  # that a host which leaves hands experts over; then it saves the others
-_REST_PERIODS: Final = 8.0  # in which a host that did not take an expert is left alone
-_LOOKS: Final = 3  # for the claim of the next host
-_LOOK_S: Final = 0.5  # between them
+_AT_ONCE: Final = 2  # states taken concurrently
+_SHAKE_S: Final = 10.0  # time for a hand-over, in addition to the transfer of its bytes
+_LEAST_BYTES_PER_S: Final = 256 << 10  # on slower lines experts do not move, because updates pause meanwhile
+_LEAVING_S: Final = 3.5  # time in which a leaving host hands experts over before it saves the others
+_REST_PERIODS: Final = 8.0  # announcement periods for which a host that refused an expert is avoided
+_LOOKS: Final = 3  # reads of the directory for the claim of the next host
+_LOOK_S: Final = 0.5  # between these reads
 _LAST_GENERATION: Final = (1 << 53) - 1
 DECLARED: Final = {
     TAKE: Declaration(
@@ -57,23 +57,23 @@ DECLARED: Final = {
 
 
 class SharingHost(AdoptingHost, Protocol):
-    """This peer's host of experts, as far as sharing knows it."""
+    """This peer's host of experts, as used for sharing."""
 
     def share(self) -> HostShare:
-        """Its part in the run."""
+        """Its experts, free places and speed."""
         ...
 
     async def hold(self, uid: Uid) -> None:
-        """Make no more updates of an expert; returns when none is under way."""
+        """Pause updates of an expert; returns when no update is running."""
         ...
 
     def release(self, uid: Uid) -> None:
-        """Make them again."""
+        """Resume updates of an expert."""
         ...
 
 
-class ExpertSharing:
-    """See the module's header; `run` does the work. `state_bytes`: the most that a state of this run takes."""
+class ExpertStateSharing:
+    """Sharing of one host's experts; `run` does the work. `state_bytes` is the maximum size of a state in this run."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class ExpertSharing:
         vault.share = host.share
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Give what is too much, and take what others give, until cancelled."""
-        self._rpc.serve(TAKE, TakeOver, self._take, declared=DECLARED[TAKE])
+        """Hand over surplus experts, and take experts that others hand over, until cancelled."""
+        self._rpc.serve(TAKE, TransferRequest, self._take, declared=DECLARED[TAKE])
         try:
             task_status.started()
             while True:
@@ -111,7 +111,7 @@ class ExpertSharing:
     # --- giving -----------------------------------------------------------------------------------------------
 
     async def leave(self) -> None:
-        """Hand over all that others have places for, in a few seconds."""
+        """Hand over all experts for which others have places, within a few seconds."""
         self._leaves = True
         with trio.move_on_after(_LEAVING_S):
             parts = parts_of_all(self._host.experts, await self._others())
@@ -120,7 +120,7 @@ class ExpertSharing:
                     nursery.start_soon(self._give_all, uids, taker)
 
     async def _others(self) -> dict[PeerId, HostShare]:
-        """The hosts that offer places, as they say in the directory."""
+        """The hosts that offer places, by their records in the directory."""
         try:
             offers = await self._vault.directory.offers()
         except RemoteError as error:
@@ -134,21 +134,21 @@ class ExpertSharing:
         }
 
     async def _give_some(self) -> None:
-        """Give the host that should have most of our experts what it should have."""
+        """Hand experts to the host that lacks most of its share, up to that share."""
         found = best_taker(self._host.share(), await self._others())
         if found is not None:
             taker, count = found
             await self._give_all(given_first(self._host.experts, taker)[:count], taker)
 
     async def _give_all(self, uids: Sequence[Uid], taker: PeerId) -> None:
-        """Hand experts over, one after the other, until one is not taken."""
+        """Hand experts over one after another, until one is not taken."""
         for uid in uids:
             if uid in self._host.experts and uid not in self._vault.giving and not await self._give(uid, taker):
                 self._rests[taker] = trio.current_time() + _REST_PERIODS * self._announce_s
                 return
 
     async def _give(self, uid: Uid, taker: PeerId) -> bool:
-        """Hand one expert over; False when it stays here."""
+        """Hand one expert over. Returns False if it stays here."""
         self._vault.giving.add(uid)
         try:
             generation = await self._handed(uid, taker)
@@ -164,28 +164,30 @@ class ExpertSharing:
         return True
 
     async def _handed(self, uid: Uid, taker: PeerId) -> int:
-        """The generation in which `taker` hosts an expert of ours from now on; RemoteError when it does not."""
+        """Hand one expert over; returns the generation in which `taker` now hosts it. Raises RemoteError if it does
+        not.
+        """
         await self._host.hold(uid)
         hosted, mine = self._host.experts.get(uid), self._host.share()
         if hosted is None:
-            raise Refused(f"expert {uid} went meanwhile")
+            raise Refused(f"expert {uid} left this host meanwhile")
         pointer, digests, data = await self._checkpoints.snapshot(uid, hosted, taker)
-        body = TakeOver(pointer, mine.hosted, mine.sample_s, self._leaves)
+        body = TransferRequest(pointer, mine.hosted, mine.sample_s, self._leaves)
         with self._vault.lent(pointer, digests, data):
             generation = await self._taken(body, taker)
         if not await self._is_claimed(uid, taker, generation):
-            raise ProtocolViolation(f"took expert {uid}, and does not announce it", taker)
+            raise ProtocolViolation(f"took expert {uid} but does not announce it", taker)
         if self._host.experts.get(uid) is hosted:
             await self._host.drop(uid, f"peer {taker.short} owns it in generation {generation}")
             self._vault.directory.lineages.gave(trio.current_time(), uid, generation, taker)
         return generation
 
-    async def _taken(self, body: TakeOver, taker: PeerId) -> int:
-        """Ask `taker` to host an expert of ours; the generation in which it does."""
+    async def _taken(self, body: TransferRequest, taker: PeerId) -> int:
+        """Ask `taker` to host one of our experts; returns the generation in which it does."""
         uid, following = body.pointer.expert.uid, body.pointer.generation + 1
         timeout_s = _deadline_s(body.pointer)
         try:
-            answer = await self._rpc.call(taker, TAKE, body, TakenOver, timeout_s=timeout_s, reply_frame_bytes=0)
+            answer = await self._rpc.call(taker, TAKE, body, TransferAnswer, timeout_s=timeout_s, reply_frame_bytes=0)
         except (TooSlow, Unreachable):
             if await self._is_claimed(uid, taker, following):
                 return following  # only the answer was lost
@@ -196,7 +198,7 @@ class ExpertSharing:
         return following
 
     async def _is_claimed(self, uid: Uid, peer: PeerId, generation: int) -> bool:
-        """True when the directory says that `peer` owns an expert in this generation."""
+        """True if the directory shows that `peer` claims the expert in this generation."""
         for look in range(_LOOKS):
             if look:
                 await trio.sleep(_LOOK_S)
@@ -207,26 +209,26 @@ class ExpertSharing:
 
     # --- taking -----------------------------------------------------------------------------------------------
 
-    async def _take(self, call: Incoming[TakeOver]) -> Answer[TakenOver]:
+    async def _take(self, call: Incoming[TransferRequest]) -> Answer[TransferAnswer]:
         pointer, peer = call.body.pointer, call.peer
         uid = pointer.expert.uid
         why = self._vault.fault(pointer, peer) or self._objection(call.body)
         if why is not None:
             raise Refused(why)
         if len(self._vault.taking) >= EXPERT_TAKING:
-            raise Overloaded("others hand over experts", self._announce_s)
+            raise Overloaded("other hosts are handing over experts", self._announce_s)
         self._vault.taking.append(uid)
         try:
             data = await self._state(uid, pointer, peer)
-            return Answer(TakenOver(await self._hosted(uid, pointer, data)))
+            return Answer(TransferAnswer(await self._hosted(uid, pointer, data)))
         except (RemoteError, ValueError) as error:
             self._log.event("expert.not_taken", level="warning", expert=str(uid), peer=peer, reason=str(error))
             raise Refused(f"expert {uid} could not be taken: {error.args[0] if error.args else error}") from error
         finally:
             self._vault.taking.remove(uid)
 
-    def _objection(self, body: TakeOver) -> str | None:
-        """Why we do not take an expert of another host."""
+    def _objection(self, body: TransferRequest) -> str | None:
+        """Reason not to take another host's expert, or None."""
         pointer, mine = body.pointer, self._host.share()
         if pointer.expert.uid in self._host.experts or pointer.expert.uid in self._vault.taking:
             return "the expert is here already"
@@ -238,8 +240,8 @@ class ExpertSharing:
             return f"{mine.hosted} experts here are this host's part already"
         return None
 
-    async def _state(self, uid: Uid, pointer: Pointer, peer: PeerId) -> bytes | bytearray:
-        """The state of an expert that the caller owns, as the directory says."""
+    async def _state(self, uid: Uid, pointer: CheckpointRef, peer: PeerId) -> bytes | bytearray:
+        """Fetch the state of an expert that the caller owns according to the directory."""
         with trio.move_on_after(_deadline_s(pointer)):
             claim = (await self._vault.directory.look([uid.prefix])).claims.get(uid)
             if claim is None or (claim.peer, claim.generation) != (peer, pointer.generation):
@@ -247,10 +249,10 @@ class ExpertSharing:
             if pointer.heir != self._me.public_key:
                 raise Refused("your checkpoint does not say that this peer owns the expert next")
             return await self._vault.fetch(pointer, [peer])
-        raise TooSlow(f"the state of expert {uid} did not come in time")
+        raise TooSlow(f"the state of expert {uid} did not arrive in time")
 
-    async def _hosted(self, uid: Uid, pointer: Pointer, data: bytes | bytearray) -> int:
-        """Host and announce an expert that came; its generation here."""
+    async def _hosted(self, uid: Uid, pointer: CheckpointRef, data: bytes | bytearray) -> int:
+        """Host and announce an expert that was handed over; returns its generation here."""
         generation = min(pointer.generation + 1, _LAST_GENERATION)
         await self._host.adopt(uid, generation, data)
         self._checkpoints.began(uid, generation, pointer.version, pointer.as_former())
@@ -259,5 +261,5 @@ class ExpertSharing:
         return generation
 
 
-def _deadline_s(pointer: Pointer) -> float:
+def _deadline_s(pointer: CheckpointRef) -> float:
     return _SHAKE_S + pointer.size_bytes / _LEAST_BYTES_PER_S

@@ -1,1 +1,1 @@
-"""A trainer of a run with experts: many microbatches on their way at once, each a task that waits for answers."""
+"""A trainer of a run with experts: many microbatches in flight at once, each a task that waits for experts' answers."""

@@ -1,10 +1,11 @@
-"""Flights of a trainer whose trunk is asynchronous: always the same number under way, whatever the trunk's steps do.
+"""Flights of a trainer whose trunk is asynchronous: a constant number in flight, independent of the trunk's steps.
 
-A microbatch begins as soon as another one has come back, with the parameters of then; it has no place in a batch yet.
-When it has come back, its gradients wait in `LandingQueue`, and this trainer wishes for as many places as wait there.
-So the conductor gives places only to gradients that are there: no step waits for a slow trainer, and no trainer waits
-for a step. A microbatch whose parameters are more than `optimizer.most_stale` steps old when it would count is dropped:
-its experts have learnt from it, the trunk does not.
+A flight is a microbatch on its way through trunk and experts and back. A flight begins as soon as another one has come
+back, with the current parameters, and without a place in a batch. When it has come back, its gradients wait in
+`GradientQueue`, and the trainer requests one place in the batch for each entry of that queue. So the conductor assigns
+places only to gradients that exist: no step waits for a slow trainer, and no trainer waits for a step. A microbatch
+whose parameters would be more than `optimizer.most_stale` steps old when it counts, or were freed for lack of memory,
+is dropped: the experts have learnt from it, the trunk does not.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Final
 import trio
 
 from peerd.compute.experts.era import TooOld
-from peerd.compute.experts.flight import Flight
-from peerd.compute.experts.landing_queue import LandingQueue
+from peerd.compute.experts.flight import TrunkMicrobatch
+from peerd.compute.experts.landing_queue import GradientQueue
 from peerd.compute.model.served_stage import Stale
-from peerd.core.experts.contract import ExpertNetwork
+from peerd.core.experts.expert_network import ExpertNetwork
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import Mb, MemberInfo
 from peerd.core.model.trunk_memory import IN_FLIGHT, gradients_in_memory, places_at_once
@@ -29,7 +30,7 @@ from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.in_flight import LIMITED
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.role import RoleContext
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 from peerd.signals import Signal
 from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.stage.member import StageMember
@@ -39,11 +40,11 @@ _NOTHING: Final = TensorFrame("uint8", (0,), b"")
 
 @dataclass(frozen=True, slots=True)
 class FlightPlan:
-    """What a trainer gives its flights."""
+    """Callbacks from the trainer to its flights."""
 
-    take: Callable[[], Awaitable[Load]]  # the next samples
-    goes_on: Callable[[], bool]  # may further flights begin?
-    landed: Callable[[], None]  # called after each
+    take: Callable[[], Awaitable[Microbatch]]  # returns the next samples
+    goes_on: Callable[[], bool]  # True while further flights may begin
+    landed: Callable[[], None]  # called after each flight
 
 
 def flights_of(
@@ -52,14 +53,14 @@ def flights_of(
     network: ExpertNetwork,
     calls: Callable[[], Mapping[str, object]] = dict,
 ) -> ExpertFlights:
-    """The flights of a run's trainer, by its `optimizer.trunk`. Arguments as of `ExpertFlights`."""
+    """The flights of a run's trainer, of the kind that `optimizer.trunk` selects. Arguments as of `ExpertFlights`."""
     assert ctx.run is not None
     kind = AsynchronousFlights if ctx.run.optimizer.asynchronous else ExpertFlights
     return kind(ctx, member, network, calls)
 
 
 class AsynchronousFlights(ExpertFlights):
-    """See the module's header."""
+    """Flights that do not wait for the trunk's steps; a place in a batch is requested after they come back."""
 
     def __init__(
         self,
@@ -70,15 +71,15 @@ class AsynchronousFlights(ExpertFlights):
     ) -> None:
         super().__init__(ctx, member, network, calls)
         self._batch = places_at_once(self._run)
-        self._queue: LandingQueue | None = None  # once the trunk is built
-        self._not_finite = deque[tuple[MicrobatchNotFinite, tuple[str, ...]]]()  # and where their samples begin
+        self._queue: GradientQueue | None = None  # set once the trunk is built
+        self._not_finite = deque[tuple[MicrobatchNotFinite, tuple[str, ...]]]()  # with the origins of their samples
         self._under_way = 0
-        self._changed = Signal()  # another flight may begin, or has come back
+        self._changed = Signal()  # a flight may begin or has come back
 
     # --- flights ------------------------------------------------------------------------------------------------
 
     async def fly(self, plan: FlightPlan) -> None:
-        """Keep flights under way until cancelled."""
+        """Keep flights running until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 while self._under_way < (self.most_in_flight if plan.goes_on() and self.peers() else 0):
@@ -86,7 +87,7 @@ class AsynchronousFlights(ExpertFlights):
                     nursery.start_soon(self._fly, plan, await plan.take())
                 await self._changed.wait()
 
-    async def _fly(self, plan: FlightPlan, load: Load) -> None:
+    async def _fly(self, plan: FlightPlan, load: Microbatch) -> None:
         try:
             flight = await self._again_until_done(partial(self._there_and_back, load), None, drops=True)
             await self._come_down(flight)
@@ -100,7 +101,7 @@ class AsynchronousFlights(ExpertFlights):
             self._changed.notify()
         plan.landed()
 
-    async def _there_and_back(self, load: Load) -> Flight:
+    async def _there_and_back(self, load: Microbatch) -> TrunkMicrobatch:
         stage = self._post.state.trunk
         flight = await self._work(partial(stage.free_flight, *self._texts(load.tokens, load.targets)), "begin a flight")
         with self.counts.one_away():
@@ -108,36 +109,37 @@ class AsynchronousFlights(ExpertFlights):
             await self._back(flight)
         return flight
 
-    async def _come_down(self, flight: Flight) -> None:
-        """Queue the gradients of a flight for a place in a batch."""
+    async def _come_down(self, flight: TrunkMicrobatch) -> None:
+        """Queue the gradients of a flight, to wait for a place in a batch."""
         if self._queue is None:
-            self._queue = LandingQueue(min(self._batch, self._gradients_in_memory()))
+            self._queue = GradientQueue(min(self._batch, self._gradients_in_memory()))
         queue, stage = self._queue, self._post.state.trunk
         await self._work(lambda: queue.add(flight, stage.trunk.loads), "add gradients")
         self.counts.samples += self._run.pipeline.microbatch
 
-    def offer(self, waiting: list[Load], opened: int) -> None:
-        """Add a load without samples to `waiting` for each place that is wanted, but for those that are open."""
-        waiting += [Load(_NOTHING, _NOTHING) for _ in range(self.places_wanted() - opened - len(waiting))]
+    def offer(self, waiting: list[Microbatch], opened: int) -> None:
+        """Append empty loads to `waiting`, one for each place wanted beyond the `opened` and the waiting ones."""
+        waiting += [Microbatch(_NOTHING, _NOTHING) for _ in range(self.places_wanted() - opened - len(waiting))]
 
     def places_wanted(self) -> int:
-        """Places in the trunk's batch: one for each that gradients wait for, or a microbatch without finite ones.
+        """Places to request in the trunk's batch: one for each waiting entry, and one for each microbatch that was not
+        finite.
 
-        The conductor has to hear of these, since they may show that the run has diverged.
+        The conductor must learn of the latter, because they may show that the run has diverged.
         """
         return len(self._not_finite) + (len(self._queue) if self._queue is not None else 0)
 
     def update(self, members: Iterable[MemberInfo]) -> None:
-        """As of all flights; some may begin now."""
+        """As `ExpertFlights.update`; also begins flights that were waiting for members."""
         super().update(members)
         self._changed.notify()
 
     # --- places in a batch --------------------------------------------------------------------------------------
 
-    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
+    async def train(self, step: int, seq: int, load: Microbatch) -> list[Holding]:
         """Add the gradients that have waited longest to the sum of `step`; returns their holder.
 
-        Raises MicrobatchNotFinite if a microbatch had none that are finite: it takes this place, and is dropped.
+        Raises MicrobatchNotFinite if a microbatch without finite gradients waits: it takes this place and is dropped.
         """
         mb = Mb(self._ctx.host.id.text, seq)
         while not await self._lands(step, mb, load):
@@ -146,8 +148,8 @@ class AsynchronousFlights(ExpertFlights):
         self._post.serving.worked(self._run.pipeline.microbatch, 0.0)
         return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
-    async def _lands(self, step: int, mb: Mb, load: Load) -> bool:
-        """False if no gradients wait."""
+    async def _lands(self, step: int, mb: Mb, load: Microbatch) -> bool:
+        """Add the gradients that have waited longest to the sum of `step`. Returns False if none wait."""
         while self._queue is not None or self._not_finite:
             await self._step_is_open(step)
             if self._not_finite:
@@ -174,20 +176,20 @@ class AsynchronousFlights(ExpertFlights):
         return False
 
     def under_way(self) -> dict[str, int]:
-        """As of all flights."""
+        """Number of flights, for status."""
         return {"in_flight": self.counts.away}
 
     def samples_since(self, counted: int) -> int:
-        """As of all flights."""
+        """Samples of flights that came back since the last call."""
         return self.counts.samples_since()
 
     @property
     def in_flight_why(self) -> str:
-        """The reason that no more microbatches are under way."""
+        """The reason why no more microbatches are in flight, as text."""
         return LIMITED if self._run.limits.microbatches_in_flight else f"{IN_FLIGHT} unless limits say otherwise"
 
     def status(self) -> dict[str, object]:
-        """As of all flights, and those that wait for a place."""
+        """As `ExpertFlights.status`, plus the flights that wait for a place or have shared one."""
         waiting = {"wait_for_a_place": len(self._queue) if self._queue is not None else 0}
         shared = {"shared_a_place": self._queue.shared if self._queue is not None else 0}
         return super().status() | waiting | shared

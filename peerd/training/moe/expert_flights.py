@@ -1,10 +1,10 @@
-"""Flights of a trainer's microbatches through its own trunk and the experts of others, many at once.
+"""Flights: a trainer's microbatches through its own trunk and other peers' experts, many at once.
 
-For role `trainer` it stands where the pipeline of a run without experts does. Each microbatch is a trio task: its
-segments are jobs on the device's worker, in between it waits for experts. Nothing of it is in the sum before all of it
-has come back. One that got too few answers, or no memory, begins again from its text, after a pause that grows, and
-says so; so does one whose parameters are gone. Experts that it has reached by then have learnt from it: that is their
-affair, no step waits for it and no step takes it back.
+For role `trainer` it replaces the pipeline of a run without experts, with the same interface. Each microbatch is a trio
+task: its segments are jobs on the device's worker, and between them it waits for experts. Its gradient is added to the
+sum only after all of it has come back. A flight that got too few answers or no memory, or whose parameters are gone,
+begins again from its text after a growing pause, and logs that. Experts that it had reached have already learnt from
+it; this is not undone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from peerd.compute.codec.frames import from_frame
 from peerd.compute.codec.layout import NotFinite
 from peerd.compute.experts.era import TooOld
-from peerd.compute.experts.flight import Flight, Scores
+from peerd.compute.experts.flight import Scores, TrunkMicrobatch
 from peerd.compute.model.served_stage import Stale
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, RemoteError
-from peerd.core.experts.contract import ExpertAsk, ExpertNetwork, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertNetwork, ExpertReply
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import Mb, MemberInfo
 from peerd.core.model.trunk_memory import flights_at_once
@@ -33,21 +33,21 @@ from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.machine.rate.backoff import backoff_s
 from peerd.role import RoleContext
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 from peerd.training.moe.flight_counts import FlightCounts
 from peerd.training.stage.member import StageMember
 from peerd.training.stage.post import Post
 
 T = TypeVar("T")
 
-_AGAIN_S: Final = 0.25  # after the first failure in a row
+_AGAIN_S: Final = 0.25  # pause after the first failure in a row
 _AGAIN_MOST_S: Final = 10.0
-_NOT_FINITE_BORNE: Final = 2  # times in a row that a microbatch has no finite values here, and it is dropped
-_CLOSING_S: Final = 0.05  # between two looks whether the sum is still being averaged
+_NOT_FINITE_BORNE: Final = 2  # failures in a row for values that are not finite before a microbatch is dropped
+_CLOSING_S: Final = 0.05  # between two checks whether the sum is still being averaged
 
 
 class ExpertFlights:
-    """See the module's header. The interface is that of `service.pipeline.schedule.Pipeline`."""
+    """The flights of one trainer. The interface is that of `service.pipeline.schedule.MicrobatchSchedule`."""
 
     def __init__(
         self,
@@ -56,31 +56,31 @@ class ExpertFlights:
         network: ExpertNetwork,
         calls: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        """`calls`: what became of the calls to experts, for status."""
+        """`calls` returns the outcomes of the calls to experts, for status."""
         assert ctx.run is not None
         self._ctx, self._member, self._network, self._calls = ctx, member, network, calls
         self._run: RunFile = ctx.run
         self._section = ctx.run.experts or ExpertsSection()
         self._ready = False
         self.counts = FlightCounts(ctx.log, ctx.clock)
-        self.retries = 0  # flights that began again
+        self.retries = 0  # restarts of flights
         self.sent_bytes = 0
         self.received_bytes = 0
 
     # --- microbatches -------------------------------------------------------------------------------------------
 
-    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
-        """Fly a microbatch there and back until it has landed in the sum of `step`; returns its holder."""
+    async def train(self, step: int, seq: int, load: Microbatch) -> list[Holding]:
+        """Fly a microbatch until its gradient is in the sum of `step`; returns its holder."""
         mb = Mb(self._ctx.host.id.text, seq)
         await self._again_until_done(lambda: self._train(step, mb, load), step)
         return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
-    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
-        """Fly again: the sum that had it is lost."""
+    async def repeat(self, step: int, seq: int, stage: int, load: Microbatch) -> Holding:
+        """Fly the microbatch again, because the sum with its gradient is lost."""
         return (await self.train(step, seq, load))[0]
 
     async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
-        """The loss sum over the samples, with whatever parameters trunk and experts have now."""
+        """The loss summed over the samples, with the current parameters of trunk and experts."""
 
         async def judge() -> float:
             flight = await self._begin(None, tokens, targets)
@@ -89,7 +89,7 @@ class ExpertFlights:
 
         return await self._again_until_done(judge, None)
 
-    async def _train(self, step: int, mb: Mb, load: Load) -> None:
+    async def _train(self, step: int, mb: Mb, load: Microbatch) -> None:
         flight = await self._begin(step, load.tokens, load.targets)
         with self.counts.one_away():
             await self._there(flight)
@@ -100,7 +100,7 @@ class ExpertFlights:
         self._post.serving.worked(self._run.pipeline.microbatch, 0.0)
         load.loss_sum = flight.loss_sum
 
-    async def _begin(self, step: int | None, tokens: TensorFrame, targets: TensorFrame) -> Flight:
+    async def _begin(self, step: int | None, tokens: TensorFrame, targets: TensorFrame) -> TrunkMicrobatch:
         stage = self._post.state.trunk
         return await self._work(lambda: stage.flight(step, *self._texts(tokens, targets)), "begin a flight")
 
@@ -108,8 +108,8 @@ class ExpertFlights:
     def _texts(tokens: TensorFrame, targets: TensorFrame) -> tuple[Tensor, Tensor]:
         return from_frame(tokens, (None, None)), from_frame(targets, (None, None))
 
-    async def _there(self, flight: Flight) -> None:
-        """All layers of experts, forward."""
+    async def _there(self, flight: TrunkMicrobatch) -> None:
+        """Forward through all layers of experts."""
         scores: Scores | None = await self._work(flight.depart, "forward")
         while scores is not None:
             chosen = await self._network.choose(flight.layer, scores, self._section.top_k)
@@ -120,9 +120,9 @@ class ExpertFlights:
             scores = await self._work(partial(flight.go_on, replies), "forward")
             self.counts.cannot_be_used(flight.wrong)
 
-    async def _back(self, flight: Flight) -> None:
-        """The same layers, backward."""
-        asks: list[ExpertAsk] | None = await self._work(flight.turn, "backward")
+    async def _back(self, flight: TrunkMicrobatch) -> None:
+        """Backward through the same layers."""
+        asks: list[ExpertCall] | None = await self._work(flight.turn, "backward")
         while asks is not None:
             self._sends(asks)
             replies = await self._network.backward(asks)
@@ -134,9 +134,10 @@ class ExpertFlights:
     async def _again_until_done(
         self, fly: Callable[[], Awaitable[T]], step: int | None, drops: bool | None = None
     ) -> T:
-        """What `fly` gives, begun again for as long as it fails; by then the conductor may have called it off.
+        """Run `fly` and return its result; restart it while it fails. (The conductor may cancel it meanwhile.)
 
-        `drops`: raise for what is dropped, MicrobatchNotFinite and TooOld; by default where it is of a step.
+        `drops`: raise MicrobatchNotFinite and TooOld, on which the microbatch is dropped; by default only if `step` is
+        given.
         """
         drops = step is not None if drops is None else drops
         failures = not_finite = 0
@@ -151,7 +152,7 @@ class ExpertFlights:
                 self.counts.stale_flights += 1
             except (RemoteError, ValueError, NotFinite, NoMemory) as error:
                 failures += 1
-                own = isinstance(error, ResultNotFinite | NotFinite)  # not an expert's: their answers are checked
+                own = isinstance(error, ResultNotFinite | NotFinite)  # not an expert's fault: their answers are checked
                 not_finite = not_finite + 1 if own else 0
                 if drops and not_finite >= _NOT_FINITE_BORNE:
                     dropped = MicrobatchNotFinite(0, [self._ctx.host.id.text], str(error))
@@ -161,7 +162,7 @@ class ExpertFlights:
             else:
                 self.counts.succeeded()
                 return result
-            # Outside of the handlers: their error keeps alive what the flight held, and the parameters it began with.
+            # After the handlers, because a handled error keeps the flight and the parameters that it began with alive.
             if dropped is not None:
                 raise dropped
             if pause_s:
@@ -169,18 +170,20 @@ class ExpertFlights:
             self.retries += 1
 
     async def _step_is_open(self, step: int | None) -> None:
-        """Wait until the trunk takes microbatches of `step`: we may hear of a step before or after we make it."""
+        """Wait until the trunk accepts microbatches of `step`; our own step may precede or follow the conductor's
+        answer.
+        """
         while step is not None and not 0 <= step - self._post.step <= int(self._run.optimizer.delayed):
             await self._post.state.stepped.wait()
 
     async def _sum_is_open(self, step: int) -> None:
         """Wait while the sum of `step` is being averaged."""
         while self._post.serving.closing and step <= self._post.step:
-            with trio.move_on_after(_CLOSING_S):  # the averaging may also fail, and then it is taken
+            with trio.move_on_after(_CLOSING_S):  # if averaging fails, the sum is open again without a step
                 await self._post.state.stepped.wait()
 
     async def _work(self, job: Callable[[], T], name: str) -> T:
-        """A job on the trunk's device; its time counts as this peer's."""
+        """Run a job on the trunk's device, and count its time as this peer's work."""
 
         def timed() -> tuple[T, float]:
             began = time.perf_counter()
@@ -190,13 +193,13 @@ class ExpertFlights:
         self._post.serving.worked(0, seconds)
         return result
 
-    def _sends(self, asks: Sequence[ExpertAsk]) -> None:
+    def _sends(self, asks: Sequence[ExpertCall]) -> None:
         self.sent_bytes += sum(len(frame.payload) for ask in asks for frame in ask.frames)
 
     def _received(self, replies: Sequence[ExpertReply | None]) -> None:
         self.received_bytes += sum(len(reply.frame.payload) for reply in replies if reply is not None)
 
-    # --- as a trainer sees it -----------------------------------------------------------------------------------
+    # --- for the trainer ----------------------------------------------------------------------------------------
 
     @property
     def _post(self) -> Post:
@@ -205,12 +208,12 @@ class ExpertFlights:
         return post
 
     def update(self, members: Iterable[MemberInfo]) -> None:
-        """Note whether our own trunk, one of these members, is at the swarm's position."""
+        """Record whether our own trunk, one of these members, is at the swarm's position."""
         own = self._ctx.host.id.text
         self._ready = any(member.ready and member.peer == own for member in members)
 
     def peers(self) -> int:
-        """Trunks that may be computed with: our own, or none."""
+        """Number of trunks to compute with: 1 if our own is ready, else 0."""
         return int(self._ready and self._member.built)
 
     @property
@@ -219,37 +222,42 @@ class ExpertFlights:
         return trunk.layout.count * trunk.dtype.itemsize
 
     def places_wanted(self) -> int:
-        """Places in the trunk's batch to wish for, or to have: one for each microbatch that is to be under way."""
+        """Places in the trunk's batch to request or to occupy: one for each microbatch in flight."""
         return self.most_in_flight
 
     @property
     def most_in_flight(self) -> int:
-        """Microbatches that this trainer has under way at most: many, as long as their gradients have room."""
+        """The largest number of microbatches that this trainer has in flight.
+
+        `limits.microbatches_in_flight` if it is set, else 64, or fewer if their gradients would exceed 1 GiB.
+        """
         return flights_at_once(self._run, self._trunk_bytes)
 
-    def offer(self, waiting: list[Load], opened: int) -> None:
-        """Add to the loads that wait for a number, where these are not samples; `opened` have one."""
+    def offer(self, waiting: list[Microbatch], opened: int) -> None:
+        """Append to the loads that wait for a number. Does nothing here: these loads are samples, which the trainer
+        adds.
+        """
 
     def under_way(self) -> dict[str, int]:
-        """Counts in place of the books' own, where flights are not in them."""
+        """Counts that replace those of the ledger, if the ledger does not contain the flights. Empty here."""
         return {}
 
     def samples_since(self, counted: int) -> int:
-        """Samples done since the last call, where `counted` have had a place in a batch."""
+        """Samples done since the last call, `counted` of which had a place in a batch."""
         return counted
 
     @property
     def in_flight_why(self) -> str:
-        """The reason that no more microbatches are under way."""
+        """The reason why no more microbatches are in flight, as text."""
         batches = 2 if self._run.optimizer.delayed else 1
         places = batches * self._run.batch.target_samples // self._run.pipeline.microbatch
         return f"all trainers together have {places} at most: the trunk is synchronous"
 
     def status(self) -> dict[str, object]:
-        """Plain data on flights and on the calls to experts."""
+        """Plain data on the flights and on the calls to experts."""
         return {**self.counts.told(), "calls": dict(self._calls())}
 
     @property
     def waits_for(self) -> str | None:
-        """What has failed since the last flight that came back; None: nothing."""
+        """The failure since the last flight that came back, as text, or None."""
         return self.counts.problem

@@ -1,4 +1,4 @@
-"""Counts of a trainer's flights, for status and log: what began again and why, what experts learnt and how stale."""
+"""Counters of a trainer's flights, for status and log: restarts by cause, updates of experts, staleness."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Final
 
 from peerd.core.clock import Clock
 from peerd.core.errors import NoMemory, RemoteError, TooFewExperts
-from peerd.core.experts.contract import ExpertReply
+from peerd.core.experts.expert_network import ExpertReply
 from peerd.log import EventLog
 
-_SAY_S: Final = 10.0  # between two lines of a kind: many microbatches fail alike
+_SAY_S: Final = 10.0  # between two log lines of a kind, since many microbatches fail alike
 _REASON_CHARS: Final = 300
 
 
 class FlightCounts:
-    """See the module's header."""
+    """The counters of one trainer's flights."""
 
     def __init__(self, log: EventLog, clock: Clock) -> None:
         self._log, self._clock = log, clock
-        self.away = 0  # flights under way
+        self.away = 0  # flights in progress
         self.came_back = 0
-        self.stale_flights = 0  # begun again since their parameters were gone
-        self.began_again: Counter[str] = Counter()  # by kind of failure
-        self.updates = 0  # that experts made with our gradients
-        self.no_answer = 0  # backward calls without one: constants
-        self.not_usable = 0  # replies of wrong shape, or not finite
+        self.stale_flights = 0  # restarted because their parameters were gone
+        self.began_again: Counter[str] = Counter()  # restarts by kind of failure
+        self.updates = 0  # made by experts with our gradients
+        self.no_answer = 0  # backward calls without a reply
+        self.not_usable = 0  # replies with a wrong shape or values that are not finite
         self._stale_sum, self._stale_most = 0, 0
-        self.samples = 0  # of microbatches that came back to an asynchronous trunk, since `samples_since`
-        self._dropped = 0  # microbatches whose parameters were too old for the trunk,
-        self._not_summed = 0  # or whose gradients could not be summed
-        self._counted = 0  # places in batches of an asynchronous trunk,
-        self._behind_sum, self._behind_most = 0, 0  # and steps that the oldest parameters in each were behind
+        self.samples = 0  # came back to an asynchronous trunk since the last `samples_since`
+        self._dropped = 0  # microbatches dropped because their parameters were too old
+        self._not_summed = 0  # microbatches dropped because their gradients could not be summed
+        self._counted = 0  # places filled in batches of an asynchronous trunk
+        self._behind_sum, self._behind_most = 0, 0  # age in steps of the oldest parameters in each place
         self.problem: str | None = None
         self._said_at: dict[str, float] = {}
         self._unsaid: Counter[str] = Counter()
 
     def failed(self, error: Exception) -> None:
-        """A flight begins again; the log says so, at most once in a while."""
+        """Count a flight that restarts. Logged at most every 10 s."""
         kind = (
             "too_few_experts"
             if isinstance(error, TooFewExperts)
@@ -54,19 +54,19 @@ class FlightCounts:
         self._say("flight.began_again", str(error))
 
     def succeeded(self) -> None:
-        """A flight has come back."""
+        """Count a flight that came back."""
         self.came_back += 1
         self.problem = None
 
     def cannot_be_used(self, wrong: list[str]) -> None:
-        """Take note of replies that did not count, and empty the list."""
+        """Count and log replies that were not usable, and empty the list."""
         for reason in wrong:
             self.not_usable += 1
             self._say("expert.answered_wrong", reason)
         wrong.clear()
 
     def learnt(self, replies: Sequence[ExpertReply | None]) -> None:
-        """The replies to backward calls."""
+        """Count the replies to backward calls."""
         for reply in replies:
             if reply is None:
                 self.no_answer += 1
@@ -77,7 +77,7 @@ class FlightCounts:
 
     @contextmanager
     def one_away(self) -> Iterator[None]:
-        """The scope of a flight that is under way."""
+        """The scope of a flight."""
         self.away += 1
         try:
             yield
@@ -85,21 +85,22 @@ class FlightCounts:
             self.away -= 1
 
     def too_old(self, microbatches: int, why: str = "") -> None:
-        """Microbatches are dropped: the trunk no longer has the parameters that they began with. `why`: in figures,
-        where they are known.
+        """Count microbatches that are dropped because the trunk no longer has the parameters that they began with.
+
+        `why` is the reason with its figures, if they are known.
         """
         self._dropped += microbatches
         if microbatches:
-            steps = "the trunk made more than optimizer.most_stale steps, or took over another state, since it began"
+            steps = "the trunk made more than optimizer.most_stale steps, or loaded another state, since it began"
             self._say("flight.too_old", f"a microbatch is dropped: {why or steps}")
 
     def cannot_be_summed(self, microbatches: int, error: Exception) -> None:
-        """Microbatches that share a place are dropped: the trunk's sum does not take their gradients."""
+        """Count microbatches that share a place and are dropped because their gradients cannot be summed."""
         self._not_summed += microbatches
         self._say("flight.not_summed", f"{microbatches} microbatches are dropped: {error}")
 
     def counted(self, behind: int) -> None:
-        """A place in the trunk's batch is taken, with gradients of parameters that are `behind` steps old at most."""
+        """Count a place in the trunk's batch, filled with gradients of parameters at most `behind` steps old."""
         self._counted += 1
         self._behind_sum += behind
         self._behind_most = max(self._behind_most, behind)

@@ -1,1 +1,1 @@
-"""A trainer that holds a replica of the whole model: what it does when its run is complete."""
+"""A trainer with a replica of the whole model: its final state when its run is complete."""

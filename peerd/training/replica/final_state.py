@@ -1,12 +1,12 @@
-"""FinalState: what a replica waits for before its process ends, when its run has made all its steps.
+"""FinalState: what a replica waits for before its process ends, once its run is complete or its user's loop ends.
 
-First for the finished model itself: a replica that rested, or lagged behind, fetches it from the others. Then for a
-backbone to keep it, and for the members that do not have it: once the last replica has left, nobody else can give it.
-A user's own loop ends when its user decides, at any step. It waits for the same, unless another member stays that has
-the state.
+First it waits for the finished model: a replica that rested or lagged behind downloads it from the others. Then it
+waits for a backbone to keep the model, and for members that lack it, because after the last replica has left, no peer
+can serve it. A user's own loop ends at any step, when its user decides. It waits for a backbone and for members in the
+same way, unless another member that stays has the state.
 
-The waits end by silence, or after a time that grows with the state's size, and log what was not had. A stranger that
-says it is a backbone or a member, and fetches nothing, costs _SILENT_S.
+Each wait ends when no bytes flow for 120 s, or after a time that grows with the state's size; the log names what is
+missing. A stranger that claims to be a backbone or a member, and fetches nothing, delays the end by 120 s.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.training.stage.member import StageMember
 
-_SILENT_S: Final = 120.0  # without a piece of a state, which takes its time on a slow line
+_SILENT_S: Final = 120.0  # without a piece of a state; on a slow line one piece takes long
 _LOOK_S: Final = 1.0
 
 
 class FinalState:
-    """The final state of one replica. See the module's header."""
+    """The final state of one replica. `waits_for` is what it waits for, as text."""
 
     def __init__(self, ctx: RoleContext, services: RunServices, replica: StageMember) -> None:
         self._ctx, self._services, self._replica = ctx, services, replica
         self.waits_for: str | None = None
 
     async def fetched(self, step: int) -> None:
-        """Wait until this replica has the model of the run's last `step`, or until it cannot be had."""
+        """Wait until this replica has the model of the run's last `step`, or until it cannot be fetched."""
         post = self._replica.post
         if post is None or not post.state.built:
             return
@@ -44,7 +44,7 @@ class FinalState:
             self.waits_for = None
 
     async def given(self, step: int) -> None:
-        """Wait until a backbone keeps the final state, if there is one, and until the other members have it."""
+        """Wait until a backbone, if there is one, keeps the final state and the other members have it."""
         post = self._replica.post
         if post is None or post.step != step:
             return
@@ -55,15 +55,16 @@ class FinalState:
             self.waits_for = None
 
     async def handed_over(self) -> None:
-        """Wait, before it leaves, until a backbone and the members have its state, unless a member stays with it.
+        """Wait, before this peer leaves, until a backbone and the other members have its state.
 
-        Each of several members that leave at once announces so before it looks at the others, so one of them waits.
-        Its checkpoint is written meanwhile.
+        Does not wait if a member that stays has the state. If several members leave at the same time, each announces
+        that before it reads the others' announcements, so no two of them rely on each other. The checkpoint is written
+        meanwhile.
         """
         post = self._replica.post
         if post is None or not post.state.built or not post.step:
             return
-        self.waits_for = f"the directory to show who has the state of step {post.step}"
+        self.waits_for = f"the directory to show which peers have the state of step {post.step}"
         try:
             await post.announce_end()
             await post.state.save()
@@ -73,24 +74,26 @@ class FinalState:
             self.waits_for = None
 
     def _is_held_by_others(self) -> bool:
-        """True while another member has this peer's state, and does not end."""
+        """True while another member that does not leave has this peer's state."""
         post, own = self._replica.post, self._ctx.host.id.text
         assert post is not None
         staying = {entry.peer.text for entry in self._services.directory.announced.values() if not entry.progress.ends}
         return any(m.ready and m.peer != own and m.peer in staying for m in post.members)
 
     async def _fetch(self, step: int) -> None:
-        """Wait for the replica to catch up with the others' last step."""
+        """Wait for the replica to reach the others' last step."""
         post = self._replica.post
         assert post is not None
         self.waits_for = f"the finished model, of step {step}"
         found = await self._while_bytes_flow(lambda: post.step >= step, lambda: post.catching_up.received_bytes)
         if not found:
-            told = f"this peer has the model of step {post.step}, and not that of the run's last step {step}"
+            told = f"this peer has the model of step {post.step}, not of the run's last step {step}"
             self._ctx.log.event("final.not_fetched", level="warning", reason=told)
 
     async def _until_kept(self, enough: Callable[[], bool]) -> None:
-        """Wait until a backbone that keeps the run's checkpoints has the last one, or until `enough`, or it is gone."""
+        """Wait until a backbone that keeps the run's checkpoints has the last one. Also ends once `enough` returns True
+        or no backbone is announced any longer.
+        """
         post, directory = self._replica.post, self._services.directory
         assert post is not None
         await directory.refresh()
@@ -107,16 +110,15 @@ class FinalState:
         await self._while_bytes_flow(is_over, lambda: post.catching_up.given_bytes)
         if not keepers() and not enough():
             kept_here = post.state.keeps_checkpoints
-            place = f"it is in {post.saving.directory}" if kept_here else "without data_dir nobody has it"
+            place = f"it is in {post.saving.directory}" if kept_here else "it is not saved, because data_dir is not set"
             told = f"no backbone has fetched {self._what}: {place}"
             self._ctx.log.event("final.not_kept", level="warning", reason=told)
         for keeper in keepers():
             self._ctx.log.event("final.kept", by=keeper.text)
 
     async def _until_all_have_it(self, enough: Callable[[], bool]) -> None:
-        """Wait for the members that are behind, as long as they fetch the state from us or from others.
-
-        Or until `enough`.
+        """Wait for members that are behind, as long as they fetch the state from us. Also ends once `enough` returns
+        True.
         """
         post, own = self._replica.post, self._ctx.host.id.text
         assert post is not None
@@ -129,13 +131,13 @@ class FinalState:
 
     @property
     def _what(self) -> str:
-        """Text on the state that others must have before this peer leaves."""
+        """The state that others must have before this peer leaves, as text."""
         post, total = self._replica.post, self._services.run.optimizer.total_steps
         assert post is not None
         return "the finished model" if post.step == total else f"the state of step {post.step}"
 
     async def _while_bytes_flow(self, done: Callable[[], bool], count: Callable[[], int]) -> bool:
-        """Wait until `done`: True; or until `count` has not grown for _SILENT_S: False."""
+        """Wait until `done`. Returns False if it gave up: `count` did not grow for 120 s, or the time limit passed."""
         post = self._replica.post
         assert post is not None
         size = sum(spec.nbytes for spec in await post.state.work(post.state.model.outline, "outline the state"))

@@ -1,1 +1,1 @@
-"""A stage peer: serving one stage, and the conductor's orders."""
+"""A stage peer: serves stages of the model, and executes the conductor's orders."""

@@ -1,10 +1,10 @@
-"""Admission check at a stage peer: the grants that trainers show for their microbatches, verified once each.
+"""Admission check of a stage peer: verifies, once each, the grants that trainers send with their microbatches.
 
-A grant counts when a conductor signed it that this peer follows, or has followed since it came to the position before
-this one: so a change of conductor in the middle of a step costs nothing. A grant without microbatches lets a trainer
-evaluate, until the next evaluation is due. Hostile input: grants of any content; those of peers other than the
-conductor, for other trainers or steps, do not count. A trainer that merely follows another conductor than we do at the
-moment gets Overloaded, to try again soon.
+A grant counts if its signer is a conductor that this peer follows, or has followed since it reached the previous
+position, so a change of conductor in the middle of a step costs nothing. A grant without microbatches allows a trainer
+to evaluate until the next evaluation is due. Hostile input: grants of any content; those signed by others than the
+conductor, or for other trainers or steps, are rejected. A trainer that follows another conductor than this peer at the
+moment gets Overloaded and retries soon.
 """
 
 from __future__ import annotations
@@ -19,42 +19,45 @@ from peerd.core.limits import BATCH_TRAINERS, GRANTS_VERIFIED, HELD_CONDUCTORS
 from peerd.core.messages.proof import is_granted
 from peerd.core.messages.swarm import Grant
 
-_AGAIN_S = 0.3  # by then, a peer that follows the wrong conductor has usually found the right one
+_AGAIN_S = 0.3  # usually enough for a peer that follows the wrong conductor to find the right one
 
 
 class Admissions:
-    """The admissions of one stage peer. `conductor`: the one that it follows now. `evaluated_every`: so many steps."""
+    """The admissions of one stage peer. `conductor` returns the conductor that it follows now.
+
+    `evaluated_every` is the number of steps between evaluations; 0 if the run has none.
+    """
 
     def __init__(self, run: bytes, conductor: Callable[[], PeerId | None], evaluated_every: int = 0) -> None:
         self._run, self._conductor, self._evaluated_every = run, conductor, evaluated_every
-        self._followed: dict[PeerId, None] = {}  # at this position
+        self._followed: dict[PeerId, None] = {}  # conductors at this position
         self._followed_before: dict[PeerId, None] = {}
         self._verified: dict[bytes, tuple[str, Grant]] = {}  # signature -> (trainer, grant), oldest first
-        # Signature of a grant that did not count -> (trainer, grant, the conductors that it is not of).
+        # Signature of a rejected grant -> (trainer, grant, conductors that did not sign it).
         self._failed = BoundedDict[bytes, tuple[str, Grant, tuple[PeerId, ...]]](GRANTS_VERIFIED)
         self._helpers: OrderedDict[str, None] = OrderedDict()  # trainers that helped to make a step; the latest last
 
     def follow(self, conductor: PeerId | None) -> None:
-        """Note a conductor that has answered this peer: its grants count."""
+        """Record a conductor that has answered this peer, so that its grants count."""
         if conductor is not None and conductor not in self._followed:
             self._followed[conductor] = None
             if len(self._followed) > HELD_CONDUCTORS:
                 del self._followed[next(iter(self._followed))]
 
     def has_helped(self, peer: str) -> bool:
-        """True when a grant of a conductor that we followed says that this trainer has helped to make a step.
+        """True if a grant of a conductor that we followed states that this trainer has helped to make a step.
 
-        A grant alone makes nobody a member: it costs one wish.
+        A grant alone does not make a trainer a member, because any trainer can get one.
         """
         return peer in self._helpers
 
     def arrive(self) -> None:
-        """Note a new position: conductors followed at it and at the one before it count, earlier ones no longer."""
+        """Record a new position. Conductors followed at it and at the previous one count; earlier ones no longer do."""
         self._followed_before, self._followed = self._followed, {}
         self.follow(self._conductor())
 
     def objection(self, trainer: PeerId, step: int, seq: int, shown: Grant | None) -> PeerdError | None:
-        """The reason that microbatch `seq` of `trainer` does not count in `step` here; None: it is admitted."""
+        """Reason to reject microbatch `seq` of `trainer` in `step`, or None if it is admitted."""
         if shown is None:
             return Refused("the call shows no grant of the conductor")
         if shown.step != step:
@@ -64,7 +67,7 @@ class Admissions:
         return self._validity(trainer, shown)
 
     def evaluation_objection(self, trainer: PeerId, step: int, shown: Grant | None) -> PeerdError | None:
-        """The reason that `trainer` does not evaluate here at `step`; None: it does."""
+        """Reason why `trainer` may not evaluate here at `step`, or None if it may."""
         if not self._evaluated_every:
             return Refused("this run has no evaluations (evaluate.every_steps)")
         if shown is None:
@@ -76,7 +79,7 @@ class Admissions:
         return self._validity(trainer, shown)
 
     def _validity(self, trainer: PeerId, shown: Grant) -> PeerdError | None:
-        """The reason that a conductor's grant does not count; None: it does. One that failed costs nothing again."""
+        """Reason to reject a grant's signature, or None if it is valid. A failed signature is not verified again."""
         if self._verified.get(shown.signature) == (trainer.text, shown):
             return None
         error = Overloaded("the grant is not of a conductor that this peer follows", _AGAIN_S)
@@ -89,7 +92,7 @@ class Admissions:
         return error.as_unproven()
 
     def _conductors(self) -> tuple[PeerId, ...]:
-        """Those whose grants count, the latest last."""
+        """The conductors whose grants count, the latest last."""
         conductors = {**self._followed_before, **self._followed}
         if (now := self._conductor()) is not None:
             conductors[now] = None

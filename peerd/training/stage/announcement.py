@@ -1,4 +1,4 @@
-"""Announcement of a stage peer in the directory: at once, again before the record expires, and after steps."""
+"""Announces a stage peer in the directory: at once, again before the record expires, and after steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANNOUNCE_RARELY_S: Final = 20.0  # a third of a record's life
 async def announce_now_and_then(
     ctx: RoleContext, services: RunServices, progress: Callable[[], StageProgress], stepped: Signal, told: trio.Event
 ) -> None:
-    """Announce until cancelled. `stepped`: set at each step. Sets `told` once the directory has the record."""
+    """Announce until cancelled. `stepped` is notified at each step. Sets `told` once the directory has the record."""
     while True:
         try:
             await services.directory.announce(progress())
@@ -30,4 +30,4 @@ async def announce_now_and_then(
             ctx.log.event("dht.announce_failed", level="warning", reason=str(error))
         with trio.move_on_after(pause_s(services.following.step_in_s, _ANNOUNCE_S, _ANNOUNCE_RARELY_S)):
             await services.directory.moved_or(stepped)
-            await trio.sleep(1.0)  # steps may be shorter than is worth a record each
+            await trio.sleep(1.0)  # at most one record a second, even if steps are shorter

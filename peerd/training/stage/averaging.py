@@ -1,9 +1,9 @@
-"""A member's part in its stage's averaging rounds: plan, residual, sums, and the line it declares for the next plan.
+"""A member's part in its stage's averaging rounds: plan, residual, sums, and the line rates that it declares.
 
-A sum that is not that of the batch yet is kept until a later order has the member bring it: so a group that fails costs
-no other group its sum. A round's residual is settled once the step with its total is made (`Total.settle`), and not
-before. An attempt ends when it is made, its conductor hangs up, a later one is ordered, or another conductor is
-followed: a conductor that hangs, or is gone without a word, does not block the member.
+A partial sum is kept until a later order has the member contribute it, so a group that fails costs no other group its
+sum. The residual of a round (what the lossy code dropped) is settled only after the step with its total is made
+(`Total.settle`). An attempt ends when it is complete, when its conductor disconnects, or when a later attempt is
+ordered or another conductor is followed; so a conductor that hangs or disappears does not block the member.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import trio
 
-from peerd.compute.codec.error_feedback import Missed, feedback_of
-from peerd.compute.codec.powersgd import LowRank
+from peerd.compute.codec.error_feedback import RoundResidual, feedback_of
+from peerd.compute.codec.powersgd import PowerSgd
 from peerd.compute.model.served_stage import Model, Vector
 from peerd.core.blockwise import BLOCKS, CODES
 from peerd.core.errors import ProtocolViolation, Refused
@@ -30,26 +30,26 @@ from peerd.core.model.averaged_vector import check_vector
 from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.machine.averaging.member_plan import Terms, plan_of
+from peerd.machine.averaging.member_plan import MemberTerms, plan_of
 from peerd.service.run_services import RunServices
 from peerd.service.state.state_room import StateRoom
 from peerd.training.catchup.copy_room import room_for_residual
-from peerd.training.catchup.step_totals import Leap
+from peerd.training.catchup.step_totals import StepTotal
 from peerd.training.stage.line_info import own_line
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A round's result: the sum of all members' gradients. `settle` keeps its residual once the step is made."""
+    """A round's result: the sum of all members' gradients. `settle` commits its residual once the step is made."""
 
     vector: Vector
     settle: Callable[[], None]
-    also: Sequence[Vector] = ()  # vectors that all members keep of the round beside the sum
+    also: Sequence[Vector] = ()  # further vectors of the round that all members keep
 
     def digest(self) -> bytes:
-        """SHA-256 of the vectors that all members of the stage must have alike; RoundFailed when the sum is not finite.
+        """SHA-256 of the vectors that must be equal at all members of the stage. Runs on the coding worker.
 
-        For the coding worker.
+        Raises RoundFailed if the sum is not finite.
         """
         if not np.isfinite(self.vector).all():
             raise RoundFailed("the sum is not finite", ())
@@ -59,28 +59,33 @@ class Total:
         return found.digest()
 
     def commit(self, model: Model, step: int, samples: int) -> None:
-        """Make the step and settle: one job of the model's worker, so that no other job comes in between."""
+        """Make the step and settle the residual, as one job of the model's worker, so that no other job runs in
+        between.
+        """
         model.commit(step, self.vector, samples)
         self.settle()
 
-    def step(self, model: Model, target: Position, samples: int) -> Leap:
-        """Make the step to `target`; returns the leap that others make it by. For the model's worker."""
+    def step(self, model: Model, target: Position, samples: int) -> StepTotal:
+        """Make the step to `target`; returns the leap (the step with its total) for others. Runs on the model's
+        worker.
+        """
         self.commit(model, target.step - 1, samples)
-        return Leap.made(model, target, self.vector)
+        return StepTotal.made(model, target, self.vector)
 
 
 @dataclass(slots=True)
 class _Sum:
-    """A vector, brought or summed, and what the rounds that led to it missed by their code. `own`: our gradient is in
-    it, and our residual with that.
+    """A vector, contributed or summed, and what the code dropped in the rounds that led to it.
+
+    `own` is True if our gradient, and with it our residual, is in it.
     """
 
     vector: Vector
-    missed: tuple[Missed, ...] = ()
+    missed: tuple[RoundResidual, ...] = ()
     own: bool = False
 
     def fold(self) -> None:
-        """Make one of what all rounds so far missed: else each further round would keep one more vector."""
+        """Merge the dropped parts of all rounds into one vector, because otherwise each round would keep one more."""
         if len(self.missed) > 1:
             first, *others = self.missed
             first.folded(others)
@@ -88,7 +93,7 @@ class _Sum:
 
 
 class SumAbsent(RoundFailed):
-    """The sum that this peer is to bring is not here."""
+    """This peer does not have the partial sum that it should contribute."""
 
 
 _LONG_S = 10.0  # a round that takes longer is reported as waiting
@@ -96,7 +101,7 @@ _LONG_S = 10.0  # a round that takes longer is reported as waiting
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """An attempt under way; `helps`: the peer only sums for others in it."""
+    """A running attempt. `helps` is True if this peer only sums for others in it."""
 
     name: bytes
     conductor: PeerId
@@ -105,29 +110,29 @@ class _Attempt:
     helps: bool
 
 
-class Rounds:
-    """A member's averaging rounds, one at a time beside those in which it helps; coding and sums run on `worker`."""
+class AveragingRounds:
+    """A member's averaging rounds: one at a time, besides those in which it only helps. Codes and sums on `worker`."""
 
     def __init__(
         self, run: RunFile, services: RunServices, worker: Worker, own: PeerId, folder: Path | None = None
     ) -> None:
-        """`folder`: for files in which large residuals lie; None: they lie in memory."""
+        """`folder` is for files with large residuals; by default all residuals are in memory."""
         self._run, self._folder = run, folder
         self._services, self._averaging = services, services.averaging
         self._worker = worker
         self._own = own.text
         self._feedback = feedback_of(run.averaging, self._room_for_residual)
-        self._forgetful = feedback_of(run.averaging)  # its rounds make no residual
-        self._round_s = math.inf  # what the last round took; none was made yet
+        self._forgetful = feedback_of(run.averaging)  # for rounds without a residual
+        self._round_s = math.inf  # duration of the last round; inf before the first one
         align = max(BLOCKS) if run.averaging.code in CODES else 1
-        self._terms = Terms(run.averaging.part_bytes, run.averaging.sender_timeout_s, align)
-        self._vector_is = (0, "", 0)  # elements, dtype and further of our vector, once there was one: helpers must know
+        self._terms = MemberTerms(run.averaging.part_bytes, run.averaging.sender_timeout_s, align)
+        self._vector_is = (0, "", 0)  # elements, dtype and further of our vector, for helpers
         self._attempts: list[_Attempt] = []
-        self._kept: dict[bytes, _Sum] = {}  # by attempt, the newest last; two at most, whatever is ordered
+        self._kept: dict[bytes, _Sum] = {}  # by attempt, the newest last; at most two
 
     @property
     def waits_for(self) -> str | None:
-        """Text that says what a long round waits for, and its progress; None while no round takes long."""
+        """What a round that takes more than 10 s waits for, with its progress, as text; else None."""
         now = trio.current_time()
         seconds = now - min((one.since for one in self._attempts), default=now)
         if seconds <= _LONG_S:
@@ -143,7 +148,9 @@ class Rounds:
 
     @contextmanager
     def under_way(self, attempt: bytes, conductor: PeerId, *, helps: bool = False) -> Iterator[None]:
-        """The scope of an attempt's rounds; Refused when the attempt is called off. `helps`: we only sum for others."""
+        """The scope of an attempt's rounds. Raises Refused if the attempt is cancelled. `helps`: we only sum for
+        others.
+        """
         with trio.CancelScope() as scope:
             found = _Attempt(attempt, conductor, trio.current_time(), scope, helps)
             self._attempts.append(found)
@@ -152,62 +159,63 @@ class Rounds:
             finally:
                 self._attempts.remove(found)
         if scope.cancelled_caught:
-            raise Refused("the attempt was called off: another one was ordered, or this peer follows another conductor")
+            raise Refused("the attempt was cancelled: another one was ordered, or this peer follows another conductor")
 
     def call_off_for(self, attempt: bytes) -> None:
-        """Call off another attempt of ours under way: the conductor gave it up when it ordered this one."""
+        """Cancel our other running attempts, because the conductor gave them up when it ordered `attempt`."""
         for one in self._attempts:
             if one.name != attempt and not one.helps:
                 one.scope.cancel()
 
     def call_off_unless_of(self, conductor: PeerId | None) -> None:
-        """Call off attempts of another conductor than this one: they will never be committed."""
+        """Cancel attempts of conductors other than `conductor`, because they will never be committed."""
         for one in self._attempts:
             if one.conductor != conductor:
                 one.scope.cancel()
 
     def check(self, model: Model) -> None:
-        """Take note of the size of the model's gradient; ConfigError when rounds cannot carry it: later, the run would
-        only stall.
+        """Record the size of the model's gradient. Raises ConfigError if rounds cannot carry it; else the run would
+        stall later.
         """
         outline, code = model.vector_outline(), model.low_rank
         elements = max(code.elements) if code is not None else math.prod(outline.shape)
         check_vector(self._run.averaging, elements, DTYPES[outline.dtype].itemsize)
         first, further = code.elements if code is not None else (elements, 0)
-        self._vector_is = first, outline.dtype, further  # the conductor allows a round time for it
+        self._vector_is = first, outline.dtype, further  # the conductor derives a round's time limit from it
 
     def line(self) -> LineInfo:
-        """Our line, and the size of our vector, for the conductor to divide rounds by."""
+        """Our line rates and the size of our vector, by which the conductor divides rounds."""
         return own_line(self._services.carries(), "node", *self._vector_is)
 
     def plan(self, order: Prepare, sender: PeerId) -> AveragingPlan:
-        """The round that `sender` orders us to make; ProtocolViolation when it does not fit together."""
+        """The plan of the round that `sender` orders. Raises ProtocolViolation if the order is inconsistent."""
         try:
             return plan_of(order, self._own, self._terms)
         except ValueError as error:
             raise ProtocolViolation(str(error), sender) from None
 
     def brings_gradient(self, order: Prepare) -> bool:
-        """True when the order has us bring our own gradient, and not a sum that we have."""
+        """True if the order has us contribute our own gradient, not a partial sum."""
         return order.brings is None and self._own not in order.listeners
 
     async def total(
-        self, order: Prepare, plan: AveragingPlan, vector: Vector | None, low_rank: LowRank | None = None
+        self, order: Prepare, plan: AveragingPlan, vector: Vector | None, low_rank: PowerSgd | None = None
     ) -> Total:
-        """The sum of what all senders bring; raises RoundFailed. `vector`: our gradient, where the order has us bring
-        it; it stays as it is. The sum is kept for later orders.
+        """Run the round and return the sum over all senders, which is kept for later orders. Raises RoundFailed.
+
+        `vector` is our gradient, if the order has us contribute it; it is not modified.
         """
         if vector is not None:
             self._kept.clear()
             if order.last and low_rank is not None:
                 return await self._of_factors(plan, vector, low_rank)
         brought = await self._brought(order, plan, vector, low_rank)
-        coder = self._forgetful if plan.copy else self._feedback  # of groups with the same sum one keeps the residual
+        coder = self._forgetful if plan.copy else self._feedback  # of groups with the same sum, one keeps the residual
         began = trio.current_time()
         summed = await self._averaging.sum(plan, brought.vector, self._worker, coder if len(plan.senders) > 1 else None)
         self._round_s = trio.current_time() - began
         if plan.senders == (self._own,):
-            summed = brought.vector  # whatever others made of it
+            summed = brought.vector  # our own vector, not a copy that others processed
         found = self._kept[order.attempt] = _Sum(summed, brought.missed, brought.own)
         if not order.last:
             return Total(summed, lambda: None)
@@ -221,7 +229,9 @@ class Rounds:
         return room_for_residual(self._run, self._folder, size, self._round_s)
 
     def _settle(self, found: _Sum) -> None:
-        """The step with this sum is made. Where we only listened our residual is still to be brought."""
+        """Settle the residual after the step with this sum. If we only listened, our residual is still to be
+        contributed.
+        """
         if self._feedback is None:
             return
         if found.own:
@@ -230,13 +240,15 @@ class Rounds:
             self._feedback.settle_further(found.missed)
 
     def keeps(self, attempt: bytes) -> bool:
-        """True while the sum that this attempt gave us is here."""
+        """True while the sum made by this attempt is kept."""
         return attempt in self._kept
 
     async def _brought(
-        self, order: Prepare, plan: AveragingPlan, vector: Vector | None, low_rank: LowRank | None
+        self, order: Prepare, plan: AveragingPlan, vector: Vector | None, low_rank: PowerSgd | None
     ) -> _Sum:
-        """What we bring, which is what we have as well where we listen."""
+        """The vector that we contribute: our gradient or a kept sum. A listener without a kept sum gets an empty
+        buffer.
+        """
         work, feedback = self._worker, self._feedback
         if vector is not None:
             if low_rank is not None:
@@ -245,12 +257,12 @@ class Rounds:
             return await work.run(lambda: self._with_residual(vector), name="add the residual")
         name = order.brings or b""
         kept, listens = self._kept.get(name), self._own in order.listeners
-        self._kept = {name: kept} if kept is not None else {}  # the others are of no use, or were called off
+        self._kept = {name: kept} if kept is not None else {}  # the others are unused or were cancelled
         if listens and kept is None:
             elements, dtype, _ = self._vector_is
             kept = _Sum(np.empty(elements, dtype))
         if kept is None:
-            raise SumAbsent("the sum that this peer is to bring is not here", ())
+            raise SumAbsent("this peer does not have the sum that it should contribute", ())
         if order.second:
             if low_rank is None:
                 raise RoundFailed("this run has no sum of second factors", ())
@@ -262,15 +274,15 @@ class Rounds:
         return _Sum(kept.vector, (*kept.missed, feedback.go_on(kept.vector)), kept.own)
 
     def _with_residual(self, vector: Vector) -> _Sum:
-        """Our gradient with what earlier rounds missed of it; a copy where there is a residual to add."""
+        """Our gradient plus the residual of earlier rounds. A copy if there is a residual to add."""
         feedback = self._feedback
         if feedback is None:
             return _Sum(vector, own=True)
         ours = vector.copy() if feedback.residual is not None else vector
         return _Sum(ours, (feedback.begin(ours),), own=True)
 
-    async def _of_factors(self, plan: AveragingPlan, vector: Vector, code: LowRank) -> Total:
-        """The sum by PowerSGD's factors: two sums, the second of a projection on the first."""
+    async def _of_factors(self, plan: AveragingPlan, vector: Vector, code: PowerSgd) -> Total:
+        """The sum by PowerSGD's factors in two rounds; the second sums the projections on the first."""
         first_elements, further = code.elements
         self._vector_is = (first_elements, vector.dtype.name, further)
         if plan.length and plan.further != further:
@@ -287,23 +299,23 @@ class Rounds:
                 second = await self._averaging.sum(after, second, work)
         return await self._of_second(code, second)
 
-    async def _of_second(self, code: LowRank, second: Vector) -> Total:
+    async def _of_second(self, code: PowerSgd, second: Vector) -> Total:
         ready = await self._worker.run(lambda: code.finish(second), name="multiply the factors")
         return Total(ready.total, lambda: code.settle(ready), ready.rights or ())
 
     def drop_sums(self) -> None:
-        """Forget all sums: they are of another position."""
+        """Discard all sums, because they are of another position."""
         self._kept.clear()
 
     async def digest(self, total: Total) -> bytes:
-        """See `Total.digest`."""
+        """The digest of `total`, computed on the worker; see `Total.digest`."""
         return await self._worker.run(total.digest, name="digest the sum")
 
     def forget(self) -> None:
-        """Drop the residual: the parameters are no longer those that it was meant for."""
+        """Drop the residual, because the parameters are no longer those it was computed for."""
         if self._feedback is not None:
             self._feedback.forget()
 
     def told(self) -> dict[str, object]:
-        """Outcomes of rounds, for status."""
+        """Numbers of rounds by outcome, for status."""
         return self._averaging.outcomes.told()

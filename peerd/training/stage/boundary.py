@@ -1,7 +1,7 @@
-"""Coding at a stage's boundary: decodes tensors on their way in, codes outputs and gradients on the way out.
+"""Coding at a stage's boundary: decodes incoming tensors; encodes outputs and gradients to be sent.
 
-Decodes and codes on a thread of its own, never on the device's. Tensors are larger than the frames they come in, so
-only a few calls may have theirs decoded at a time; the others wait with their frames, in the order of `FairTurns`.
+Runs on a thread of its own, never on the device's. Decoded tensors are larger than their frames, so only a few calls
+may have theirs decoded at a time. The others wait with their frames, in the order of `FairTurns`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 import trio
 from torch import Tensor
 
-from peerd.compute.codec.async_codec import Coder
+from peerd.compute.codec.async_codec import AsyncCodec
 from peerd.compute.codec.frames import decode
 from peerd.compute.kernels.ops import described
 from peerd.compute.model.served_stage import StageOutcome
@@ -26,26 +26,26 @@ from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.fair_turns import FairTurns, Turn
 from peerd.role import RoleContext
 
-_DECODED_CALLS: Final = 4  # enough that the device never waits for the next one
+_DECODED_CALLS: Final = 4  # enough to keep the device busy
 
 
 class DecodedRoom:
-    """`places` for calls with decoded tensors, given in `FairTurns`' order; at most one of them to an evaluation."""
+    """`places` for calls with decoded tensors, assigned in the order of `FairTurns`; at most one to an evaluation."""
 
     def __init__(self, places: int) -> None:
         self._free = places
         self._turns = FairTurns()
-        self._called: dict[int, tuple[trio.Event, bool]] = {}  # by ticket: set when the place is given; an evaluation
+        self._called: dict[int, tuple[trio.Event, bool]] = {}  # ticket -> (place assigned, is an evaluation)
         self._evaluates = False  # an evaluation has a place
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a place."""
+        """Number of calls that wait for a place."""
         return len(self._turns)
 
     @asynccontextmanager
     async def place(self, turn: Turn) -> AsyncIterator[None]:
-        """A place, for as long as the context lasts."""
+        """Wait for a place, and occupy it until the block ends."""
         ticket, called = self._turns.ask(turn), trio.Event()
         self._called[ticket] = called, turn.evaluates
         self._give()
@@ -60,7 +60,7 @@ class DecodedRoom:
         try:
             await called.wait()
         except trio.Cancelled:
-            if called.is_set():  # the place was given to us when we had been cancelled, and not run since
+            if called.is_set():  # the place was assigned after the cancellation
                 self._pass_on(turn)
             else:
                 del self._called[ticket]
@@ -81,29 +81,29 @@ class DecodedRoom:
 
 
 class Boundary:
-    """The boundary of one post; nothing passes before `run` has started."""
+    """The boundary of one post. Start `run` before using it."""
 
     def __init__(self, ctx: RoleContext, run: RunFile) -> None:
         self._ctx = ctx
         self._run = run
         self._worker = ctx.worker("coding")
-        self._coder = Coder(self._worker, run.pipeline.boundary, ctx.device)
+        self._coder = AsyncCodec(self._worker, run.pipeline.boundary, ctx.device)
         self.room = DecodedRoom(
             _DECODED_CALLS
         )  # held from before a call's tensors are decoded until its answer is coded
 
     @property
     def choices(self) -> dict[str, str]:
-        """Tensor -> the coding that it last travelled in, with the reason."""
+        """Tensor name -> the coding last used for it, with the reason."""
         return self._coder.choices
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Code until cancelled."""
+        """Encode and decode tensors until cancelled."""
         await self._note_slow_kernels()
         await self._coder.run(task_status=task_status)
 
     async def decode(self, peer: PeerId, frames: Sequence[TensorFrame], *names: str) -> list[Tensor]:
-        """The tensors of `peer`, decoded; ProtocolViolation of that peer when they are malformed."""
+        """Decode the tensors that `peer` sent. Raises ProtocolViolation, which names the peer, if one is malformed."""
         if len(frames) != len(names):
             raise ProtocolViolation(f"the call has {len(frames)} frames; expected {len(names)}", peer)
         try:
@@ -112,7 +112,9 @@ class Boundary:
             raise error.blame(peer) from None
 
     async def examine(self, peer: PeerId, frame: TensorFrame, name: str, check: Callable[[Tensor], None]) -> None:
-        """Have a tensor of `peer` checked that is only handed on; ProtocolViolation of that peer on its ValueError."""
+        """Check a tensor of `peer` that is only forwarded. A ValueError of `check` becomes a ProtocolViolation of that
+        peer.
+        """
 
         def job() -> None:
             check(decode(frame, name=name))
@@ -125,16 +127,16 @@ class Boundary:
             raise ProtocolViolation(str(error), peer) from None
 
     async def encode(self, outcome: StageOutcome, name: str, line_bytes_per_s: float = 0.0) -> tuple[TensorFrame, ...]:
-        """The frame of an outcome, if it has any, coded for the slowest line that it has to pass.
+        """Encode an outcome's tensor, if it has one, for the slowest line that it has to pass; returns its frames.
 
-        A repeat finds it coded.
+        The frame is stored in the outcome, so that a repeated call does not encode it again.
         """
         if isinstance(outcome.answer, Tensor):
             outcome.answer = await self._coder.encode(outcome.answer, name=name, rate_bytes_per_s=line_bytes_per_s)
         return (outcome.answer,) if isinstance(outcome.answer, TensorFrame) else ()
 
     async def _note_slow_kernels(self) -> None:
-        """Log once that this machine lacks the fast kernels for the run's codes."""
+        """Log once if this machine lacks fast kernels for the run's codes."""
         boundary, averaging = self._run.pipeline.boundary.code, self._run.averaging.code
         devices = {self._ctx.device: boundary in CODES or boundary == "auto"}
         devices["cpu"] = devices.get("cpu", False) or averaging in CODES

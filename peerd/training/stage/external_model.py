@@ -1,4 +1,4 @@
-"""External model of a member, in place of a stage of the run's own: the user's code computes with it."""
+"""A member's external model, used instead of a stage of the run's model: the user's code computes with it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from peerd.compute.model.user_model import UserModel
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class ExternalModel:
     """A user's model. `changing` is entered around each change of its parameters.
 
-    It waits until the user's thread lets them go; unless it is told to be patient it may raise Refused: not now.
+    It waits until the user's thread does not use the parameters. Unless called with patient=True, it raises Refused
+    after a time limit.
     """
 
     model: UserModel
     changing: Callable[[bool], AbstractAsyncContextManager[None]]
-    saves: bool  # True when checkpoints are of use to the user
+    saves: bool  # True if this member should write checkpoints

@@ -1,13 +1,16 @@
-"""Hand-over of microbatches between stage peers: what a post does for a ticket, and what it hands on to the next stage.
+"""Hand-over of microbatches between stage peers: executes a ticket at one post and calls the next stage.
 
-A microbatch comes with its ticket from the trainer or from a peer of the stage before. This peer computes its output,
-hands it on, waits for the gradient that comes back as the answer, adds its own gradient to the sum and answers in turn;
-while there is room, the graph of the output is kept meanwhile, so that the backward need not compute it again.
-What it did for a microbatch it keeps to the end of the step: a repeat gets it, and where the stage before or after has
-lost its part, this peer gives that stage's gradient, or its input anew. Invariants: a microbatch counts once here,
-whatever the attempts; of two attempts the later one goes on. Hostile input: tickets are judged before their frames are
-received (`machine/pipeline/tickets`), with the conductor's grant. What a caller sends, targets as well, is checked
-before anything is handed on: what the next stage objects to is not its predecessor's fault, nor the other way round.
+A microbatch arrives with its ticket from the trainer or from a peer of the previous stage. This peer computes the
+output, sends it to a peer of the next stage, which answers with the output's gradient, adds its own gradient to the sum
+and answers with the gradient of the input. While there is room, the output's autograd graph is kept meanwhile, so that
+the backward pass need not recompute it.
+
+Results of a microbatch are kept until the end of the step. A repeated call gets them. If the previous or the next stage
+has lost its part, this peer sends the kept gradient, or recomputes the output. Invariants: a microbatch counts once
+here, however many attempts there are; of two attempts the later one continues. Hostile input: tickets and the
+conductor's grants are checked before their frames are received (`machine/pipeline/tickets`). All frames of a caller,
+including targets for later stages, are checked before anything is sent on, so that an objection of the next stage is
+never blamed on the wrong peer.
 """
 
 from __future__ import annotations
@@ -24,31 +27,31 @@ import trio
 from msgspec import structs
 
 from peerd.compute.model.footprint import room_for_activations
-from peerd.compute.model.kept_graph import Graph
+from peerd.compute.model.kept_graph import KeptGraph
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import MICROBATCHES
-from peerd.core.messages.handover import Hop, Pass, Passed
+from peerd.core.messages.handover import Hop, PassAnswer, PassRequest
 from peerd.core.messages.swarm import Mb, MemberInfo, Receipt
 from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.tickets import Tickets
 from peerd.role import RoleContext
-from peerd.service.pipeline.next_stage import NextStage, Onward
+from peerd.service.pipeline.next_stage import HandOnResult, NextStage
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.run_services import RunServices
 from peerd.service.swarm.kept_links import KeptLinks
 from peerd.training.stage.admissions import Admissions
-from peerd.training.stage.serving import Made, Serving
+from peerd.training.stage.serving import ServingCalls, StageResult
 
-_LOOK_S: Final = 1.0  # between looks at overdue calls to the next stage
-_LINKED: Final = 8  # peers of a neighbouring stage
-_FULL_S: Final = 0.08  # before a peer without room is asked again
+_LOOK_S: Final = 1.0  # between updates of the links to neighbours
+_LINKED: Final = 8  # linked peers of each neighbouring stage
+_FULL_S: Final = 0.08  # retry delay for callers while there is no room
 
 
 class HandOverPlace(Protocol):
-    """The post that hands over."""
+    """The post, as its `HandOver` uses it."""
 
     stage: int
     admissions: Admissions
@@ -61,7 +64,7 @@ class HandOverPlace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Above:
-    """The hops of the stages after this one, as an earlier attempt had them."""
+    """The hops of the stages after this one, from an earlier attempt."""
 
     hops: Sequence[Hop]
     loss_sum: float
@@ -69,7 +72,7 @@ class _Above:
 
 @dataclass(slots=True, eq=False)
 class _UnderWay:
-    """One microbatch that is being done here, or waits for the next stage."""
+    """One microbatch that is computed here or waits for the next stage."""
 
     attempt: int
     bytes: int
@@ -78,12 +81,13 @@ class _UnderWay:
 
 
 class HandOver:
-    """The hand-over of one post. `room_bytes`: of tensors that it keeps and has under way; more is refused.
+    """The hand-over of one post.
 
-    `room_for`: that room, by the bytes that are kept now.
+    `room_bytes` limits the tensors that are kept or in flight; microbatches beyond it are refused. `room_for` computes
+    that limit from the bytes kept now.
     """
 
-    def __init__(self, ctx: RoleContext, services: RunServices, place: HandOverPlace, serving: Serving) -> None:
+    def __init__(self, ctx: RoleContext, services: RunServices, place: HandOverPlace, serving: ServingCalls) -> None:
         assert ctx.run is not None
         self._run: RunFile = ctx.run
         self._place, self._serving, self._clock = place, serving, ctx.clock
@@ -100,15 +104,17 @@ class HandOver:
         self._before = frozenset({self._own.text})
         self._under_way: dict[tuple[int, Mb], _UnderWay] = {}
         self._above = BoundedDict[tuple[int, Mb], _Above](MICROBATCHES)
-        self._linked_of: tuple[list[str], list[str]] = [], []  # the peers of which `_linked` was chosen
+        self._linked_of: tuple[list[str], list[str]] = [], []  # the peers from which `_linked` was chosen
         self._linked: list[str] = []
         self.room_bytes = 0
         self.room_for: Callable[[int], int] = partial(room_for_activations, self._run)
         self.refused_full = 0
-        self._full_at = -1  # the step at which the log said that what is kept leaves no room
+        self._full_at = -1  # the step at which the log last reported a lack of room
 
     async def run(self) -> None:
-        """Keep links to neighbours, and look after peers that do not answer or cannot be reached, until cancelled."""
+        """Keep links to neighbours; check overdue calls to the next stage and probe unreachable peers there; until
+        cancelled.
+        """
         async with trio.open_nursery() as nursery:
             if self.next is not None:
                 nursery.start_soon(self.next.peers.run)
@@ -117,8 +123,10 @@ class HandOver:
                 await trio.sleep(_LOOK_S)
 
     def _neighbours(self) -> list[str]:
-        """Peers to have links to before microbatches come: some of the next stage; and of the stage before, where those
-        cannot dial us. Each peer of a stage has others among them.
+        """Peers to connect to before microbatches arrive: some of the next stage, and of the previous stage if it
+        cannot dial us.
+
+        Each peer of a stage selects other neighbours.
         """
         if self._run.pipeline.handover != "direct":
             return []
@@ -136,39 +144,41 @@ class HandOver:
         return heapq.nsmallest(_LINKED, names, key=rank)
 
     def note_members(self, members: Sequence[MemberInfo]) -> None:
-        """Take the conductor's list: who may hand on to us, and to whom we may."""
+        """Process the conductor's list: the peers that may hand over to us, and those that we may hand over to."""
         before = {m.peer for m in members if m.stage == self._place.stage - 1 and m.since}
         self._before = frozenset(before | {self._own.text})
         if self.next is not None:
-            # Whoever is not ready says so itself: this list may lag behind, and ends calls to those that are not in it.
+            # `update` ends calls to peers that are not ready, but this list may lag behind; unready peers refuse calls.
             after = [structs.replace(m, ready=True) for m in members if m.stage == self.next.stage and m.since]
             self.next.peers.update(after)
             self.next.forget_gone([m.peer for m in after])
 
     def arrived(self, step: int) -> None:
-        """Forget what belongs to steps before `step`."""
+        """Discard data of steps before `step`."""
         self._tickets.arrive(step)
         for key in [key for key in self._above if key[0] < step]:
             del self._above[key]
 
     def look_for_room(self) -> None:
-        """Set `room_bytes` by the memory that is free now: between two steps, when nearly nothing is kept. What the
-        first step brings (moments, sums, buffers of averaging), and what other programs take, is known only then.
+        """Set `room_bytes` from the memory that is free now, between two steps, when almost nothing is kept.
+
+        Measured again at each step, because the first step allocates moments, sums and averaging buffers, and other
+        programs may use memory.
         """
         self.room_bytes = self.room_for(self.bytes)
 
     @property
     def in_flight(self) -> int:
-        """Microbatches that are being done here, or wait for the next stage."""
+        """Number of microbatches that are computed here or wait for the next stage."""
         return len(self._under_way)
 
     @property
     def bytes(self) -> int:
-        """Bytes of tensors that are kept, or under way."""
+        """Bytes of tensors that are kept or in flight."""
         return self._serving.kept_bytes + sum(one.bytes for one in self._under_way.values())
 
     def status(self) -> dict[str, object]:
-        """Plain data: what waits, is under way and is kept, and how microbatches go to the peers of the next stage."""
+        """Plain data: waiting, running and kept microbatches, and how calls to each peer of the next stage travel."""
         return {
             "queue": self._serving.boundary.room.waiting,
             "in_flight": self.in_flight,
@@ -178,10 +188,10 @@ class HandOver:
             "next": dict(sorted(self.next.ways.items())) if self.next is not None else {},
         }
 
-    # --- what is taken ----------------------------------------------------------------------------------------
+    # --- acceptance -------------------------------------------------------------------------------------------
 
-    def objection(self, caller: PeerId, body: Pass) -> PeerdError | None:
-        """The reason that a microbatch is not taken, by the call's body alone; None: it is taken."""
+    def objection(self, caller: PeerId, body: PassRequest) -> PeerdError | None:
+        """Reason to reject a microbatch, from the call's body alone, or None if it is accepted."""
         ticket = body.ticket
         try:
             self._serving.stage_at(ticket.step)
@@ -195,8 +205,10 @@ class HandOver:
         trainer = PeerId.parse(body.trainer)
         return self._place.admissions.objection(trainer, ticket.step, ticket.seq, body.grant) or self._full(body)
 
-    def _full(self, body: Pass) -> PeerdError | None:
-        """Overloaded, where there is no room for another microbatch; those that are known here have theirs."""
+    def _full(self, body: PassRequest) -> PeerdError | None:
+        """Overloaded if there is no room for another microbatch, else None. Microbatches already known here are
+        accepted.
+        """
         ticket, mb = body.ticket, Mb(body.trainer, body.ticket.seq)
         known = (ticket.step, mb) in self._under_way or self._serving.stage_at(ticket.step).found(ticket.step, mb)
         if known or not self.bytes or self.bytes < self.room_bytes:
@@ -208,8 +220,8 @@ class HandOver:
             self._log.event("stage.full", level="warning", stage=self._place.stage, step=ticket.step, reason=told)
         return Overloaded("no room for another microbatch", _FULL_S)
 
-    async def passes(self, call: Incoming[Pass]) -> Answer[Passed]:
-        """Do this stage's part of a microbatch, and have the stages after it do theirs."""
+    async def passes(self, call: Incoming[PassRequest]) -> Answer[PassAnswer]:
+        """Do this stage's part of a microbatch, and have the later stages do theirs."""
         body, ticket, stage = call.body, call.body.ticket, self._place.stage
         mb = Mb(body.trainer, ticket.seq)
         targets = int(ticket.high == self._run.pipeline.stages - 1 and stage <= ticket.high)
@@ -221,35 +233,39 @@ class HandOver:
             await self._serving.check_targets(call.peer, ticket.step, call.frames[-1])
         if stage > ticket.high:
             made = await self._serving.kept_gradient(ticket.step, mb, body.line_bytes_per_s)
-            return self._answer(call, Passed(), made.frames)
+            return self._answer(call, PassAnswer(), made.frames)
         if stage < ticket.low:
             return await self._give_input(call, mb)
-        if (full := self._full(body)) is not None:  # other microbatches were taken while these frames arrived
+        if (full := self._full(body)) is not None:  # others were accepted while these frames arrived
             raise full
         async with self._attempt(call, mb) as mine:
             return await self._do(call, mb, mine)
 
-    # --- what is done -----------------------------------------------------------------------------------------
+    # --- computation ------------------------------------------------------------------------------------------
 
-    async def _give_input(self, call: Incoming[Pass], mb: Mb) -> Answer[Passed]:
-        """Make our output anew for the next stage, which lost its part. The gradient that it gives is known here."""
+    async def _give_input(self, call: Incoming[PassRequest], mb: Mb) -> Answer[PassAnswer]:
+        """Recompute our output for the next stage, which lost its part. The gradient it returns is already counted
+        here.
+        """
         return self._answer(call, (await self._hand_on_again(call, mb, call.frames)).passed, ())
 
-    async def _hand_on_again(self, call: Incoming[Pass], mb: Mb, targets: Sequence[TensorFrame]) -> Onward:
+    async def _hand_on_again(self, call: Incoming[PassRequest], mb: Mb, targets: Sequence[TensorFrame]) -> HandOnResult:
         assert self.next is not None
         made = await self._serving.output_again(call.body.ticket.step, mb, self.next.line_bytes_per_s)
         (output,) = made.frames
         shape = (output.shape[0], output.shape[1])
         return await self.next.hand_on(call.body, (output, *targets), shape, call.deadline)
 
-    async def _do(self, call: Incoming[Pass], mb: Mb, mine: _UnderWay) -> Answer[Passed]:
-        """Output, gradient of it, and our own gradient; what was done before is not done again."""
+    async def _do(self, call: Incoming[PassRequest], mb: Mb, mine: _UnderWay) -> Answer[PassAnswer]:
+        """Compute the output, get its gradient, and compute our own gradient; parts done in an earlier attempt are
+        reused.
+        """
         ticket = call.body.ticket
         x, targets = call.frames[0], call.frames[1:]
         found = self._serving.stage_at(ticket.step).found(ticket.step, mb) is not None
         above = self._above.get((ticket.step, mb), _Above((), 0.0))
         started, spent_s, onward, graph = trio.current_time(), 0.0, None, None
-        beyond = ticket.high - self._place.stage  # stages that are to be done after this one
+        beyond = ticket.high - self._place.stage  # number of stages to compute after this one
         if not self._is_last and (not found or len(above.hops) < beyond):
             if found:
                 onward = await self._hand_on_again(call, mb, targets)
@@ -268,34 +284,40 @@ class HandOver:
                 made = await self._backward(call, mb, x, targets, onward, graph)
             except ProtocolViolation as error:
                 if onward is None or self.next is None:
-                    raise  # all of it came from the caller
+                    raise  # all data came from the caller
                 return self._answer(call, self.next.spoilt(onward, error), ())
         spent_s += made.service_s
         hop = self._hop(ticket.step, mb, spent_s, trio.current_time() - started, onward)
-        passed = Passed([hop, *above.hops[:beyond]], made.loss_sum if self._is_last else above.loss_sum)
+        passed = PassAnswer([hop, *above.hops[:beyond]], made.loss_sum if self._is_last else above.loss_sum)
         return self._answer(call, passed, made.frames if ticket.is_done_at(self._place.stage - 1) else ())
 
-    async def _output(self, call: Incoming[Pass], mine: _UnderWay, x: TensorFrame) -> Made:
-        """Compute the output, and keep the graph of it for the backward while that takes no room from microbatches."""
+    async def _output(self, call: Incoming[PassRequest], mine: _UnderWay, x: TensorFrame) -> StageResult:
+        """Compute the output, and keep its graph for the backward pass while that takes no room from other
+        microbatches.
+        """
         assert self.next is not None
         step = call.body.ticket.step
         size = self._room_for_graph(step)
-        mine.bytes += size  # held from now on: others ask for theirs before this one is computed
+        mine.bytes += size  # reserved before the computation, since other calls check the room meanwhile
         rate, trainer = self.next.line_bytes_per_s, call.body.trainer
         made = await self._serving.output(call.peer, step, x, rate, size > 0, trainer)
         mine.bytes += (made.graph.bytes if made.graph is not None else 0) - size
         return made
 
     def _room_for_graph(self, step: int) -> int:
-        """The bytes to hold for a graph; 0: it is not kept. Two are tried before one is measured."""
+        """Bytes to reserve for a graph; 0 if it is not kept. At most two graphs are kept before the size of one is
+        known.
+        """
         size = self._serving.stage_at(step).graph_bytes
         if size is None:
             return 0
         size = size or self.room_bytes // 4
         return size if self.bytes + size <= self.room_bytes // 2 else 0
 
-    async def _hand_on(self, call: Incoming[Pass], output: Made, targets: Sequence[TensorFrame]) -> Onward:
-        """Hand the output on; returns what came of it."""
+    async def _hand_on(
+        self, call: Incoming[PassRequest], output: StageResult, targets: Sequence[TensorFrame]
+    ) -> HandOnResult:
+        """Send the output to the next stage and return the result."""
         assert self.next is not None
         (y,) = output.frames
         frames = (y, *targets) if call.body.ticket.is_done_at(self.next.stage) else ()
@@ -303,22 +325,22 @@ class HandOver:
 
     async def _backward(
         self,
-        call: Incoming[Pass],
+        call: Incoming[PassRequest],
         mb: Mb,
         x: TensorFrame,
         targets: Sequence[TensorFrame],
-        onward: Onward | None,
-        graph: Graph | None,
-    ) -> Made:
+        onward: HandOnResult | None,
+        graph: KeptGraph | None,
+    ) -> StageResult:
         target = targets[0] if onward is None else onward.gradient
-        assert target is not None, "whoever asks for a gradient checks that it comes"
+        assert target is not None, "NextStage checks that the answer has a gradient"
         body = call.body
         admitted = body.grant.seqs if body.grant is not None else ()
         return await self._serving.gradient(
             call.peer, body.ticket.step, mb, (x, target), admitted, body.line_bytes_per_s, graph
         )
 
-    def _hop(self, step: int, mb: Mb, service_s: float, whole_s: float, onward: Onward | None) -> Hop:
+    def _hop(self, step: int, mb: Mb, service_s: float, whole_s: float, onward: HandOnResult | None) -> Hop:
         onward_s = onward.took_s if onward is not None else 0.0
         return Hop(
             self._own.text,
@@ -330,16 +352,18 @@ class HandOver:
             onward.instead_of if onward is not None else "",
         )
 
-    def _answer(self, call: Incoming[Pass], passed: Passed, frames: Sequence[TensorFrame]) -> Answer[Passed]:
+    def _answer(
+        self, call: Incoming[PassRequest], passed: PassAnswer, frames: Sequence[TensorFrame]
+    ) -> Answer[PassAnswer]:
         rate = self._arrival_rate(call.peer) or 0.0
-        return Answer(Passed(passed.hops, passed.loss_sum, passed.broken, rate), tuple(frames))
+        return Answer(PassAnswer(passed.hops, passed.loss_sum, passed.broken, rate), tuple(frames))
 
     @asynccontextmanager
-    async def _attempt(self, call: Incoming[Pass], mb: Mb) -> AsyncIterator[_UnderWay]:
-        """The scope of an attempt: ends when a later one of the same microbatch comes.
+    async def _attempt(self, call: Incoming[PassRequest], mb: Mb) -> AsyncIterator[_UnderWay]:
+        """The scope of an attempt, which a later attempt of the same microbatch cancels.
 
-        Brought twice, it waits for the first call to end and finds what that has made: so nobody who has seen a ticket
-        ends the work of whoever brought it before.
+        A second call with the same attempt waits for the first one to end and then uses its result. So a peer that has
+        seen a ticket cannot cancel the work of the peer that sent it first.
         """
         key, number = (call.body.ticket.step, mb), call.body.ticket.attempt
         while (before := self._under_way.get(key)) is not None and before.attempt == number:
@@ -347,7 +371,7 @@ class HandOver:
         self._tickets.begin(call.body)
         if before is not None:
             before.scope.cancel()
-        size = 2 * sum(len(frame.payload) for frame in call.frames)  # the input, and the gradient of it
+        size = 2 * sum(len(frame.payload) for frame in call.frames)  # the input and its gradient
         mine = self._under_way[key] = _UnderWay(number, size)
         try:
             with mine.scope:

@@ -1,4 +1,4 @@
-"""Line information that a peer declares to the conductor, and the text on a line that is too slow to contribute."""
+"""The line information that a peer declares to the conductor, and a sentence for users whose line is too slow."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from typing import Final, Literal
 from peerd.core.messages.contributions import Rest
 from peerd.core.messages.swarm import LineInfo
 from peerd.core.run.runfile import BYTES_PER_MBIT
-from peerd.service.run_services import Carries
+from peerd.service.run_services import LineSpeeds
 
-_NOTHING_BYTES_PER_S: Final = 1.0  # 0 would be unknown
+_NOTHING_BYTES_PER_S: Final = 1.0  # 0 would mean unknown
 
 
 def own_line(
-    carries: Carries, mode: Literal["node", "aux"], elements: int = 0, dtype: str = "", further: int = 0
+    carries: LineSpeeds, mode: Literal["node", "aux"], elements: int = 0, dtype: str = "", further: int = 0
 ) -> LineInfo:
-    """The line by its limits, else as measured; `elements` and `dtype` of the vector that the peer brings to a round.
+    """The line's rates: its limits, or else the measured rates. `elements` and `dtype` describe the vector for
+    averaging.
 
-    A peer that can only dial sums nothing: a member becomes a client, and a helper is left out of every round.
+    A peer that can only dial does not sum for others: a member becomes a client, and a helper gets no share in any
+    round.
     """
     up, down = carries.up_bytes_per_s, carries.down_bytes_per_s
     if mode == "aux" and not carries.takes_inbound:
@@ -34,8 +36,8 @@ def own_line(
     )
 
 
-def rest_text(rest: Rest, carries: Carries) -> str:
-    """One sentence for the user: why this peer contributes no gradients, and which line would change that."""
+def rest_text(rest: Rest, carries: LineSpeeds) -> str:
+    """One sentence for the user: why this peer contributes no gradients, and which line rate would change that."""
     told = f"this peer rests: a step takes {_seconds(rest.without_s)} without its gradients"
     told += f", and would take {_seconds(rest.with_s)} with them"
     if not rest.needed_bytes_per_s:

@@ -1,8 +1,9 @@
-"""A peer's posts in a run: chooses its stages, enters and leaves them, and tallies their contributions. Not a role.
+"""A peer's posts in a run: chooses its stages, enters and leaves them, and counts their contributions. Not a role
+itself.
 
-It is role `stage`; role `trainer` holds one where the model is one stage: a replica of its own; with `Own` it is a
-user's model, whose gradients the user alone computes. Stages are the run file's (`limits.stage`), and then it stays
-there; else the one that needs a peer most, and this peer may move later on (`moving`).
+Role `stage` runs one. Role `trainer` runs one if the model has a single stage: a replica of its own. With
+`ExternalModel` it serves a user's model, and only the user computes its gradients. If the run file sets the stages
+(`limits.stage`), the peer stays there; else it chooses the stage that needs a peer most, and may move later (`moving`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from peerd.core.run.stage_plan import planned_stage
 from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
 from peerd.signals import Signal
-from peerd.training.checkpoints.stage_checkpoints import Saving
-from peerd.training.stage.external_model import Own
-from peerd.training.stage.moving import Relocating
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
+from peerd.training.stage.external_model import ExternalModel
 from peerd.training.stage.post import Post
+from peerd.training.stage.stage_move import StageMove
 
 
 @dataclass(slots=True, eq=False)
@@ -38,9 +39,9 @@ class _Held:
 
 
 class StageMember:
-    """See the module's header. `run`, `leave` and `status` are as in `peerd.role.Role`."""
+    """The posts of one peer. `run`, `leave` and `status` are as in `peerd.role.Role`."""
 
-    def __init__(self, ctx: RoleContext, own: Own | None = None) -> None:
+    def __init__(self, ctx: RoleContext, own: ExternalModel | None = None) -> None:
         assert ctx.run is not None
         assert ctx.services is not None
         self._ctx, self._own = ctx, own
@@ -49,9 +50,9 @@ class StageMember:
         self._tally = self._services.tally("stage", ctx.data_dir / "contributed.json", ctx.worker("files"))
         self._arrived_at = ctx.clock.wall()
         self._placing = self._services.placing()
-        self._held: dict[int, _Held] = {}  # by stage, in the order in which they were entered
-        self._entered = Signal()  # a post is there
-        self._moving = Relocating(ctx, self._services, self._placing, self)
+        self._held: dict[int, _Held] = {}  # by stage, in the order of entering
+        self._entered = Signal()  # a post was entered
+        self._moving = StageMove(ctx, self._services, self._placing, self)
         self._moves = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
 
@@ -76,7 +77,7 @@ class StageMember:
             task_status.started()
 
     async def leave(self) -> None:
-        """Leave every post gracefully, all at once."""
+        """Leave all posts gracefully and concurrently."""
         self._moves.cancel()
         async with trio.open_nursery() as nursery:
             for held in self._held.values():
@@ -84,11 +85,13 @@ class StageMember:
 
     @property
     def unsaved(self) -> str | None:
-        """The sentence on a state that would be lost if this process ended now, while it leaves; else None."""
+        """A sentence on a state that would be lost if this process ended now, while the peer leaves; else None."""
         return next((found for post in self.posts if (found := post.unsaved) is not None), None)
 
     async def enter(self, stage: int) -> Post:
-        """Serve `stage`, too, from now on; LocalError when this process does so already."""
+        """Start to serve `stage` as well. Raises LocalError if this process already serves it, or serves too many
+        stages.
+        """
         assert self._nursery is not None
         if stage in self._held:
             raise LocalError(f"stage {stage} is served by this process already")
@@ -108,16 +111,19 @@ class StageMember:
         return held.post
 
     async def exit(self, stage: int) -> None:
-        """Leave the post of `stage` gracefully, and serve it no more; returns when its task has ended."""
+        """Leave the post of `stage` gracefully. Returns when its task has ended."""
         await self.exit_if(stage, lambda: True)
 
     async def exit_if(self, stage: int, may_go: Callable[[], bool], patience_s: float | None = None) -> bool:
-        """As `exit`, where the post may go when the step under way has ended, or after `patience_s`; else False."""
+        """Like `exit`, but only if `may_go` allows it once the current step has ended or `patience_s` has passed.
+
+        Returns False if the post stays.
+        """
         held = self._held[stage]
         if not await self._end(held, may_go, patience_s):
             return False
         del self._held[stage]
-        held.post.state.stepped.notify()  # for those that wait for its next position
+        held.post.state.stepped.notify()  # wakes tasks that wait for its next position
         return True
 
     async def _end(
@@ -128,11 +134,11 @@ class StageMember:
         ends: bool = False,
     ) -> bool:
         if not held.begun:
-            return True  # nobody knows of it, and the task that begins it would miss it
+            return True  # not announced yet, and `enter` still waits for it
         if not await held.post.leave(patience_s, may_go, ends):
             return False
         held.scope.cancel()
-        await held.ended.wait()  # the record goes after it: a post announces itself as long as it runs
+        await held.ended.wait()  # withdraw only now: a running post would announce itself again
         await self._services.directory.withdraw(held.post.stage)
         return True
 
@@ -143,7 +149,7 @@ class StageMember:
         finally:
             held.ended.set()
 
-    # --- where it serves --------------------------------------------------------------------------------------
+    # --- choice of stage --------------------------------------------------------------------------------------
 
     async def _move(self) -> None:
         with self._moves:
@@ -152,28 +158,28 @@ class StageMember:
 
     @property
     def _is_free(self) -> bool:
-        """True when the stage is this peer's own choice, among several."""
+        """True if this peer chooses its stage itself, among several."""
         return self._run.pipeline.stages > 1 and not self._run.limits.stages
 
     @property
     def _planned(self) -> int | None:
-        """The stage that the run's plan gives this peer, which no order takes it from; None if it names none."""
+        """The stage that the run's plan assigns to this peer, or None. No order moves the peer away from it."""
         return planned_stage(self._run, self._ctx.host.id.text)
 
     async def choose(self) -> int:
-        """The stage to serve, by need; of a run of one stage that one."""
+        """The stage to serve: the one that needs a peer most, or 0 in a run with one stage."""
         if not self._is_free:
             return 0
-        has = await Saving(self._ctx, self._services.fingerprint).stages(self._run.pipeline.stages)
+        has = await StageCheckpoints(self._ctx, self._services.fingerprint).stages(self._run.pipeline.stages)
         stage, why = await self._placing.choose(self._arrived_at, has, self._planned)
         self._ctx.log.event("stage.chosen", stage=stage, why=why)
         return stage
 
-    # --- what it holds ----------------------------------------------------------------------------------------
+    # --- the posts --------------------------------------------------------------------------------------------
 
     @property
     def posts(self) -> list[Post]:
-        """The posts that this member holds, the first entered first."""
+        """The posts of this member, the first entered first."""
         return [held.post for held in self._held.values()]
 
     async def announced(self) -> None:
@@ -186,17 +192,17 @@ class StageMember:
 
     @property
     def post(self) -> Post | None:
-        """The first of its posts; None until it has chosen a stage."""
+        """The first of the posts, or None until the peer has chosen a stage."""
         return next(iter(self.posts), None)
 
     @property
     def stage(self) -> int:
-        """The stage of the first post; below 0 until it has chosen."""
+        """The stage of the first post; -1 until the peer has chosen one."""
         return self.post.stage if self.post is not None else -1
 
     @property
     def step(self) -> int:
-        """Number of global steps that the parameters of the first post have made."""
+        """Number of global steps in the parameters of the first post."""
         return self.position.step
 
     @property
@@ -205,13 +211,13 @@ class StageMember:
         return self.post.state.position if self.post is not None else START
 
     async def moved(self) -> None:
-        """Wait until the first post is at another position; where there is no post yet, until there is."""
+        """Wait until the first post is at another position, or, without a post, until one is entered."""
         post = self.post
         await (post.state.stepped if post is not None else self._entered).wait()
 
     @property
     def members(self) -> list[MemberInfo]:
-        """All members and helpers of the swarm, as the conductor listed them last to the first post."""
+        """All members and helpers of the swarm, as the conductor last listed them to the first post."""
         return self.post.members if self.post is not None else []
 
     @property
@@ -223,7 +229,7 @@ class StageMember:
         self._tally.add(samples=samples, bytes_aggregated=self._services.averaging.newly_aggregated_bytes())
 
     def status(self) -> dict[str, object]:
-        """The first post's status; all of them under `posts`, where there are several."""
+        """The first post's status. If there are several posts, `posts` has the status of each."""
         told = [post.status() for post in self.posts]
         if not told:
             return {"stage": -1, "step": 0, "waits_for": self._services.view.waits_for() or "a stage to serve"}

@@ -1,9 +1,9 @@
-"""The conductor's orders to a post: average its part (prepare), step (commit), go back to a checkpoint (restore).
+"""The conductor's orders to a post: average its part (prepare), step (commit), return to a checkpoint (restore).
 
-`StageCalls` has checked that they are of this run, for this stage, and of the conductor that this peer follows.
-Invariant: a post steps with the sum whose digest it reported, or not at all. A hostile conductor may order rounds with
-members that do not exist or fail (the round fails and names them), positions that no peer has (refused), and the same
-order again and again (a no-op: the post is there).
+`StageCalls` has checked that the orders are of this run, for this stage, and from the conductor that this peer follows.
+Invariant: a post steps only with the sum whose digest it reported. A hostile conductor may order rounds with members
+that do not exist or fail (the round fails and names them), positions that no peer has (refused), and the same order
+repeatedly (no effect: the post is already there).
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.averaging.stats import explained
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
-from peerd.training.catchup.step_totals import Leap
+from peerd.training.catchup.step_totals import StepTotal
 from peerd.training.helper_rounds import HelperRounds
-from peerd.training.stage.averaging import Rounds, SumAbsent, Total
+from peerd.training.stage.averaging import AveragingRounds, SumAbsent, Total
 from peerd.training.stage.post_state import PostState
-from peerd.training.stage.serving import Serving
+from peerd.training.stage.serving import ServingCalls
 
-Stepped = Callable[[Position, Leap, int], None]  # position before, leap for others, number of our microbatches in it
+Stepped = Callable[[Position, StepTotal, int], None]  # position before, leap for others, number of our microbatches
 
 
 class PostOrders:
-    """The orders to one post. `counted` and `digest`: of the last sum that was prepared or stepped with."""
+    """The orders to one post. `counted` and `digest` are of the last sum that was prepared or stepped with."""
 
-    def __init__(self, ctx: RoleContext, state: PostState, rounds: Rounds, serving: Serving, coding: Worker) -> None:
+    def __init__(
+        self, ctx: RoleContext, state: PostState, rounds: AveragingRounds, serving: ServingCalls, coding: Worker
+    ) -> None:
         self._ctx = ctx
         self._helper = HelperRounds(ctx, coding)  # while this peer rests
         self._state, self._rounds, self._serving = state, rounds, serving
         self.stepped: Stepped = lambda before, leap, counted: None
-        self.prepared: Position | None = None  # that a commit would lead to
-        self._total: Total | None = None  # that a commit would step with,
-        self._total_of = b""  # and the attempt that gave it
+        self.prepared: Position | None = None  # the position after a commit
+        self._total: Total | None = None  # the sum for the commit
+        self._total_of = b""  # the attempt that made it
         self.counted: list[Mb] = []
         self.digest = b""
         self._closed = False
 
     def close(self) -> None:
-        """Obey no order from now on: the post is being left."""
+        """Refuse all orders from now on, because the peer leaves the post."""
         self._closed = True
 
     def _check_open(self) -> None:
@@ -53,7 +55,7 @@ class PostOrders:
             raise Refused("this peer is leaving its stage")
 
     def arrived(self, anew: bool) -> None:
-        """Forget the prepared sum: the post has another position. `anew`: otherwise than by a step of its own."""
+        """Discard the prepared sum at a new position. `anew` is True if it was not reached by a step of this post."""
         self.prepared, self._total = None, None
         self._rounds.drop_sums()
         if anew:
@@ -63,11 +65,11 @@ class PostOrders:
     # --- averaging --------------------------------------------------------------------------------------------
 
     async def prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
-        """Sum gradients of a step, or sums of them, with stage-mates; the answer says that the sum lies ready."""
+        """Sum gradients of a step, or partial sums, with stage-mates. Answers when the sum is ready."""
         self._check_open()
         body = call.body
         if not all(map(is_peer_text, body.group)):
-            raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
+            raise ProtocolViolation("the group contains an invalid peer id", call.peer)
         if self._ctx.host.id.text not in body.group:
             with self._rounds.under_way(body.attempt, call.peer, helps=True):
                 return Answer(await self._helper.sum(call))
@@ -76,13 +78,15 @@ class PostOrders:
         plan = self._rounds.plan(body, call.peer)
         self._rounds.call_off_for(body.attempt)
         async with self._state.moving:
-            if body.step != self._state.position.step:  # it has moved while this waited
+            if body.step != self._state.position.step:  # it moved while this call waited
                 return Answer(Prepared(False, body.assigned, []))
             with self._rounds.under_way(body.attempt, call.peer):
                 return Answer(await self._average(body, plan))
 
     async def _average(self, order: Prepare, plan: AveragingPlan) -> Prepared:
-        """Sum what we bring with stage-mates; keep the sum for a later order, or the last one for the commit."""
+        """Sum this post's part with its stage-mates; keep the result for a later order or, if it is the last, for the
+        commit.
+        """
         self._serving.closing = True
         model = self._state.model
         try:
@@ -107,7 +111,7 @@ class PostOrders:
             raise Refused(str(error)) from None
         finally:
             self._serving.closing = False
-            if not self._rounds.keeps(self._total_of):  # the sum of an attempt that was called off
+            if not self._rounds.keeps(self._total_of):  # the sum was of a cancelled attempt
                 self.prepared, self._total = None, None
         if order.last:
             copied = plan.senders == (self._ctx.host.id.text,) and self._rounds.keeps(order.brings or b"")
@@ -117,7 +121,9 @@ class PostOrders:
         return Prepared(True, Mbs(), [], digest)
 
     def _part_of(self, order: Prepare) -> Vector | list[Mb]:
-        """The post's part of the average, or the microbatches missing for it. One job on the device, so atomic."""
+        """The post's part of the sum, or the list of assigned microbatches that it lacks. Runs as one job on the
+        device.
+        """
         model = self._state.model
         if missing := model.keep_only(order.step, order.assigned):
             return missing
@@ -128,7 +134,7 @@ class PostOrders:
     # --- moving -----------------------------------------------------------------------------------------------
 
     async def commit(self, call: Incoming[Commit]) -> Answer[Moved]:
-        """Step with the prepared sum; the answer has this member's signature of the step."""
+        """Step with the prepared sum. The answer has this member's signature of the step."""
         self._check_open()
         position = await self._state.move(call.body.target, self._step_to)
         if position != call.body.target or not self.digest:
@@ -137,7 +143,7 @@ class PostOrders:
         return Answer(Moved(position, self.digest, signature))
 
     async def restore(self, call: Incoming[Restore]) -> Answer[Moved]:
-        """Go back to a checkpoint of our own."""
+        """Return to a checkpoint of this post."""
         self._check_open()
         return Answer(Moved(await self._state.move(call.body.target, self._state.load_saved)))
 

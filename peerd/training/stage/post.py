@@ -1,10 +1,10 @@
-"""Post: one stage of the run, served once by this peer, from the moment it is entered until it is left.
+"""Post: one stage of the run, served by this peer, from entering the stage until leaving it.
 
-Takes its state from a checkpoint of its own or from a stage-mate, serves trainers (`serving`), obeys the conductor
-(`orders`), reports to it (`session`), and on stage 0 is ready to be the conductor itself. A process may hold several
-posts at once, of different stages, and enter and leave them while it lives. Invariants: every call names its step and
-is refused at any other; no answer to a trainer is computed with parameters of two steps; when `run` ends the post
-serves and offers nothing any more.
+Gets its state from its own checkpoint or a stage-mate, serves trainers (`serving`), executes the conductor's orders
+(`orders`), reports to the conductor (`session`), and on stage 0 is ready to become the conductor itself. A process may
+have several posts at once, of different stages, and enter and leave them while it runs. Invariants: every call names
+its step and is refused at any other; no answer to a trainer is computed with parameters of two steps; when `run` ends,
+the post no longer serves or offers anything.
 """
 
 from __future__ import annotations
@@ -31,64 +31,64 @@ from peerd.role import RoleContext
 from peerd.service.pipeline.stage_calls import StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.run_services import RunServices
-from peerd.training.catchup.catch_up import CatchingUp
-from peerd.training.catchup.step_totals import Leap
-from peerd.training.checkpoints.checkpoint_recovery import Recalling
+from peerd.training.catchup.catch_up import CatchUp
+from peerd.training.catchup.step_totals import StepTotal
+from peerd.training.checkpoints.checkpoint_recovery import CheckpointRecovery
 from peerd.training.checkpoints.evidence_store import EvidenceStore
-from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.announcement import announce_now_and_then
-from peerd.training.stage.averaging import Rounds
-from peerd.training.stage.external_model import Own
+from peerd.training.stage.averaging import AveragingRounds
+from peerd.training.stage.external_model import ExternalModel
 from peerd.training.stage.handover import HandOver
 from peerd.training.stage.line_info import rest_text
 from peerd.training.stage.orders import PostOrders
 from peerd.training.stage.post_state import PostState
-from peerd.training.stage.serving import Serving
+from peerd.training.stage.serving import ServingCalls
 from peerd.training.stage.session import ConductorSession, Holdings, PostReport
 from peerd.training.stage_works import stage_works
 
 _LEAVE_PATIENCE_S: Final = 4.0
-_LIST_S: Final = 2.0  # for the conductor to say who is left
-_BRANCH_S: Final = 30.0  # for the disk to take a checkpoint of what nobody else may have,
+_LIST_S: Final = 2.0  # for the conductor's list of remaining members
+_BRANCH_S: Final = 30.0  # for writing a checkpoint that no other peer may have, plus the time for its bytes
 
 
 class Post:
-    """See the module's header. `stepped` is called after each step with the number of this post's samples in it."""
+    """A stage served by this peer. `stepped` is called after each step with the number of this post's samples in it."""
 
-    def __init__(self, ctx: RoleContext, services: RunServices, stage: int, own: Own | None = None) -> None:
+    def __init__(self, ctx: RoleContext, services: RunServices, stage: int, own: ExternalModel | None = None) -> None:
         assert ctx.run is not None
         self.stage = stage
         self.stepped: Callable[[int], None] = lambda samples: None
-        self.moves_to: Callable[[int, str], None] | None = None  # takes an order to go; None: the peer stays
+        self.moves_to: Callable[[int, str], None] | None = None  # handles an order to move; None if the peer must stay
         self._ctx, self._services, self._own = ctx, services, own
         self._run: RunFile = ctx.run
         self._following, self._conducting = services.following, services.conducting
         self._coding = ctx.worker("coding")
-        self.saving = Saving(ctx, services.fingerprint)
+        self.saving = StageCheckpoints(ctx, services.fingerprint)
         self.state = PostState(ctx, stage, self.saving, own)
         self.session = ConductorSession(services, stage, self)
         every = ctx.run.evaluate.every_steps
         self.admissions = Admissions(services.fingerprint, lambda: self._following.conductor, every)
         ctx.host.book.members_by(self.admissions.has_helped)
-        self.serving = Serving(ctx, ctx.run, self)
+        self.serving = ServingCalls(ctx, ctx.run, self)
         self.handover = HandOver(ctx, services, self, self.serving)
-        self._rounds = Rounds(ctx.run, services, self._coding, ctx.host.id, ctx.data_dir)
+        self._rounds = AveragingRounds(ctx.run, services, self._coding, ctx.host.id, ctx.data_dir)
         self.orders = PostOrders(ctx, self.state, self._rounds, self.serving, self._coding)
-        self.catching_up = CatchingUp(ctx, services, self._coding, self.state, self.session)
-        self._recalling = Recalling(ctx, services, self.saving, self.state, self.session)
+        self.catching_up = CatchUp(ctx, services, self._coding, self.state, self.session)
+        self._recalling = CheckpointRecovery(ctx, services, self.saving, self.state, self.session)
         self._store = EvidenceStore(ctx, services, lambda: self.saving.positions)
         self.state.arrived, self.orders.stepped = self._arrived, self._made_step
         self.state.restored = self._restored
         self.catching_up.keep_branch = self._keep_branch
         self._leaving = self._ends = False
         self._state_bytes = 0
-        self._write_until = math.inf  # while it leaves, by trio's time
+        self._write_until = math.inf  # deadline for writing while leaving, by trio's clock
         self._waits_for: str | None = "the stage to be built"
         self._complete = False
-        self._rest: Rest | None = None  # it contributes no gradients for now
+        self._rest: Rest | None = None  # set while it contributes no gradients
         self._announcing = trio.CancelScope()
-        self.announced = trio.Event()  # the directory has its record
+        self.announced = trio.Event()  # set once the directory has its record
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -120,17 +120,17 @@ class Post:
                     self._following.joined_since = None
 
     async def _conduct(self, nursery: trio.Nursery) -> None:
-        """Run the conductor's service, as all peers of stage 0 do, idle until they have the duty."""
+        """Run the conductor's service, as all peers of stage 0 do. It is idle unless this peer has the duty."""
         self._conducting.notes = lambda text: self._ctx.log.event("conductor.noted", note=text)
         self._conducting.warnings = lambda text: self._ctx.log.event("conductor.noted", level="warning", note=text)
         self._conducting.solver = self._coding
         self._conducting.know_state(self._state_bytes)
-        if self._run.pipeline.stages > 1:  # else there is nothing to choose
+        if self._run.pipeline.stages > 1:  # a single stage needs no assignment
             works = await self._coding.run(partial(stage_works, self._run), name="compare the stages")
             plans = self._run.pipeline.placement == "network"
             self._conducting.know_stages(works, self._ctx.worker("planning") if plans else None)
         await nursery.start(self._conducting.run)
-        self._following.joined_since = self.session.since  # from now on it may be asked to conduct
+        self._following.joined_since = self.session.since  # from now on this peer may become conductor
 
     def _start_all(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(self._announce)
@@ -157,7 +157,7 @@ class Post:
             samples_per_s=serving.rate,
         )
         if self._own is not None or self._run.experts is not None:
-            return handlers  # trainers call neither a user's model nor the trunk of another's
+            return handlers  # trainers never call a user's model or another peer's trunk
         return replace(
             handlers,
             forward=serving.forward,
@@ -173,7 +173,7 @@ class Post:
         )
 
     async def transfer(self, call: Incoming[Relocate]) -> Answer[Empty]:
-        """The conductor's order to serve another stage; Refused where this peer stays."""
+        """Handle the conductor's order to serve another stage. Raises Refused if this peer stays."""
         body = call.body
         if not body.target < self._run.pipeline.stages:
             raise ProtocolViolation(f"the run has no stage {body.target}", call.peer)
@@ -187,9 +187,9 @@ class Post:
     async def leave(
         self, patience_s: float | None = None, may_go: Callable[[], bool] = lambda: True, ends: bool = False
     ) -> bool:
-        """Let the step under way end, if it can, so that no trainer has to repeat our part; then say goodbye.
+        """Wait for the current step to end, if it can, so that no trainer must repeat our part; then leave the stage.
 
-        False: when it had ended, the post might not go, and serves on. `ends`: the process ends as well.
+        Returns False, and continues to serve, if `may_go` then forbids it. `ends` is True if the process ends as well.
         """
         if not self.state.built:
             return True
@@ -200,14 +200,14 @@ class Post:
         if not may_go():
             self._leaving = False
             return False
-        self.orders.close()  # what is written now must stay the newest that this post has
+        self.orders.close()  # the state written now must stay the newest
         self._announcing.cancel()
         await self.session.say_goodbye()
         await self._write_last(ends)
         return True
 
     async def announce_end(self) -> None:
-        """Announce, from now on, that this peer is about to leave, and that the run may end with its state."""
+        """Announce, in all records from now on, that this peer leaves soon and that the run may end with its state."""
         self._ends = True
         try:
             await self._services.directory.announce(self._progress())
@@ -215,10 +215,10 @@ class Post:
             self._ctx.log.event("dht.announce_failed", level="warning", reason=str(error))
 
     async def _write_last(self, ends: bool) -> None:
-        """Write the state that the post leaves with; where others have it, nothing slow is waited for.
+        """Write the post's last state; if other peers have it, do not wait for a slow disk.
 
-        The last two holders of a state may leave at the same time, so the conductor is asked who is left after our
-        goodbye. It ends in time though the device or the disk may hang.
+        The last two holders of a state may leave at the same time, so after our goodbye the conductor is asked for the
+        remaining members. The time is limited, because the device or the disk may hang.
         """
         disk_s = _BRANCH_S + self._state_bytes / SLOW_DISK_BYTES_PER_S
         self._write_until = trio.current_time() + disk_s
@@ -228,17 +228,17 @@ class Post:
                     await self._look_who_is_left()
                 patience_s = _LEAVE_PATIENCE_S if self.unsaved is None else disk_s
                 if self.unsaved is not None:
-                    await self._services.directory.withdraw(self.stage)  # nobody should count on us meanwhile
+                    await self._services.directory.withdraw(self.stage)  # no peer should rely on us meanwhile
                 with trio.move_on_after(patience_s):
                     await self.state.save()
                     await self.saving.written()
         finally:
-            if ends and not self.catching_up.is_apart:  # else there is time to write, or nobody else has it
+            if ends and not self.catching_up.is_apart:  # else there is time to write, or no other peer has it
                 self.saving.give_up()
             self._write_until = -math.inf
 
     async def _look_who_is_left(self) -> None:
-        """Take the conductor's list after our goodbye; where no conductor answers, nobody is left."""
+        """Fetch the conductor's member list after our goodbye. If no conductor answers, assume that no peer is left."""
         found = None
         with trio.move_on_after(_LIST_S):
             found = await self._following.list_members(self._services.fingerprint)
@@ -252,8 +252,9 @@ class Post:
 
     @property
     def unsaved(self) -> str | None:
-        """The sentence on the state that would be lost if this process ended now; None if none would be, or if the
-        device or the disk have had time enough.
+        """A sentence on the state that would be lost if this process ended now.
+
+        None if no state would be lost, or if the device and the disk have had enough time.
         """
         own = self._ctx.host.id.text
         if not self._is_unsaved or trio.current_time() > self._write_until:
@@ -263,11 +264,11 @@ class Post:
         what = f"step {self.step}" if self._own is not None else f"step {self.step} of stage {self.stage}"
         return f"saving {what}, which no other peer is known to have"
 
-    # --- as its parts see it ----------------------------------------------------------------------------------
+    # --- for its parts ----------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """Number of global steps that the parameters have made."""
+        """Number of global steps in the parameters."""
         return self.state.position.step
 
     @property
@@ -276,23 +277,23 @@ class Post:
         return self.state.served
 
     def receipt(self, step: int, mb: Mb) -> Receipt:
-        """A receipt, for a trainer to show, that this peer holds that microbatch's gradient."""
+        """A signed receipt, for the trainer to show, that this peer holds that microbatch's gradient."""
         return receipt(self._ctx.host.sign, self._services.fingerprint, self.session.id, self.stage, step, mb)
 
     @property
     def members(self) -> list[MemberInfo]:
-        """All members and helpers of the swarm, as the conductor listed them last."""
+        """All members and helpers of the swarm, as the conductor last listed them."""
         return self.session.members
 
     @property
     def relieved(self) -> bool:
-        """True when the post is being left, and others of its stage are there to take its place."""
+        """True if this peer is leaving the post and other peers of the stage are ready."""
         own = self._ctx.host.id.text
         return self._leaving and any(m.ready and m.stage == self.stage and m.peer != own for m in self.members)
 
     @property
     def _is_at_work(self) -> bool:
-        """True while there is a part of this step, or of the next one, that somebody else would have to repeat."""
+        """True while this post has work of this step, or of the next one, that another peer would have to repeat."""
         model = self.state.model
         return bool(model.held or model.early or self.handover.in_flight or self.serving.load.present)
 
@@ -302,13 +303,13 @@ class Post:
 
     @property
     def _stands_still(self) -> bool:
-        """True while no step can end, since a stage has no peer."""
+        """True while no step can end, because a stage has no peer."""
         staffed = {m.stage for m in self.members if m.since}
         return not staffed.issuperset(range(self._run.pipeline.stages))
 
     @property
     def _works_alone(self) -> bool:
-        """True while a user's own loop has no other peer: nobody else's microbatches will end the step."""
+        """True while a user's own loop has no other peer, so no other microbatches can complete the step."""
         return self._own is not None and all(m.peer == self._ctx.host.id.text for m in self.members)
 
     def _arrived(self, anew: bool) -> None:
@@ -318,11 +319,11 @@ class Post:
         self._look_for_room()
 
     def _look_for_room(self) -> None:
-        if self._own is None:  # else nothing is handed over
+        if self._own is None:  # a user's model takes no microbatches
             self.handover.look_for_room()
 
     def _restored(self, before: Position, target: Position) -> None:
-        """Log a return to `target`; a step back is a warning, of the conductor's where this peer conducts."""
+        """Log a return to `target`. A step back is a warning, unless this peer conducts and the conductor logs it."""
         back = target.step < before.step
         warns = back and not (self.stage == 0 and self._conducting.acting)
         facts = {"before": before.step} if back else {}
@@ -330,9 +331,9 @@ class Post:
         self._ctx.log.event("stage.restored", level=level, stage=self.stage, step=target.step, **facts)
 
     async def _keep_branch(self, position: Position) -> None:
-        """Keep a checkpoint of a position that only a part of the run reached, which is left now.
+        """Save a checkpoint of a position that only a part of the run reached, before leaving it.
 
-        A disk that takes none for long holds nobody up.
+        The wait for the disk is limited.
         """
         if self.state.position == position:
             await self.state.save()
@@ -340,17 +341,17 @@ class Post:
                 await self.saving.written()
             self.saving.hold(position)
 
-    def _made_step(self, before: Position, leap: Leap, counted: int) -> None:
+    def _made_step(self, before: Position, leap: StepTotal, counted: int) -> None:
         self.catching_up.keep(before, leap)
         self._services.proofs.evidence.stepped(leap.target, self._following.established)
         facts = {"stage": self.stage, "step": leap.target.step, "digest": self.orders.digest.hex()[:16]}
         self._ctx.log.event("stage.stepped", level="debug", **facts)
         self.stepped(counted * self._run.pipeline.microbatch)
 
-    # --- towards the conductor --------------------------------------------------------------------------------
+    # --- conductor --------------------------------------------------------------------------------------------
 
     def report(self, whole: bool) -> PostReport:
-        """See `session.Reporting`."""
+        """As `session.ReportingPost.report`."""
         orders, model, seen = self.orders, self.state.model, self._services.proofs.evidence.seen
         return PostReport(
             line=self._rounds.line(),
@@ -366,7 +367,7 @@ class Post:
         return PostLoad(min(load.rate, 1e9), load.busy, min(load.queue, MICROBATCHES), self.moves_to is not None)
 
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
-        """See `session.Reporting`."""
+        """As `session.ReportingPost.heard`."""
         self.admissions.follow(self._following.conductor)
         self.handover.note_members(self.members)
         self._rounds.call_off_unless_of(self._following.conductor)
@@ -379,11 +380,11 @@ class Post:
         if answer.current is not None:
             rests, established = answer.rests is not None, self._following.established
             self._services.proofs.evidence.told(answer.current, established, rests=rests)
-            if answer.rests is None:  # else there is no use for the swarm's state
+            if answer.rests is None:  # a resting peer does not need the swarm's state
                 self.catching_up.swarm_at(answer.current, stated, answer.apart)
 
     def _note_rest(self, rest: Rest | None) -> None:
-        """Take note that the conductor lets this post rest, or contribute; the log has a line when that changes."""
+        """Record whether the conductor lets this post rest; log each change."""
         before, self._rest = self._rest, rest
         if rest is not None and before is None:
             self._ctx.log.event("stage.rests", stage=self.stage, reason=self._rest_text())
@@ -393,14 +394,14 @@ class Post:
     def _rest_text(self) -> str | None:
         return rest_text(self._rest, self._services.carries()) if self._rest is not None else None
 
-    # --- being seen -------------------------------------------------------------------------------------------
+    # --- status -----------------------------------------------------------------------------------------------
 
     def _why_waiting(self) -> str | None:
         if self.state.problem:
             return self.state.problem
         waits = self._following.waits_for or self._rest_text()
         waits = waits or self.catching_up.waits_for or self._recalling.waits_for
-        waits = waits or self._rounds.waits_for  # a round says how far it has come: the conductor cannot
+        waits = waits or self._rounds.waits_for  # a round reports its progress, which the conductor cannot
         if waits or not self._waits_for:
             return waits
         problem = self._recalling.problem
@@ -435,7 +436,7 @@ class Post:
         }
 
     def _progress(self) -> StageProgress:
-        """Our record for the directory; the conductor's has the time when the step is due."""
+        """Our record for the directory. The conductor's record also has the predicted time of the step."""
         conductor, step_in_s = self._following.conductor, self._following.step_in_s
         load = self._load()
         foretells = self.stage == 0 and self._conducting.acting and step_in_s is not None

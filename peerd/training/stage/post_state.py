@@ -1,12 +1,12 @@
-"""State of a post: its parameters and their position, built, loaded, stepped and saved here, and nowhere else.
+"""State of a post: its parameters and their position. Only this module builds, loads, steps and saves them.
 
-Invariants: parameters change only by a step, a checkpoint of the post's own, or a stage-mate's state or total, one
-change at a time (`moving`), from the position that they were thought to be at. `arrived` is called at each new position
-before tasks that wait for it are woken. Where a change fails in the middle, as for want of memory, nobody knows what
-the parameters are: `run` ends with that, and the role with it, to begin again from its checkpoint or a stage-mate.
-Parameters that are not finite after a step are never kept nor offered: the post goes back to its newest checkpoint by
-itself. As its mates have the same bits and do the same, its stage then lacks the swarm's position, and the conductor
-sends all stages back to the newest one that they have in common.
+Invariants: parameters change only by a step, a checkpoint of the post's own, or a stage-mate's state or total; one
+change at a time (`moving`), and only from the expected position. `arrived` is called at each new position before tasks
+that wait for it are woken. If a change fails in the middle, for example for lack of memory, the parameters are
+undefined: `run` raises, and the role restarts from its checkpoint or a stage-mate's state. Parameters that are not
+finite after a step are never saved nor offered: the post returns to its newest checkpoint by itself. As its stage-mates
+have the same bits and do the same, the stage then lacks the swarm's position, and the conductor sends all stages back
+to their newest common position.
 """
 
 from __future__ import annotations
@@ -33,47 +33,49 @@ from peerd.machine.batch.divergence import AGAIN_STEPS
 from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
 from peerd.signals import Signal
-from peerd.training.catchup.catch_up import Elsewhere
+from peerd.training.catchup.catch_up import PositionChanged
 from peerd.training.catchup.copy_room import room_for_copy
-from peerd.training.catchup.step_totals import Leap
-from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.catchup.step_totals import StepTotal
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.averaging import Total
-from peerd.training.stage.external_model import Own
+from peerd.training.stage.external_model import ExternalModel
 
 T = TypeVar("T")
 
 
 class PostState:
-    """The state of one post. `own`: a user's model in place of a stage of the run's."""
+    """The state of one post. `own` is a user's model that replaces the run's model."""
 
-    def __init__(self, ctx: RoleContext, stage: int, saving: Saving, own: Own | None = None) -> None:
+    def __init__(
+        self, ctx: RoleContext, stage: int, saving: StageCheckpoints, own: ExternalModel | None = None
+    ) -> None:
         assert ctx.run is not None
         self._ctx, self._saving, self._own = ctx, saving, own
         self._run: RunFile = ctx.run
         self._worker = ctx.worker(ctx.device)
         self._served: ServedStage | UserModel | None = None
-        self.recomputes = False  # layers are computed again in a backward
-        self._before: Position | None = None  # the position that the last step began at
+        self.recomputes = False  # whether the backward pass recomputes layers
+        self._before: Position | None = None  # the position before the last step
         self.stage = stage
         self.position = START
         self.moving = trio.Lock()
         self._lost: PeerdError | None = None
         self._diverged_at: int | None = None  # the step after which the parameters were not finite
-        self.problem: str | None = None  # that they were, until the next step
+        self.problem: str | None = None  # text on that, until the next step
         self._loses = Signal()
-        self.stepped = Signal()  # at each new position
+        self.stepped = Signal()  # notified at each new position
         self.restored: Callable[[Position, Position], None] = lambda before, target: None
-        self.arrived: Callable[[bool], None] = lambda anew: None  # `anew`: otherwise than by a step of our own
+        self.arrived: Callable[[bool], None] = lambda anew: None  # `anew`: not by a step of our own
 
     @property
     def model(self) -> Model:
-        """The model, once it is built."""
+        """The model, after `build`."""
         assert self._served is not None
         return self._served
 
     @property
     def built(self) -> bool:
-        """True once there is a model."""
+        """True once the model is built."""
         return self._served is not None
 
     @property
@@ -84,33 +86,37 @@ class PostState:
 
     @property
     def origins(self) -> list[Position]:
-        """Positions that a gradient that counts may be computed at: this one, and in a delayed run the one before."""
+        """Positions at which a gradient that counts may be computed: the current one; in a delayed run also the
+        previous one.
+        """
         before = [self._before] if self._before is not None and self._run.optimizer.delayed else []
         return [self.position, *before]
 
     @property
     def trunk(self) -> TrunkStage:
-        """The stage of a run with experts."""
+        """The trunk stage of a run with experts."""
         assert isinstance(self._served, TrunkStage)
         return self._served
 
     async def work(self, job: Callable[[], T], name: str, urgent: bool = False) -> T:
-        """Run a job on the model's device; an urgent one goes before trainers' calls."""
+        """Run a job on the model's device. Urgent jobs run before trainers' calls."""
         return await self._worker.run(job, name=name, urgent=urgent)
 
     async def reached(self, step: int) -> None:
-        """Wait until the parameters have that step, or a later one."""
+        """Wait until the parameters are at that step or a later one."""
         while self.position.step < step:
             await self.stepped.wait()
 
     async def run(self) -> None:
-        """Wait until the parameters are lost: ParametersLost; or have diverged once more: ConfigError."""
+        """Wait, and raise ParametersLost if a change failed midway, or ConfigError if the parameters diverged again."""
         while self._lost is None:
             await self._loses.wait()
         raise self._lost
 
     async def _change(self, job: Callable[[], T], name: str, urgent: bool = False) -> T:
-        """Run a job that changes the parameters. What it raises goes on; had it begun to change any, they are lost."""
+        """Run a job that may change the parameters, and raise its errors. If it failed midway, the parameters are
+        lost.
+        """
         before, done = self._changes, False
         try:
             result = await self.work(job, name, urgent)
@@ -124,13 +130,17 @@ class PostState:
 
     @property
     def _changes(self) -> int:
-        """Changes of the parameters that were begun. A user's model ends its peer by itself when one fails."""
+        """Number of changes of the parameters that were begun. A user's model stops its peer by itself if a change
+        fails.
+        """
         return self._served.module.changes.begun if isinstance(self._served, ServedStage) else 0
 
     # --- beginning --------------------------------------------------------------------------------------------
 
     async def build(self) -> None:
-        """Build the model at the run's start; a user's has the position of the parameters it comes with."""
+        """Build the model with the run's initial parameters. A user's model gets a position derived from its
+        parameters.
+        """
         if self._own is None:
             need = partial(refuse_if_too_large, self._run, self.stage, self._ctx.device)
             await self.work(need, "see whether the stage fits")
@@ -140,11 +150,11 @@ class PostState:
         self._served = await self.work(self._build, "build the stage")
         if self.recomputes:
             self._ctx.log.event("stage.recomputes", stage=self.stage)
-        if self._own is not None:  # a user's first parameters are anything, not a function of the run's seed
+        if self._own is not None:  # a user's first parameters do not follow from the run's seed
             self.position = await self.work(self._own.model.here, "name the parameters")
 
     async def _choose_recomputation(self) -> bool:
-        """Whether layers are to be computed again; not where the activations of own layers cannot be measured."""
+        """True if the backward pass should recompute layers; False if a user's layers cannot be measured."""
         choose = partial(recomputes, self._run, self.stage, self._ctx.device)
         try:
             return await self.work(choose, "see whether activations fit")
@@ -163,7 +173,7 @@ class PostState:
         return served
 
     async def return_to_checkpoint(self) -> None:
-        """Go to the newest checkpoint of the post's own, if it has any."""
+        """Load the newest checkpoint of this post, if there is one."""
         await self._saving.open(self.stage)
         if self._saving.positions:
             await self.load_saved(self._saving.positions[-1])
@@ -171,7 +181,9 @@ class PostState:
     # --- moving -----------------------------------------------------------------------------------------------
 
     async def move(self, target: Position, how: Callable[[Position], Awaitable[None]]) -> Position:
-        """Go to `target` by `how`, unless the parameters are there; shielded from a caller that hangs up."""
+        """Reach `target` by calling `how`, unless the parameters are there already. Shielded from a caller that
+        disconnects.
+        """
         with trio.CancelScope(shield=True):
             async with self.moving:
                 if self.position != target:
@@ -179,12 +191,14 @@ class PostState:
         return self.position
 
     async def load_saved(self, target: Position) -> None:
-        """Go back to a checkpoint of the post's own; START needs no file."""
+        """Return to a checkpoint of this post. START needs no file. Raises Refused if a user's model has none of
+        `target`.
+        """
         before = self.position
         if target == START and self._own is None:
             self._served = await self.work(self._build, "build the stage anew")
         elif self._own is not None and target not in self._saving.positions:
-            raise Refused("there is no way back to that position here")
+            raise Refused("this peer has no checkpoint of that position")
         else:
             state = await self._saving.load(target)
             async with self._changing():
@@ -192,19 +206,24 @@ class PostState:
         self._arrive(target, anew=True)
         self.restored(before, target)
 
-    async def step(self, target: Position, total: Total) -> Leap:
-        """Make the optimizer step to `target`; returns the leap that others make it by. `arrive` comes after it."""
+    async def step(self, target: Position, total: Total) -> StepTotal:
+        """Make the optimizer step to `target`; returns the leap (the step with its total) for others. Then call
+        `arrive`.
+        """
         model, samples = self.model, self._run.batch.target_samples
         async with self._changing():
             return await self._change(lambda: total.step(model, target, samples), "step", urgent=True)
 
     def arrive(self, target: Position) -> None:
-        """Note that a step of our own has led to `target`."""
+        """Record that a step of our own has led to `target`."""
         self._arrive(target, anew=False)
         self.problem = None
 
     async def has_diverged(self, target: Position) -> bool:
-        """True when the step to `target` made parameters that are not finite: then the post has gone back, or stops."""
+        """True if the step to `target` made parameters that are not finite; the post has then returned to a checkpoint.
+
+        Raises ConfigError, as `run` does, if that happened within the last 100 steps too or there is no checkpoint.
+        """
         if await self.work(self.model.is_finite, "look whether the parameters are finite", urgent=True):
             return False
         told = f"the run has diverged: parameters of stage {self.stage} are not finite after step {target.step}"
@@ -222,18 +241,18 @@ class PostState:
         return True
 
     async def take_over(self, before: Position, position: Position, state: dict[str, Tensor]) -> None:
-        """Go from `before` to `position` with a state from others; ValueError when it does not fit."""
+        """Replace the parameters at `before` by others' state at `position`. Raises ValueError if it does not fit."""
         await self._catch_up(before, position, lambda: self.model.load(state), "load the downloaded state")
 
-    async def step_on(self, before: Position, leap: Leap) -> None:
-        """Make the optimizer step that others made; ValueError when it does not fit."""
+    async def step_on(self, before: Position, leap: StepTotal) -> None:
+        """Make the optimizer step that others made. Raises ValueError if it does not fit."""
         step = partial(leap.make, self.model, self._run.batch.target_samples)
         await self._catch_up(before, leap.target, step, "step as the others did")
 
     async def _catch_up(self, before: Position, position: Position, job: Callable[[], None], name: str) -> None:
         async with self.moving, self._changing(patient=True):
             if self.position != before:
-                raise Elsewhere(f"this peer was moved to step {self.position.step} meanwhile")
+                raise PositionChanged(f"another task moved this peer to step {self.position.step} meanwhile")
             await self._change(job, name)
             self._arrive(position, anew=True)
 
@@ -249,17 +268,17 @@ class PostState:
 
     @property
     def keeps_checkpoints(self) -> bool:
-        """True unless a user's own loop keeps its checkpoints by itself."""
+        """True unless a user's own loop saves its checkpoints itself."""
         return self._own is None or self._own.saves
 
     async def save_if_due(self) -> None:
-        """Save if the run file wants a checkpoint of this step. For a caller that holds `moving`."""
+        """Save if the run file asks for a checkpoint of this step. The caller must hold `moving`."""
         if self._saving.due(self.position.step):
             await self._save()
 
     async def save(self) -> None:
-        """Freeze the state, once a step under way is done, and queue it for the disk, which is not waited for."""
-        async with self.moving:  # else the parameters may be a step ahead of the position
+        """Freeze the state after the current step and queue it for the disk, without waiting for the disk."""
+        async with self.moving:  # without it the parameters may be a step ahead of the position
             await self._save()
 
     async def _save(self) -> None:

@@ -1,16 +1,16 @@
-"""Serving of a stage: outputs, losses and gradients, with the present parameters and for the present step.
+"""Serving of a stage: outputs, losses and gradients, with the current parameters and for the current step.
 
-What trainers call is here; what stage peers hand on to each other is `handover`'s, computed by the same methods.
+Trainers call it directly. The hand-over between stage peers (`handover`) computes with the same methods. It only
+computes: the post decides which microbatches a step counts and when parameters change.
 
-Only computes: the post decides which microbatches a step counts, and when parameters change. Invariants: every call
-names its run, stage and step, and is refused at any other, but for the next one in a delayed run; a step that is being
-averaged takes nothing new, nor does a peer that leaves; nothing is computed for a caller without a grant: of a
-microbatch that a conductor has admitted, or for the one trainer that evaluates; at most one call's tensors are computed
-with at a time, and none that would not fit into the memory that is left. A hostile trainer may send wrong frames,
-shapes and values, steps that are not, microbatches that were not admitted, and any number of calls: what its body and
-its frames' headers show is refused before its frames are received, calls have their turns by `FairTurns`, and the
-trainer is named where it broke the protocol. A result of our own that is not finite is never sent: the caller gets
-NotFiniteHere, and decides whether another peer of this stage computes the microbatch.
+Invariants: every call names its run, stage and step, and is refused at any other step (in a delayed run the next step
+is allowed as well). A step that is being averaged accepts nothing new, nor does a leaving peer. Every call needs a
+grant: for a microbatch that a conductor has admitted, or for the one trainer that evaluates. Only one call's tensors
+are computed at a time, and none that would not fit into the remaining memory. A hostile trainer may send wrong frames,
+shapes, values and steps, microbatches that were not admitted, and any number of calls. Faults that the body or the
+frames' headers show are refused before the frames are received; `FairTurns` orders the calls; protocol errors name the
+trainer. A result of this peer that is not finite is never sent: the caller gets NotFiniteHere and decides whether
+another peer of this stage computes the microbatch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import trio
 from msgspec import structs
 
 from peerd.compute.model.footprint import lacking_for_call
-from peerd.compute.model.kept_graph import Graph
+from peerd.compute.model.kept_graph import KeptGraph
 from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, NotFiniteHere, Overloaded, PeerdError, ProtocolViolation, Refused
@@ -42,23 +42,23 @@ from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.boundary import Boundary
 
-_STEP_S: Final = 0.05  # in which a commit that others have made usually comes here, too
-_NO_MEMORY_S: Final = 1.0  # until a microbatch that found no memory is worth another try
+_STEP_S: Final = 0.05  # within which a commit that others have made usually arrives here
+_NO_MEMORY_S: Final = 1.0  # retry delay for a microbatch that found no memory
 _TELL_EVERY_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What was computed of a microbatch. `frames`: the output, or the input's gradient; none in the first stage's."""
+class StageResult:
+    """The result computed for a microbatch. `frames` has the output or the input's gradient, if there is one."""
 
     loss_sum: float  # over the samples, of the last stage's backward
     service_s: float  # of computing
     frames: tuple[TensorFrame, ...]
-    graph: Graph | None = None  # of an output, where it is kept for the backward
+    graph: KeptGraph | None = None  # of an output, if kept for the backward pass
 
 
 class StagePlace(Protocol):
-    """The post that is served."""
+    """The post, as its `ServingCalls` uses it."""
 
     stage: int
     admissions: Admissions
@@ -77,45 +77,49 @@ class StagePlace(Protocol):
 
     @property
     def relieved(self) -> bool:
-        """True when the post is being left, and others of its stage are there to take its place."""
+        """True if this peer is leaving the post and other peers of the stage are ready."""
         ...
 
 
-class Serving:
-    """Answers `forward`, `loss` and `backward`, once `boundary` runs. `closing`: this step's sum is being averaged."""
+class ServingCalls:
+    """Answers `forward`, `loss` and `backward` calls once `boundary` runs.
+
+    `closing` is True while the sum of the current step is averaged.
+    """
 
     def __init__(self, ctx: RoleContext, run: RunFile, place: StagePlace) -> None:
         self._run, self._place = run, place
         self._worker, self._arrival_rate, self._log = ctx.worker(ctx.device), ctx.rpc.arrival_rate, ctx.log
         self._links = ctx.host.links
-        self._told_again_at = float("-inf")  # that there is no memory
-        self._not_finite_at = -1  # the step at which the log said that a result is not finite
+        self._told_again_at = float("-inf")  # next time to log a lack of memory
+        self._not_finite_at = -1  # the step of the last logged result that was not finite
         self.boundary = Boundary(ctx, run)
         self.closing = False
-        self.spared_at = -1  # the step for which others of the stage compute what is still to be done
+        self.spared_at = -1  # the step whose remaining microbatches other peers of the stage compute
         self.samples = 0
         self.load = LoadMeter(trio.current_time())
         self._busy_s = 0.0
 
     def rate(self) -> float:
-        """Samples per second of computing: what this device can do when it is never idle."""
+        """Samples per second of computing: the rate of this device if it were never idle."""
         return self.samples / self._busy_s if self._busy_s else 0.0
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of what is kept of the microbatches that count here."""
+        """Bytes kept for the microbatches that count here."""
         return self._place.served.kept_bytes
 
     def worked(self, samples: int, seconds: float) -> None:
-        """Count what this peer's own trainer has computed beside the calls."""
+        """Count work that this peer's own trainer has computed, not through calls."""
         self.samples += samples
         self._busy_s += seconds
         self.load.worked(samples / self._run.pipeline.microbatch, seconds)
 
     def stage_at(self, step: int | None) -> ServedStage:
-        """The stage, if it is at `step`, or near enough in a delayed run; else Refused. None: at whatever step.
+        """The stage, if it is at `step` (in a delayed run, also one step before); `step` None accepts any step.
 
-        Overloaded where the stage is about to come there: a caller that heard of the commit first tries again soon.
+        Raises Overloaded if the stage is about to reach `step`, so that a caller that learned of the commit first
+        retries soon, and Refused otherwise.
         """
         ahead = 0 if step is None else step - self._place.step
         told = f"the stage is at step {self._place.step}, the call at {step}"
@@ -125,7 +129,7 @@ class Serving:
             raise Refused(told)
         return self._place.served
 
-    # --- what is computed, for whoever asks -------------------------------------------------------------------
+    # --- computation, for all kinds of calls ------------------------------------------------------------------
 
     async def output(
         self,
@@ -135,21 +139,22 @@ class Serving:
         line_bytes_per_s: float = 0.0,
         keep_graph: bool = False,
         trainer: str = "",
-    ) -> Made:
-        """The stage's output for an input that `peer` sent; `keep_graph`: for the backward, where that saves time.
+    ) -> StageResult:
+        """The stage's output for an input that `peer` sent. `step` None is an evaluation.
 
-        `trainer`: whose microbatch it is, if not `peer`'s own. Step None: an evaluation.
+        `keep_graph` keeps the graph for the backward pass, if that saves time. `trainer` owns the microbatch, if it is
+        not `peer`.
         """
         served = self.stage_at(step)
         async with self._present(trainer or peer.text, step):
             (x,) = await self.boundary.decode(peer, [x_frame], "the input")
             if len(x_frame.payload) > x.nbytes + HELD_PADDING_BYTES // 2:
-                raise ProtocolViolation(f"the input's frame has {len(x_frame.payload)} bytes, it {x.nbytes}", peer)
+                raise ProtocolViolation(f"the input has {x.nbytes} bytes, its frame {len(x_frame.payload)}", peer)
             outcome = await self.compute(peer, lambda: served.forward(step, x, keep_graph), "forward")
             return await self._coded(outcome, "output", line_bytes_per_s)
 
-    async def output_again(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> Made:
-        """The stage's output for a microbatch whose backward was made here; Refused when it is not kept."""
+    async def output_again(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> StageResult:
+        """The output for a microbatch whose backward was computed here. Raises Refused if it is not kept."""
         served = self.stage_at(step)
         async with self._present(mb.trainer, step):
             outcome = await self._work(lambda: served.output_again(step, mb), "forward")
@@ -163,16 +168,19 @@ class Serving:
         frames: Sequence[TensorFrame],
         admitted: Iterable[int] = (),
         line_bytes_per_s: float = 0.0,
-        graph: Graph | None = None,
-    ) -> Made:
-        """The gradient of the input, once the microbatch counts here. `frames`: the input; the output's gradient, or
-        the targets. `admitted`: the trainer's numbers that count. `graph`: of the output. A repeat gets what was kept.
+        graph: KeptGraph | None = None,
+    ) -> StageResult:
+        """Add a microbatch's gradient to the sum and return the gradient of its input. A repeated call gets the kept
+        result.
+
+        `frames`: the input, and the output's gradient or (last stage) the targets. `admitted`: all admitted numbers of
+        the trainer. `graph`: the kept graph of the output.
         """
         served = self.stage_at(step)
         self.need_a_microbatch(peer, frames)
         async with self._present(mb.trainer, step, backward=True):
             x, target = await self.boundary.decode(peer, frames, "the input", "the output's gradient or the targets")
-            self.refuse_when_closing(step)  # once more: nothing may come in between now and the device's queue
+            self.refuse_when_closing(step)  # again: decoding took time; the device's queue comes next
 
             def backward() -> StageOutcome:
                 served.make_room(step, mb, admitted)
@@ -185,9 +193,9 @@ class Serving:
 
     @asynccontextmanager
     async def _present(self, trainer: str, step: int | None, *, backward: bool = False) -> AsyncIterator[None]:
-        """A place among the calls with decoded tensors; who waits for one counts as this peer's load.
+        """Occupy a place among the calls with decoded tensors. Waiting calls count as this peer's load.
 
-        Step None: an evaluation. Overloaded where the call's tensors do not fit into memory now.
+        `step` None is an evaluation. Raises Overloaded if the call's tensors do not fit into memory now.
         """
         cost = BACKWARD_COST if backward else 1.0
         turn = Turn(self._user_of(trainer), step or 0, backward, step is None, cost)
@@ -200,32 +208,37 @@ class Serving:
             self.load.went(trio.current_time())
 
     def _user_of(self, trainer: str) -> User:
-        """The trainer and where it is linked from; one without a link to us is its own network."""
+        """The trainer and its network, for fair turns. A trainer without a link to this peer counts as a network of its
+        own.
+        """
         link = self._links.best(PeerId.parse(trainer))
         return User(trainer, trainer, trainer) if link is None else link.user
 
     def _refuse_without_memory(self) -> None:
-        """Overloaded where computing one more microbatch would take more memory than is left, while other calls and
-        what is kept of them take some: that comes back.
+        """Raise Overloaded if memory does not suffice for one more microbatch while kept results occupy some of it.
+
+        Without kept results there is nothing to wait for, so the call is tried.
         """
         if self.kept_bytes and (lack := lacking_for_call(self._run, self._place.served.activation_bytes)) is not None:
             self._tell_of_memory(lack)
             raise Overloaded(f"no memory is left for a microbatch: {lack}", _NO_MEMORY_S)
 
     async def check_targets(self, peer: PeerId, step: int, frame: TensorFrame) -> None:
-        """ProtocolViolation of `peer` where these are no targets, which another stage will need."""
+        """Check targets that a later stage will use. Raises ProtocolViolation, which names `peer`, if they are
+        wrong.
+        """
         await self.boundary.examine(peer, frame, "the targets", self.stage_at(step).check_targets)
 
-    async def kept_gradient(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> Made:
-        """The gradient of the input of a microbatch whose backward was made here; Refused when it is not kept."""
+    async def kept_gradient(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> StageResult:
+        """The input's gradient of a microbatch whose backward was computed here. Raises Refused if it is not kept."""
         outcome = self.stage_at(step).found(step, mb)
         if outcome is None:
             raise Refused("the microbatch is not kept here")
         return await self._coded(outcome, "input gradient", line_bytes_per_s)
 
-    async def _coded(self, outcome: StageOutcome, what: str, line_bytes_per_s: float) -> Made:
+    async def _coded(self, outcome: StageOutcome, what: str, line_bytes_per_s: float) -> StageResult:
         frames = await self.boundary.encode(outcome, f"the {what} of stage {self._place.stage}", line_bytes_per_s)
-        return Made(outcome.loss_sum, outcome.seconds, frames, outcome.graph)
+        return StageResult(outcome.loss_sum, outcome.seconds, frames, outcome.graph)
 
     async def _work(self, job: Callable[[], StageOutcome], name: str) -> StageOutcome:
         try:
@@ -243,21 +256,21 @@ class Serving:
         return outcome
 
     def _tell_of_memory(self, reason: str) -> None:
-        """Now and then a line for the user: callers find another peer, or wait."""
+        """Log the lack of memory at most once a minute; callers find another peer or wait."""
         now = trio.current_time()
         if now >= self._told_again_at:
             self._told_again_at = now + _TELL_EVERY_S
             self._log.event("stage.no_memory", level="warning", stage=self._place.stage, reason=reason)
 
     def _tell_of_values(self, reason: str) -> None:
-        """One line for the user at the first microbatch of each step; a caller may repeat the others."""
+        """Log a result that is not finite: the first one of each step as a warning, since callers may repeat them."""
         step = self._place.step
         level = "warning" if step != self._not_finite_at else "debug"
         self._not_finite_at = step
         self._log.event("stage.not_finite", level=level, stage=self._place.stage, step=step, reason=reason)
 
     async def compute(self, peer: PeerId, job: Callable[[], StageOutcome], name: str) -> StageOutcome:
-        """Run a job with tensors of `peer`; ProtocolViolation of that peer when they are wrong."""
+        """Run a job on tensors of `peer`. Raises ProtocolViolation, which names the peer, if the tensors are wrong."""
         try:
             return await self._work(job, name)
         except ValueError as error:
@@ -266,7 +279,7 @@ class Serving:
     # --- a trainer's calls ------------------------------------------------------------------------------------
 
     def forward_objection(self, peer: PeerId, body: StageForward) -> PeerdError | None:
-        """The reason that no output is computed for a call, by its body alone; None: it is."""
+        """Reason to reject a forward call, from its body alone, or None."""
         try:
             self.stage_at(body.step)
             self.refuse_when_leaving()
@@ -277,7 +290,7 @@ class Serving:
         return self._place.admissions.objection(peer, body.step, body.seq, body.grant)
 
     def loss_objection(self, peer: PeerId, body: StageLoss) -> PeerdError | None:
-        """The reason that no loss is computed for a call, by its body alone; None: it is."""
+        """Reason to reject a loss call, from its body alone, or None."""
         return self._place.admissions.evaluation_objection(peer, self._place.step, body.grant)
 
     async def forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
@@ -295,10 +308,10 @@ class Serving:
         async with self._present(call.peer.text, None):
             x, targets = await self.boundary.decode(call.peer, call.frames, "the input", "the targets")
             outcome = await self.compute(call.peer, lambda: served.loss(x, targets), "loss")
-        return self._answer(call, Made(outcome.loss_sum, outcome.seconds, ()))
+        return self._answer(call, StageResult(outcome.loss_sum, outcome.seconds, ()))
 
     def objection(self, peer: PeerId, body: StageBackward) -> PeerdError | None:
-        """The reason that a microbatch is not taken, by the call's body alone, its grant with it; None: it is taken."""
+        """Reason to reject a backward call, from its body with the grant alone, or None."""
         try:
             self.stage_at(body.step)
             self.refuse_when_closing(body.step)
@@ -308,29 +321,33 @@ class Serving:
         return self._place.admissions.objection(peer, body.step, body.seq, body.grant)
 
     async def backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
-        """The backward of a microbatch: its gradient counts here, and the input's goes back."""
+        """The backward pass of a microbatch: adds its gradient here and returns the input's, with a receipt."""
         body, mb = call.body, Mb(call.peer.text, call.body.seq)
         admitted = body.grant.seqs if body.grant is not None else ()
         made = await self.gradient(call.peer, body.step, mb, call.frames, admitted, body.line_bytes_per_s)
         answer = self._answer(call, made)
         return Answer(structs.replace(answer.body, receipt=self._place.receipt(body.step, mb)), answer.frames)
 
-    def _answer(self, call: Incoming[Any], made: Made) -> Answer[StageAnswer]:
+    def _answer(self, call: Incoming[Any], made: StageResult) -> Answer[StageAnswer]:
         arrival = self._arrival_rate(call.peer) or 0.0
         return Answer(StageAnswer(made.loss_sum, made.service_s, arrival), made.frames)
 
     def need_a_microbatch(self, peer: PeerId, frames: Sequence[TensorFrame]) -> None:
-        """ProtocolViolation for another number of samples than a microbatch has: a step divides by that number."""
+        """Raise ProtocolViolation unless the frames have a microbatch's number of samples: a step divides by that
+        number.
+        """
         due = self._run.pipeline.microbatch
         if any(frame.shape[:1] != (due,) for frame in frames):
-            raise ProtocolViolation(f"a microbatch has {due} samples, these frames another number", peer)
+            raise ProtocolViolation(f"a microbatch has {due} samples; these frames have another number", peer)
 
     def refuse_when_closing(self, step: int) -> None:
         if (self.closing or self.spared_at == self._place.step) and step <= self._place.step:
             raise Refused("the stage is averaging")
 
     def refuse_when_leaving(self) -> None:
-        """A leaving peer takes nothing new, unless it is the last of its stage."""
+        """Raise Refused if this peer is leaving and others of its stage are ready; the last peer of a stage accepts new
+        work.
+        """
         if self._place.relieved:
             raise Refused("this peer is leaving")
 

@@ -1,9 +1,9 @@
-"""Session of a post with the conductor: reports the post's position and holdings, takes the swarm's position.
+"""Session of a post with the conductor: reports the post's position and holdings, receives the swarm's position.
 
-Of members and helpers alike: only their reports differ (`Reporting`). A report that has nothing new waits at the
-conductor until there is news. Whole reports are made to a conductor that is new, that asks for one, and whenever
-`tell` was called; otherwise the last whole report still holds. Invariant: an answer is taken only for the report that
-it answers.
+Members and helpers use it alike; only their reports differ (`ReportingPost`). A report without news waits at the
+conductor until there is a change. A complete report is sent to a new conductor, to a conductor that asks for one, and
+after each call of `tell`; otherwise the last complete report remains valid. Invariant: an answer is applied only to the
+report that it answers.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from peerd.machine.conductor.member_list import KnownMembers
 from peerd.machine.swarm.roster import START
 from peerd.service.run_services import RunServices
 
-_WAIT_S: Final = 2.0  # for news, at the conductor
+_WAIT_S: Final = 2.0  # that a report waits at the conductor for news
 _LOAD_S: Final = 10.0  # between two reports of the load
-_ANSWER_S: Final = 8.0  # beyond that
+_ANSWER_S: Final = 8.0  # for the answer, in addition to that wait
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """The parts of a report that a conductor has to hear once: `early` is held for the step after."""
+    """The parts of a report that are sent only when they changed. `early` is held for the step after this one."""
 
     held: list[Mb]
     counted: list[Mb]
     early: list[Mb]
     digest: bytes
-    seen: list[Position]  # of the swarm; see machine/positions/evidence
+    seen: list[Position]  # positions of the swarm; see machine/positions/evidence
 
 
 @dataclass(frozen=True, slots=True)
 class PostReport:
-    """A post's report on itself. `helps`: it sums for others and holds nothing."""
+    """A post's report about itself. `helps` is True for a helper, which sums for others and holds nothing."""
 
     line: LineInfo
     helps: bool = False
@@ -47,38 +47,38 @@ class PostReport:
     holdings: Holdings | None = None
 
 
-class Reporting(Protocol):
-    """The post, as its session needs it."""
+class ReportingPost(Protocol):
+    """The post, as its session uses it."""
 
     def report(self, whole: bool) -> PostReport:
-        """The present state, with `holdings` only in a `whole` report of a member."""
+        """The current state; `holdings` is set only in a `whole` report of a member."""
         ...
 
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
-        """Take the conductor's answer to a report of the post's position as `stated`."""
+        """Process the conductor's answer to a report of the post's position as `stated`."""
         ...
 
 
 class ConductorSession:
-    """The session of one post. `members`: all of the swarm, as the conductor listed them last."""
+    """The session of one post. `members` is the whole swarm, as the conductor last listed it."""
 
-    def __init__(self, services: RunServices, stage: int, post: Reporting) -> None:
+    def __init__(self, services: RunServices, stage: int, post: ReportingPost) -> None:
         self.stage, self.id = stage, int.from_bytes(services.clock.secure_bytes(6), "big")
         self.since = services.clock.wall()  # when the post began
         self.members: list[MemberInfo] = []
-        self.term = 0  # the latest that was heard
+        self.term = 0  # the highest term received
         self._services, self._following, self._post = services, services.following, post
         self._listed = KnownMembers()
-        self._seen, self._changes, self._resend = 0, -1, True  # version seen, change of conductor, whole report due
-        self._asking = trio.CancelScope()  # a report that waits for news
-        self._told, self._news = 0, 0  # calls of `tell`: those reported, and all
+        self._seen, self._changes, self._resend = 0, -1, True  # version seen, changes of conductor, complete report due
+        self._asking = trio.CancelScope()  # scope of a report that waits for news
+        self._told, self._news = 0, 0  # calls of `tell`: already reported, and all
         self._line_said: LineInfo | None = None
         self._stated = START
         self._load_said_at = float("-inf")
         self._left = False
 
     async def run(self) -> None:
-        """Report until cancelled, or until the goodbye."""
+        """Report until cancelled or until `say_goodbye`."""
         by = f" of stage {self.stage}"
         while not self._left:
             told = self._news
@@ -95,12 +95,12 @@ class ConductorSession:
             self._post.heard(answer, self._stated)
 
     def tell(self) -> None:
-        """Make a whole report at once."""
+        """Send a complete report at once."""
         self._news += 1
         self._asking.cancel()
 
     async def say_goodbye(self) -> None:
-        """Tell the conductor that the post is left, so that no step waits for it; no report follows."""
+        """Notify the conductor that the post is left, so that no step waits for it, and stop reporting."""
         self._left = True
         self._asking.cancel()
         await self._following.say_goodbye(self._services.fingerprint, self.stage)
@@ -136,7 +136,7 @@ class ConductorSession:
         )
 
     def _load(self, load: PostLoad | None, whole: bool) -> PostLoad | None:
-        """The load, where it is due to be said."""
+        """The load, if it is due in this report, else None."""
         now = trio.current_time()
         if load is None or not (whole or now - self._load_said_at >= _LOAD_S):
             return None

@@ -1,9 +1,10 @@
-"""Role `library`: a user's own loop as one peer of a data parallel run. Built by `peerd.library`, not by name.
+"""Role `library`: a user's own training loop as one peer of a data-parallel run. Created by `peerd.library`, not by
+name.
 
-Holds a member whose model is the user's and contributes the gradients that the user's thread hands in at the desk. A
-place in the batch is asked for only when a gradient may come soon: the user's thread waits, and its parameters are
-those of the swarm. So each user that computes has a place, and a step ends when all of them have handed in. Ends when
-it is told to.
+Runs a stage member whose model is the user's, and contributes the gradients that the user's thread hands in
+(`handoff`). It requests a place in the batch only when a gradient may come soon: the user's thread waits or computes,
+and its parameters are the swarm's. So each computing user has a place, and a step ends when all have handed in. Runs
+until it is stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from peerd.compute.model.served_stage import Stale
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
 from peerd.core.messages.progress import TrainerProgress
-from peerd.core.messages.run_link import RunFileTold, shared_file
+from peerd.core.messages.run_link import RunFileAnswer, shared_file
 from peerd.core.messages.swarm import Mb, MemberInfo, TrainerAnswer
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
@@ -30,32 +31,32 @@ from peerd.role import RoleContext
 from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.training.contributor import Contributor
 from peerd.training.replica.final_state import FinalState
-from peerd.training.stage.external_model import Own
+from peerd.training.stage.external_model import ExternalModel
 from peerd.training.stage.member import StageMember
 from peerd.training.stage.post import Post
-from peerd.training.user_loop.handoff import Desk, HandedIn
+from peerd.training.user_loop.handoff import GradientHandoff, HandedGradient
 
-_SETTINGS_S: Final = 3.0  # between two looks at others' settings before the first step
+_SETTINGS_S: Final = 3.0  # between two comparisons of settings before the first step
 
 
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """A microbatch that the user has still to compute; it has no content here."""
+    """A microbatch that the user has yet to compute. It has no content: the user's loop supplies the samples."""
 
 
 @dataclass(slots=True)
 class UserPart:
-    """The user's side of the role: its model, desk and settings, and the role at work."""
+    """The user's side of the role: model, gradient hand-off, settings, and the running role."""
 
     model: UserModel
-    desk: Desk
-    min_peers: int  # that must be there before the first step
+    desk: GradientHandoff
+    min_peers: int  # needed before the first step
     saves: bool
-    role: AveragerRole | None = None  # the one at work
+    role: AveragerRole | None = None  # the running one
 
 
 class AveragerRole:
-    """See the module's header. Each user gets a class of their own by `role_for`."""
+    """The role of one user's loop. `role_for` makes a subclass for each user."""
 
     name: ClassVar[str] = "library"
     acts_as: ClassVar[str] = "trainer"  # in a run with tokens
@@ -70,7 +71,7 @@ class AveragerRole:
         self._samples, self._min_peers = ctx.run.pipeline.microbatch, part.min_peers
         assert ctx.services is not None
         self._services = ctx.services
-        self._member = StageMember(ctx, Own(part.model, self._changing, part.saves))
+        self._member = StageMember(ctx, ExternalModel(part.model, self._changing, part.saves))
         self._final = FinalState(ctx, self._services, self._member)
         self._contributor: Contributor[UserTurn] = Contributor(ctx, self._services, self)
         self._worker = ctx.worker(ctx.device)
@@ -98,21 +99,21 @@ class AveragerRole:
             offer.close()
 
     async def _open_offer(self) -> RunOffer:
-        """Offer the run file to helpers and backbones that join by this peer's line."""
+        """Offer the run file to helpers and backbones that join by this peer's link."""
         run, file, signature = self._run, shared_file(self._run), b""
         path = self._ctx.data_dir.parent / SIGNATURE_FILE
         try:
             signature = await trio.to_thread.run_sync(own_signature, run, file, self._ctx.host, path)
         except ConfigError as error:
             self._ctx.log.event("run.unsigned", level="warning", reason=str(error))
-        offer = RunOffer(self._ctx.rpc, run.run, lambda: RunFileTold(file, signature))
+        offer = RunOffer(self._ctx.rpc, run.run, lambda: RunFileAnswer(file, signature))
         offer.open()
         return offer
 
     async def leave(self) -> None:
-        """Give back microbatches that are not computed, let the step end that has a part of ours, say goodbye.
+        """Release microbatches that are not computed, wait until the step that contains ours ends, and leave.
 
-        A state that no member has which stays is given to a backbone, or to members that are behind, before that.
+        If no member that stays has this peer's state, first wait until a backbone and members that are behind have it.
         """
         await self._contributor.hand_in(unfinished=False)
         await self._final.handed_over()
@@ -121,13 +122,13 @@ class AveragerRole:
 
     @property
     def unsaved(self) -> str | None:
-        """As `StageMember.unsaved`; likewise while the state is given to others."""
+        """As `StageMember.unsaved`; also reports a wait for other peers to fetch the state."""
         return f"waiting for {self._final.waits_for}" if self._final.waits_for else self._member.unsaved
 
     def status(self) -> dict[str, object]:
         waits_for = self._final.waits_for or self._contributor.waits_for
         if not waits_for and not self._begun:
-            waits_for = f"{self._min_peers} peers to begin with; {self._ready} are there"
+            waits_for = f"{self._min_peers} peers to begin with; {self._ready} are ready"
         return {
             "step": self._model.step,
             "next_step_in_s": self._services.following.step_in_s,
@@ -159,26 +160,26 @@ class AveragerRole:
                 if self._model.failure is not None:
                     self._desk.fail(self._model.failure)
 
-    # --- the work ---------------------------------------------------------------------------------------------
+    # --- microbatches ------------------------------------------------------------------------------------------
 
     def in_flight(self) -> int:
-        """One at a time, in a delayed run the next one, too; none while it could not be computed."""
-        ahead = self._post.step - self._contributor.books.step  # we may hear of a step after we made it
+        """One microbatch, in a delayed run also the next one; 0 while the user cannot compute for the current step."""
+        ahead = self._post.step - self._contributor.books.step  # the answer with a new step may come after we made it
         delay = int(self._run.optimizer.delayed)
         here = 0 <= ahead <= delay
         return 1 + delay if self._begun and self._own_ready and self._desk.useful and here else 0
 
     def told_together(self) -> int:
-        """One: a user's own microbatches are few, each is reported by itself."""
+        """One: a user's loop has few microbatches, so each is reported at once."""
         return 1
 
     def refill(self, waiting: list[UserTurn]) -> None:
-        """Keep one user's turn waiting: there is always a next one."""
+        """Keep one user's turn waiting, since there is always a next one."""
         if not waiting:
             waiting.append(UserTurn())
 
     async def train(self, step: int, seq: int, load: UserTurn) -> list[Holding]:
-        """Let the user compute a gradient for microbatch `seq`, and count it."""
+        """Let the user compute a gradient for microbatch `seq` and add it to the sum."""
         mb = Mb(self._ctx.host.id.text, seq)
         while True:
             async with self._desk.gradients(lambda: self._post.state.origins, step) as handed_in:
@@ -188,7 +189,7 @@ class AveragerRole:
                 return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
     async def repeat(self, step: int, seq: int, stage: int, load: UserTurn) -> Holding:
-        """Train again: the sum that had it is lost, and another gradient under the same number is as good."""
+        """Train again: the sum with the gradient is lost, and another gradient under the same number is as good."""
         return (await self.train(step, seq, load))[0]
 
     @property
@@ -197,7 +198,7 @@ class AveragerRole:
         assert post is not None
         return post
 
-    async def _add(self, step: int, mb: Mb, handed_in: HandedIn) -> bool:
+    async def _add(self, step: int, mb: Mb, handed_in: HandedGradient) -> bool:
         add = partial(self._model.add, step, mb, handed_in.gradients, handed_in.samples)
         try:
             added = await self._worker.run(add, name="add")
@@ -205,14 +206,14 @@ class AveragerRole:
             self._desk.counts.late += 1
             return False
         self._rate.worked(self._ctx.clock.now())
-        self._desk.counts.not_finite += not added  # where it was found only now: see `AveragingOptimizer.step`
+        self._desk.counts.not_finite += not added  # found only now; see `AveragingOptimizer.step`
         return added
 
     def dropped(self, step: int, load: UserTurn, error: MicrobatchNotFinite) -> None:
-        """Never called: a gradient of the user's that is not finite is an error in their own loop."""
+        """Never called: a gradient that is not finite is an error in the user's own loop."""
 
     def note_members(self, members: list[MemberInfo]) -> None:
-        """Count the members at the swarm's position, and note whether we are one of them."""
+        """Count the members at the swarm's position, and record whether this peer is one of them."""
         ready = {m.peer for m in members if m.ready}
         self._ready, self._own_ready = len(ready), self._ctx.host.id.text in ready
         self._begun = self._begun or self._ready >= self._min_peers
@@ -225,10 +226,10 @@ class AveragerRole:
         self._counted = counted
 
     def answered(self, answer: TrainerAnswer) -> None:
-        """Nothing to do: evaluation is the user's."""
+        """Does nothing: evaluation is up to the user."""
 
     def progress(self) -> TrainerProgress:
-        """Our record for the directory, without losses: only the user knows them."""
+        """Our record for the directory. It has no losses, because only the user knows them."""
         tally = self._contributor.books.tally
         return TrainerProgress(
             step=self._model.step,
@@ -245,7 +246,7 @@ class AveragerRole:
 
 
 def role_for(user: UserPart) -> type[AveragerRole]:
-    """A role class for this one user."""
+    """A role class bound to this user."""
 
     class Bound(AveragerRole):
         part = user

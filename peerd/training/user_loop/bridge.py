@@ -1,8 +1,8 @@
-"""Bridge between a plain thread and a trio loop: jobs go to the loop, permissions and failures come back.
+"""Bridge between a plain thread and a trio loop: the thread sends jobs to the loop, which releases it or raises errors.
 
-The thread waits on a queue of its own, never inside trio, so that Ctrl+C reaches it at any time; a thread that is
-interrupted while it waits tells the loop, and is let go within a bounded time. Independent of the jobs and of the
-reason to wait.
+The thread waits on a queue of its own, never inside trio, so that Ctrl+C reaches it at any time. If it is interrupted
+while it waits, it notifies the loop and returns within 10 s. The bridge does not depend on the jobs nor on the reason
+to wait.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import Final
 
 import trio
 
-_RETREAT_S: Final = 10.0  # for the loop's work under way when the thread is interrupted
+_RETREAT_S: Final = 10.0  # time for the loop to finish its current work after an interrupt
 
 
 class LoopBridge:
-    """The bridge of one thread. `interrupted` runs on the loop when the thread stopped waiting; its event ends that."""
+    """The bridge of one thread. `interrupted` runs on the loop if the thread's wait was interrupted.
+
+    It gets an event; the thread waits until the event is set, at most 10 s.
+    """
 
     def __init__(self, interrupted: Callable[[threading.Event], None]) -> None:
         self._interrupted = interrupted
@@ -30,13 +33,13 @@ class LoopBridge:
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def call(self, job: Callable[[], None]) -> None:
-        """Run a job on the loop, soon; raises the failure that an earlier wait raised, if any."""
+        """Queue a job on the loop. Raises the failure that an earlier wait raised, if any."""
         if self._failure is not None:
             raise self._failure
         self.send(job)
 
     def wait(self) -> None:
-        """Wait until the loop lets the thread go; raises the loop's failure instead, if there is one."""
+        """Wait until the loop releases the thread. Raises the loop's failure, if there is one."""
         with ExitStack() as interrupted:
             interrupted.callback(self._retreat)
             answer = self._answers.get()
@@ -46,9 +49,9 @@ class LoopBridge:
             raise answer
 
     def send(self, job: Callable[[], None]) -> None:
-        """Run a job on the loop, soon, if it still runs."""
+        """Queue a job on the loop. Does nothing if the loop has ended."""
         if self._token is not None:
-            with suppress(trio.RunFinishedError):  # `fail` has left the reason in the queue
+            with suppress(trio.RunFinishedError):  # `fail` has put the reason into the queue
                 self._token.run_sync_soon(job)
 
     def _retreat(self) -> None:
@@ -59,19 +62,19 @@ class LoopBridge:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def open(self, token: trio.lowlevel.TrioToken) -> None:
-        """Take jobs for the loop of `token`; called on it, before anything else there."""
+        """Accept jobs for the loop of `token`. Call it on that loop before the other methods."""
         self._token = token
 
     def let_go(self) -> None:
-        """End the thread's wait, the one under way or the next one."""
+        """Release the thread from its current wait, or from the next one."""
         self._answers.put(None)
 
     def fail(self, failure: BaseException) -> None:
-        """Let the thread's wait raise, the one under way or the next one."""
+        """Make the thread's current wait, or the next one, raise `failure`."""
         self._answers.put(failure)
 
     def take_back(self) -> None:
-        """Forget permissions that the thread has not taken; failures stay."""
+        """Discard releases that the thread has not consumed. Failures stay queued."""
         waiting = [self._answers.get_nowait() for _ in range(self._answers.qsize())]
         for failure in filter(None, waiting):
             self._answers.put(failure)

@@ -1,7 +1,7 @@
-"""Role `library` of a user's loop that has layers of experts: carries their calls, and nothing else.
+"""Role `library` of a user's training loop with expert layers: transports their calls and does nothing else.
 
-Its peer is a client of the run: it trains no trunk, holds no place in a batch and never touches the conductor. Built
-by `peerd.library`, not by name. Ends when it is told to.
+Its peer is only a client of the run: it trains no trunk, has no place in a batch and never contacts the conductor.
+Created by `peerd.library`, not by name. Runs until it is stopped.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from peerd.service.experts.blocking import BlockingExperts
 
 @dataclass(slots=True)
 class CallerPart:
-    """The user's side of the role: `opened` is called on the loop when calls can be made."""
+    """The user's side of the role. `opened` is called on the loop when experts can be called."""
 
     opened: Callable[[BlockingExperts], None]
-    role: ExpertCallsRole | None = None  # the one at work
+    role: ExpertCallsRole | None = None  # the running one
 
 
 class ExpertCallsRole:
-    """See the module's header. Each user gets a class of their own by `calls_role_for`."""
+    """The role of one user's loop. `calls_role_for` makes a subclass for each user."""
 
     name: ClassVar[str] = "library"
-    acts_as: ClassVar[str] = "trainer"  # in a run with tokens: who may call experts
+    acts_as: ClassVar[str] = "trainer"  # in a run with tokens: the role that may call experts
     needs_run: ClassVar[bool] = True
     part: ClassVar[CallerPart]
 
@@ -51,14 +51,14 @@ class ExpertCallsRole:
             calls.close()
 
     async def leave(self) -> None:
-        """Nothing to hand in: an update was made, or not, when its call was answered."""
+        """Does nothing: each update was either made or not when its call was answered."""
 
     def status(self) -> dict[str, Any]:
         return {"experts": self._client.status(), "waits_for": None}
 
 
 def calls_role_for(user: CallerPart) -> type[ExpertCallsRole]:
-    """A role class for this one user."""
+    """A role class bound to this user."""
 
     class Bound(ExpertCallsRole):
         part = user

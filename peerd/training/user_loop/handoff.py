@@ -1,11 +1,11 @@
-"""Desk: hand-off between a user's thread and the loop: takes a gradient, lets the thread compute the next one.
+"""Hand-off between a user's thread and the event loop: takes a gradient and lets the thread compute the next one.
 
-The user's thread is inside (it waits here, and the loop may touch its tensors) or outside (it computes, and no other
-thread touches them). It is let go with the position of its parameters; a gradient counts only while the swarm is still
-at that position, or in a delayed run one step further, else it is late and dropped. Invariants: parameters change only
-while the thread is inside, and it is not let go meanwhile; each gradient is taken once. All of the desk's state belongs
-to the loop's thread; the user's thread asks through the loop's entry queue and waits on a queue of its own, so that
-Ctrl+C reaches it at any time (`bridge`).
+The user's thread is either inside (it waits here, and the loop may access its tensors) or outside (it computes, and no
+other thread accesses them). When it is released, the position of its parameters is recorded. A gradient counts only
+while the swarm is at that position, or one step further in a delayed run; else it is late and dropped. Invariants:
+parameters change only while the thread is inside, and it is not released meanwhile; each gradient is taken once. All
+state belongs to the loop's thread. The user's thread sends requests through the loop's entry queue and waits on a queue
+of its own, so that Ctrl+C reaches it at any time (`bridge`).
 """
 
 from __future__ import annotations
@@ -27,39 +27,40 @@ Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class HandedIn:
+class HandedGradient:
     """One gradient of the user's: the mean over `samples` samples."""
 
     gradients: Gradients
     samples: int
-    position: Position | None  # of the parameters that it was computed with
+    position: Position | None  # of the parameters it was computed with
 
 
 @dataclass(slots=True)
-class DeskCounts:
-    """Counts of gradients that did not count, by reason."""
+class HandoffCounts:
+    """Numbers of gradients that did not count, by reason."""
 
-    late: int = 0  # the swarm had gone on without them
+    late: int = 0  # the swarm had made the step without them
     not_finite: int = 0
 
 
-class Desk:
-    """The desk of one user. `patience_s`: the time that a change of the parameters waits for the user to come in.
+class GradientHandoff:
+    """The gradient hand-off of one user.
 
-    `delay`: the number of steps that a gradient's parameters may be older than the step that it counts in.
+    `patience_s` is how long a change of the parameters waits for the user's thread to come inside. `delay` is the
+    number of steps by which a gradient's parameters may be older than the step in which it counts.
     """
 
     def __init__(self, patience_s: float, delay: int = 0) -> None:
-        self.counts = DeskCounts()
-        self.told: Callable[[], None] = lambda: None  # called on the loop when the user has come in
+        self.counts = HandoffCounts()
+        self.told: Callable[[], None] = lambda: None  # called on the loop when the user's thread comes inside
         self._patience_s = patience_s
         self._delay = delay
         self._bridge = LoopBridge(self._leave)
-        self._inside = True  # the user's thread waits for the start
+        self._inside = True  # the user's thread first waits for the start
         self._stays = False
         self._changing = self._reading = False
         self._granted: Position | None = None
-        self._pending: HandedIn | None = None
+        self._pending: HandedGradient | None = None
         self._moved = Signal()
         self._turn = trio.Lock()
         self._leavers: list[threading.Event] = []
@@ -67,47 +68,48 @@ class Desk:
     # --- the user's thread --------------------------------------------------------------------------------------
 
     def open(self, token: trio.lowlevel.TrioToken) -> None:
-        """Called on the loop, before anything else there."""
+        """Bind to the loop of `token`. Call it on that loop before the other methods."""
         self._bridge.open(token)
 
     def wait(self) -> None:
-        """Wait until the user may compute; raises the failure that ended the loop."""
+        """Wait until the user may compute. Raises the failure that ended the loop."""
         self._bridge.wait()
 
     def hand_in(self, gradients: Gradients, samples: int) -> None:
-        """Come in with a gradient, the mean over `samples` samples; wait until the next one may be computed."""
+        """Hand in a gradient, the mean over `samples` samples, and wait until the next one may be computed."""
         self._bridge.call(lambda: self._come_in(gradients, samples))
         self._bridge.wait()
 
     def come_to_stay(self) -> None:
-        """Come in for good: the user computes nothing more."""
+        """Stay inside for good: the user computes nothing more."""
         self._bridge.send(self._stay)
 
     def end(self, failure: BaseException) -> None:
-        """The loop has ended: a wait under way, or a later one, raises `failure`."""
+        """Call it when the loop has ended: the current wait, or the next one, raises `failure`."""
         self._bridge.fail(failure)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     @property
     def useful(self) -> bool:
-        """True when a gradient may come soon: the user waits, or computes with parameters they were let go with."""
+        """True if a gradient may come soon: the user waits, or computes with parameters that it was released with."""
         return not self._stays and (self._inside or self._granted is not None)
 
     def fail(self, failure: BaseException) -> None:
-        """Have the user's next wait, or the one under way, raise `failure`."""
+        """Make the user's current wait, or the next one, raise `failure`."""
         self._bridge.fail(failure)
 
     def look_again(self) -> None:
-        """Wake the tasks that wait here: one may go on."""
+        """Wake the waiting tasks, because something they wait for may have changed."""
         self._moved.notify()
 
     @asynccontextmanager
-    async def gradients(self, origins: Callable[[], list[Position]], step: int) -> AsyncIterator[HandedIn]:
-        """A gradient computed with parameters that are good for `step`; the user stays inside until the block ends.
+    async def gradients(self, origins: Callable[[], list[Position]], step: int) -> AsyncIterator[HandedGradient]:
+        """Yield a gradient computed with parameters that are valid for `step`; the user stays inside until the block
+        ends.
 
-        `origins`: the parameters' position now, and then others that a gradient may be of. Waits for as long as they
-        are not good for `step`.
+        `origins` returns the positions of parameters that gradients may be of, the current position first. Waits while
+        none of them is valid for `step`.
         """
         async with self._turn:
             found = await self._fetch(origins, step)
@@ -118,7 +120,7 @@ class Desk:
                 self._reading = False
                 self._let_leave()
 
-    async def _fetch(self, origins: Callable[[], list[Position]], step: int) -> HandedIn:
+    async def _fetch(self, origins: Callable[[], list[Position]], step: int) -> HandedGradient:
         while True:
             good = [p for p in origins() if 0 <= step - p.step <= self._delay]
             here = origins()[0]
@@ -135,7 +137,7 @@ class Desk:
 
     @asynccontextmanager
     async def changing(self, patient: bool) -> AsyncIterator[None]:
-        """The scope of a change of the user's parameters; Refused when the user does not come in in time."""
+        """The scope of a change of the user's parameters. Raises Refused if the user does not come inside in time."""
         with trio.move_on_after(float("inf") if patient else self._patience_s) as limit:
             while self._changing or not self._inside:
                 await self._moved.wait()
@@ -150,7 +152,7 @@ class Desk:
             self.look_again()
 
     def _come_in(self, gradients: Gradients, samples: int) -> None:
-        self._pending = HandedIn(gradients, samples, self._granted)
+        self._pending = HandedGradient(gradients, samples, self._granted)
         self._inside, self._granted = True, None
         self.told()
         self.look_again()
@@ -165,7 +167,9 @@ class Desk:
         self._let_leave()
 
     def _let_leave(self) -> None:
-        """Let an interrupted thread leave once no task touches its tensors; its grant and gradient are dropped."""
+        """Release an interrupted thread once no task uses its tensors. Its permission to compute and its gradient are
+        dropped.
+        """
         if self._changing or self._reading or not self._leavers:
             return
         self._inside, self._granted, self._pending = False, None, None

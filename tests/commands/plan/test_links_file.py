@@ -89,7 +89,7 @@ WORK = "workload: {stages: 2, gradient_mb: 1, activation_mb: 1}\n"
         (("name: b", "name: a-2"), "line 3: devices[1].name gives device a-2 a second time, first on line 2"),
         (("[here, there]", "[here, here]"), "line 6: places[1] must name two different places"),
         (("[here, there]", "[here, ther]"), "line 6: places[1] names ther, which no device is in; did you mean there?"),
-        (("inside: here", "inside: here, to: there"), "line 5: places[0] must say of which link it is, once"),
+        (("inside: here", "inside: here, to: there"), "line 5: places[0] must name the ends of its link in one way"),
         (("count: 2", f"count: {DEVICES}"), f"line 3: devices[1].count is 1; allowed: 1 or more, and {DEVICES:,}"),
         (("place: there", "place: there, speed_tflops: -1"), "line 3: devices[1].speed_tflops is -1; allowed:"),
         (("place: there", "place: there, speed_tflops: 1"), "line 2: devices[0].speed_tflops is missing"),
@@ -118,7 +118,10 @@ def test_a_mistake_is_named_by_file_and_line_with_what_is_allowed(
             "pairs: [{between: [a, b], delay_ms: 5, rate_mbit: 8}]\n",
             "line 7: pairs[0] names a, which no device is called; did you mean a-1?",
         ),
-        ("pairs: [{inside: here, delay_ms: 5, rate_mbit: 8}]\n", "line 7: pairs[0] must say of which link it is, once"),
+        (
+            "pairs: [{inside: here, delay_ms: 5, rate_mbit: 8}]\n",
+            "line 7: pairs[0] must name the ends of its link in one way",
+        ),
         (
             "symmetric: true\npairs:\n  - {from: a-1, to: b, delay_ms: 5, rate_mbit: 8}\n"
             "  - {from: b, to: a-1, delay_ms: 6, rate_mbit: 8}\n",

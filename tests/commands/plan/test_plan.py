@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from peerd.cli import invoke
-from peerd.commands.plan.plan_report import Planned, names_of
+from peerd.commands.plan.plan_report import SolvedPlan, names_of
 from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
 from peerd.machine.placement.search import cost_of
 
@@ -80,7 +80,7 @@ def test_the_screen_has_stages_cost_gain_followers_and_picture_at_80_columns(
     assert "times as fast as random placement: the mean of 20 is" in words
     assert "a-1..3" in words
     assert "0 > 1" in words
-    assert "none is better by this cost: all were looked at" in words
+    assert "optimal by this cost: all placements were examined" in words
     assert "\x1b" not in out
     picture = out.partition("by stage:\n")[2].splitlines()
     assert picture[1] == "0   .... @@@@@@"
@@ -103,12 +103,12 @@ def test_a_placement_that_is_written_can_be_begun_from_and_nobody_moves_for_noth
     assert "2 devices would move" in words
 
 
-def planned(names: list[str], place: str = "") -> Planned:
+def planned(names: list[str], place: str = "") -> SolvedPlan:
     devices = tuple(PlanDevice(name, place=place) for name in names)
     network = Network(np.zeros((len(names),) * 2), np.ones((len(names),) * 2))
     problem = PlacementProblem(devices, network, (StageWork(1.0, 1.0),))
     placement = StagePlacement((0,) * len(names))
-    return Planned("links.yaml", problem, placement, cost_of(problem, placement), 0, 1.0, False, False, [])
+    return SolvedPlan("links.yaml", problem, placement, cost_of(problem, placement), 0, 1.0, False, False, [])
 
 
 def test_names_that_count_on_are_told_in_one_and_many_by_their_place() -> None:
@@ -132,7 +132,7 @@ def test_a_device_alone_has_a_plan(links: Path, capsys: pytest.CaptureFixture[st
     links.write_text("devices: [{name: only}]\nworkload: {stages: 1, gradient_mb: 5, activation_mb: 1}\n")
     words = " ".join(told(capsys, links, *QUICK).split())
     assert "1 device; 1 stage, 1 microbatch a step a step takes 0 ms" in words
-    assert "settled before" not in words
+    assert "fixed before" not in words
     assert words.endswith("0 1 only")
 
 
@@ -200,11 +200,11 @@ def test_stages_that_need_more_than_most_devices_have_are_counted(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "say what to plan: LINKS.yaml"),
-        (("LINKS", "--speed", "3"), "--speed goes without LINKS"),
+        ((), "nothing to plan; pass LINKS.yaml"),
+        (("LINKS", "--speed", "3"), "--speed is for a plan without LINKS"),
         (("LINKS", "--seconds", "0"), "--seconds is 0; allowed: above 0 to 86,400"),
         (("LINKS", "--model", str(ROOT / "configs/own_model.yaml")), "own_model.py:layers knows the sizes"),
-        (("--model", str(ROOT / "configs/tiny.yaml"), "--out", "x"), "--from and --out go with a links file"),
+        (("--model", str(ROOT / "configs/tiny.yaml"), "--out", "x"), "--from and --out need a links file"),
         (("NOWHERE",), "there is no file NOWHERE"),
         ((str(ROOT / "configs/tiny.yaml"),), "is not a known key"),
     ],
@@ -217,7 +217,7 @@ def test_wrong_usage_is_one_message(
 
 def test_links_without_a_workload_need_a_run(links: Path, capsys: pytest.CaptureFixture[str]) -> None:
     links.write_text(LINKS.partition("workload:")[0])
-    assert "has no workload: what is to be placed? add --model RUN.yaml" in refused(capsys, links)
+    assert "has no workload; add --model RUN.yaml" in refused(capsys, links)
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far() -> None:
     """The signal comes while the search asks for the time, so that it is under way."""
     code = (
         "import os, signal, sys\n"
-        "from peerd.commands.plan import placing\n"
-        "clock = placing.SearchWatch.clock\n"
+        "from peerd.commands.plan import plan_search\n"
+        "clock = plan_search.SearchWatch.clock\n"
         "def stopped(watch):\n"
         "    if not watch.stopped and clock(watch) - watch.began > 0.2: os.kill(os.getpid(), signal.SIGINT)\n"
         "    return clock(watch)\n"

@@ -56,7 +56,7 @@ def test_the_memory_of_a_trunk_is_said_to_be_mostly_that_of_microbatches_under_w
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = " ".join(out_of(capsys, "--model", str(ROOT / "configs/moe.yaml")).split())
-    assert "are for 64 microbatches under way and 33 copies of earlier parameters, the most at once" in out
+    assert "are for 64 microbatches in flight and 33 copies of earlier parameters, the most at once" in out
 
 
 def test_a_model_of_ones_own_is_said_to_be_unknown(capsys: pytest.CaptureFixture[str]) -> None:

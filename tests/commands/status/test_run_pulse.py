@@ -10,15 +10,15 @@ from peerd.commands.status.run_pulse import (
     PEERS,
     POINTS,
     STILL_S,
-    GrowingShares,
+    ContributionShares,
+    ListedPosts,
     LossHistory,
-    Presence,
-    Pulse,
+    StandstillDetector,
 )
 
 
 def test_a_run_stands_still_when_nothing_changes_for_a_while_and_there_is_a_reason() -> None:
-    pulse = Pulse()
+    pulse = StandstillDetector()
     assert pulse.standstill(5.0) is None
     pulse.note(10.0, (7, 16), "")
     pulse.note(50.0, (7, 16), "stage 1 has no peers")
@@ -33,7 +33,7 @@ def test_a_run_stands_still_when_nothing_changes_for_a_while_and_there_is_a_reas
 
 
 def test_a_post_that_is_listed_no_more_is_gone_after_a_moment_and_back_when_it_is() -> None:
-    presence = Presence()
+    presence = ListedPosts()
     presence.note(0.0, [("a", 0), ("b", 1)])
     assert presence.follows()
     presence.note(10.0, [("a", 0)])
@@ -47,7 +47,7 @@ def test_a_post_that_is_listed_no_more_is_gone_after_a_moment_and_back_when_it_i
 
 
 def test_a_new_conductors_list_that_fills_up_marks_nobody() -> None:
-    presence = Presence()
+    presence = ListedPosts()
     presence.note(0.0, [("a", 0), ("b", 1)])
     presence.note(1.0, [("a", 0)])
     presence.note(1.5, [("a", 0), ("b", 1)])
@@ -74,7 +74,7 @@ def test_what_is_no_loss_leaves_no_point() -> None:
 
 
 def test_a_share_is_of_what_was_given_since_the_first_look_and_before_that_of_all() -> None:
-    shares = GrowingShares()
+    shares = ContributionShares()
     assert shares.of("me") is None
     shares.note({"old": 9000.0, "me": 1000.0})
     assert shares.of("me") == 0.1

@@ -13,7 +13,7 @@ import torch
 import trio
 
 from peerd.compute.codec import async_codec as module
-from peerd.compute.codec.async_codec import Coder
+from peerd.compute.codec.async_codec import AsyncCodec
 from peerd.compute.codec.frames import encode, to_frame
 from peerd.compute.codec.layout import NotFinite
 from peerd.compute.codec.policy import CodingPlan
@@ -47,9 +47,9 @@ class StepWorker:
 
 
 @asynccontextmanager
-async def coder(worker: Worker, code: str = "dynamic8") -> AsyncIterator[Coder]:
+async def coder(worker: Worker, code: str = "dynamic8") -> AsyncIterator[AsyncCodec]:
     async with trio.open_nursery() as nursery:
-        found = Coder(worker, BoundarySection(code=code))  # type: ignore[arg-type]
+        found = AsyncCodec(worker, BoundarySection(code=code))  # type: ignore[arg-type]
         await nursery.start(found.run)
         yield found
         nursery.cancel_scope.cancel()
@@ -103,7 +103,7 @@ async def test_a_frame_whose_coder_stops_says_so() -> None:
     with pytest.raises(LocalError, match="stopped"):
         await frame.ready.more(frame.ready.ready_bytes)
     worker.step()
-    with pytest.raises(LocalError, match="nothing is coded"):
+    with pytest.raises(LocalError, match="can be encoded only while"):
         await c.encode(torch.ones(LARGE), name="large")
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.compute.codec.error_feedback import ErrorFeedback, Missed, Vector
+from peerd.compute.codec.error_feedback import ErrorFeedback, RoundResidual, Vector
 from peerd.compute.codec.frames import decode, encode
 from peerd.compute.codec.layout import NotFinite
 from peerd.compute.codec.policy import CodingPlan
@@ -23,7 +23,7 @@ SIZE = 100
 
 
 class Row:
-    """Pages that a test looks into, which count their use."""
+    """Pages in memory that count the bytes marked as used."""
 
     def __init__(self, size: int) -> None:
         self.row, self.used_bytes = memoryview(bytearray(size)), 0
@@ -171,7 +171,7 @@ def test_what_cannot_be_coded_or_does_not_fit_is_named() -> None:
     spans=st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)).filter(lambda s: s[0] < s[1]), max_size=9)
 )
 def test_what_a_round_misses_adds_up_wherever_its_parts_overlap(spans: list[tuple[int, int]]) -> None:
-    missed, expected = Missed(np.full(SIZE, np.nan, dtype="float32")), np.zeros(SIZE, dtype="float32")
+    missed, expected = RoundResidual(np.full(SIZE, np.nan, dtype="float32")), np.zeros(SIZE, dtype="float32")
     for i, (begin, end) in enumerate(spans):
         meant, seen = np.full(end - begin, 2.0**i, dtype="float32"), np.ones(end - begin, dtype="float32")
         room, more = missed.room(begin, end - begin)
@@ -244,7 +244,7 @@ def test_residuals_have_the_same_bits_wherever_they_lie(in_pages: tuple[bool, ..
         assert plain.residual.tobytes() == feedback.residual.tobytes()
     for i, row in enumerate(rows):
         assert (row is not None) == in_pages[i % len(in_pages)]
-        assert row is None or row.used_bytes >= len(row.row) * (0.6 if i % 2 else 1)  # a further round has 60 of 100
+        assert row is None or row.used_bytes >= len(row.row) * (0.6 if i % 2 else 1)  # a further round covers 60 of 100
 
 
 def test_a_listeners_residual_grows_in_its_pages_by_what_further_rounds_missed() -> None:

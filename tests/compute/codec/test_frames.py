@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peerd.compute.codec import frames
-from peerd.compute.codec.frames import Encoding, begin, decode, encode, sample_of
+from peerd.compute.codec.frames import FrameEncoder, begin, decode, encode, sample_of
 from peerd.compute.codec.layout import NotFinite
 from peerd.compute.codec.policy import CodingPlan
 from peerd.compute.kernels import reference, tables
@@ -67,7 +67,7 @@ def test_a_tensor_made_in_chunks_is_the_same_as_one_made_whole(
         encode_header(encoding.frame())
 
 
-def assert_made_in_chunks(plan: CodingPlan, tensor: Tensor) -> Encoding:
+def assert_made_in_chunks(plan: CodingPlan, tensor: Tensor) -> FrameEncoder:
     encoding = begin(tensor, plan)
     prefixes = [(encoding.ready_bytes, bytes(encoding.payload[: encoding.ready_bytes]))]
     while not encoding.done:
@@ -196,8 +196,8 @@ def test_packing_makes_smooth_values_small_and_noise_hardly_larger() -> None:
 
 def test_plans_that_no_frame_has_are_our_own_error() -> None:
     for tensor, plan, words in [
-        (torch.zeros(1, dtype=torch.complex64), CodingPlan(), "no frame for x of complex64"),
-        (torch.zeros(1), CodingPlan("zip"), "no frame for x of float32 in coding 'zip'"),
+        (torch.zeros(1, dtype=torch.complex64), CodingPlan(), "x has dtype complex64"),
+        (torch.zeros(1), CodingPlan("zip"), "x has dtype float32 and coding 'zip'"),
         (torch.zeros(1, dtype=torch.float64), CodingPlan("int8"), "x is of float64; int8 is for float32"),
         (torch.zeros(1), CodingPlan("int8", 100), "x in blocks of 100 values; allowed: 64, 128"),
     ]:

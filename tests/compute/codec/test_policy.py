@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from peerd.compute.codec.policy import CodingPlan, Packing, Sample, choose
+from peerd.compute.codec.policy import CodingPlan, PackingSpeed, TensorSummary, choose
 from peerd.core.frame import CODINGS
 from peerd.core.run.runfile import BoundarySection
 
 MB = 125_000.0  # bytes per second of one Mb/s
-NORMAL, OUTLIERS = Sample(6.5), Sample(40.0)
+NORMAL, OUTLIERS = TensorSummary(6.5), TensorSummary(40.0)
 
 
-def plan(code: str, mbit_per_s: float | None, sample: Sample | None = NORMAL, dtype: str = "float32") -> str:
+def plan(code: str, mbit_per_s: float | None, sample: TensorSummary | None = NORMAL, dtype: str = "float32") -> str:
     """The choice without packing, as text."""
     boundary = BoundarySection(code=code, lossless="never")  # type: ignore[arg-type]
     chosen, why = choose(boundary, mbit_per_s and mbit_per_s * MB, sample, dtype)
@@ -66,15 +66,15 @@ def test_auto_sends_fewer_bytes_the_slower_the_line(mbit_per_s: float | None, ex
 
 def test_auto_takes_int8_only_for_values_without_outliers_that_it_has_seen() -> None:
     assert plan("auto", 100, NORMAL) == "int8/64"
-    assert plan("auto", 100, Sample(0.0)) == "int8/64"
+    assert plan("auto", 100, TensorSummary(0.0)) == "int8/64"
     assert plan("auto", 100, OUTLIERS) == "dynamic8/64"
-    assert plan("auto", 100, Sample(math.nan)) == "dynamic8/64"
+    assert plan("auto", 100, TensorSummary(math.nan)) == "dynamic8/64"
     assert plan("auto", 100, None) == "dynamic8/64"
 
 
 def test_the_predicted_error_of_int8_is_the_measured_one_for_normal_values() -> None:
     assert NORMAL.int8_error == pytest.approx(0.0058, abs=0.0001)
-    assert Sample((0.0094 * 127) ** 2 * 12).int8_error == pytest.approx(0.0094)
+    assert TensorSummary((0.0094 * 127) ** 2 * 12).int8_error == pytest.approx(0.0094)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_auto_never_takes_what_a_dtype_cannot_or_need_not_be_coded_in(
 
 def test_packing_pays_exactly_where_the_saved_time_is_more_than_it_takes() -> None:
     for ratio, pack, unpack in [(0.9, 1e9, 2e9), (0.5, 1e8, 1e9), (0.99, 5e9, 5e9)]:
-        line = Packing(ratio, pack, unpack).pays_below_bytes_per_s
+        line = PackingSpeed(ratio, pack, unpack).pays_below_bytes_per_s
         for rate, pays in [(line * 0.99, True), (line * 1.01, False)]:
             whole_s = 1 / rate
             packed_s = 1 / pack + ratio / rate + 1 / unpack
             assert (packed_s < whole_s) is pays
-    assert Packing(1.0, 1e9, 1e9).pays_below_bytes_per_s == 0.0
+    assert PackingSpeed(1.0, 1e9, 1e9).pays_below_bytes_per_s == 0.0
 
 
 @pytest.mark.parametrize(
@@ -154,14 +154,14 @@ def test_who_wants_packing_always_or_never_gets_it() -> None:
 def test_the_reason_is_a_sentence() -> None:
     assert choose(BoundarySection(code="auto"), 12.5e6, NORMAL, "float32", 1 << 20) == (
         CodingPlan("int8", 64, True),
-        "a line of 12.5 MB/s takes 8 bits; int8 would be wrong by 0.58 %, dynamic8 by 0.94 %; "
+        "a link of 12.5 MB/s takes 8 bits; int8 would have an error of 0.58 %, dynamic8 of 0.94 %; "
         "packed, which pays below 25.6 MB/s",
     )
     assert choose(BoundarySection(code="bf16"), None, None, "float32")[1] == (
-        "the run file says so; not packed, for the line's speed is unknown"
+        "set by the run file; not packed because the link's speed is unknown"
     )
     assert choose(BoundarySection(code="auto", lossless="always"), 1e9, None, "int64")[1] == (
-        "int64 travels as it is; always packed, says the run file"
+        "int64 is sent uncoded; always packed, set by the run file"
     )
 
 

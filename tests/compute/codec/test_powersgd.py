@@ -11,18 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.compute.codec.powersgd import FactoredSum, LowRank, Vector, multiply, orthonormal, sort_out
-from peerd.compute.flat import Layout
+from peerd.compute.codec.powersgd import FactoredSum, PowerSgd, Vector, multiply, orthonormal, sort_out
+from peerd.compute.flat import FlatLayout
 from tests.kit.amount import examples
 from tests.kit.papers import PaperPowerSgd
 
 SHAPES = {"embed": (40, 12), "gain": (12,), "wide": (12, 30), "kernel": (9, 3, 3), "small": (3, 4), "scalar": ()}
-LAYOUT = Layout(tuple(SHAPES), tuple(torch.Size(shape) for shape in SHAPES.values()))
+LAYOUT = FlatLayout(tuple(SHAPES), tuple(torch.Size(shape) for shape in SHAPES.values()))
 NEAR = {"float32": 1e-5, "float64": 1e-10}
 
 
-def coding(rank: int = 2, dtype: str = "float32", layout: Layout = LAYOUT) -> LowRank:
-    return LowRank(layout, rank, getattr(torch, dtype), 7)
+def coding(rank: int = 2, dtype: str = "float32", layout: FlatLayout = LAYOUT) -> PowerSgd:
+    return PowerSgd(layout, rank, getattr(torch, dtype), 7)
 
 
 def gradients(seed: int, count: int, dtype: str = "float32") -> list[Vector]:
@@ -38,7 +38,7 @@ def summed(vectors: Sequence[Vector]) -> Vector:
     return total
 
 
-def one_round(members: Sequence[LowRank], given: Sequence[Vector], settle: bool = True) -> list[FactoredSum]:
+def one_round(members: Sequence[PowerSgd], given: Sequence[Vector], settle: bool = True) -> list[FactoredSum]:
     firsts = [m.begin(g.copy()) for m, g in zip(members, given, strict=True)]
     seconds = [m.project(summed(firsts)) for m in members]
     found = [m.finish(summed(seconds)) for m in members]
@@ -61,7 +61,7 @@ def apart(a: Vector, b: Vector) -> float:
     return float(np.linalg.norm(a.astype(np.float64) - b) / max(float(np.linalg.norm(b)), 1e-30))
 
 
-def same_bits(members: Sequence[LowRank]) -> bool:
+def same_bits(members: Sequence[PowerSgd]) -> bool:
     states = [{name: q.numpy().tobytes() for name, q in member.state().items()} for member in members]
     return all(state == states[0] for state in states)
 
@@ -105,14 +105,14 @@ def test_only_what_gets_smaller_travels_as_factors() -> None:
     rank=st.integers(1, 9),
 )
 def test_every_value_travels_once_as_it_is_or_in_one_matrix(shapes: list[tuple[int, ...]], rank: int) -> None:
-    layout = Layout(tuple(f"t{i}" for i in range(len(shapes))), tuple(torch.Size(shape) for shape in shapes))
+    layout = FlatLayout(tuple(f"t{i}" for i in range(len(shapes))), tuple(torch.Size(shape) for shape in shapes))
     matrices, wholes, (first, second) = sort_out(layout, rank)
     spans = sorted([(m.begin, m.begin + m.rows * m.columns) for m in matrices] + [(w.begin, w.end) for w in wholes])
     assert sum(end - begin for begin, end in spans) == layout.count
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     assert first + second <= layout.count
     assert first == sum(m.rows * m.rank for m in matrices) + sum(w.end - w.begin for w in wholes)
-    members = [LowRank(layout, rank, torch.float32, 1) for _ in range(2)]
+    members = [PowerSgd(layout, rank, torch.float32, 1) for _ in range(2)]
     given = [np.full(layout.count, 1.5, "float32"), np.full(layout.count, 0.5, "float32")]
     found = one_round(members, given)  # all matrices are of rank one
     assert np.abs(found[0].total - 2).max(initial=0) < 1e-5
@@ -170,7 +170,7 @@ def test_a_steady_gradient_is_learnt_and_nothing_is_missed_for_good() -> None:
 
 def descend(feedback: bool) -> float:
     """SGD to a matrix of full rank, in one column that a larger, useless direction takes; returns how far it ends."""
-    layout = Layout(("x",), (torch.Size((16, 16)),))
+    layout = FlatLayout(("x",), (torch.Size((16, 16)),))
     member, rng = coding(1, "float32", layout), np.random.default_rng(1)
     target, x = rng.standard_normal(256).astype("float32"), np.zeros(256, "float32")
     shake = 5 * np.outer(rng.standard_normal(16), rng.standard_normal(16)).astype("float32").reshape(-1)
@@ -315,6 +315,6 @@ def test_shared_arithmetic_does_not_depend_on_where_numbers_lie_in_memory() -> N
 def test_the_first_q_depends_on_seed_and_name_alone_and_is_random() -> None:
     q = coding().state()
     assert same_bits([coding(), coding()])
-    other = LowRank(LAYOUT, 2, torch.float32, 8).state()
+    other = PowerSgd(LAYOUT, 2, torch.float32, 8).state()
     assert all(not torch.equal(q[name], other[name]) for name in q)
     assert sorted(q) == ["powersgd/embed", "powersgd/kernel", "powersgd/wide"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from peerd.compute.codec.powersgd import LowRank
+from peerd.compute.codec.powersgd import PowerSgd
 from peerd.compute.model.served_stage import ServedStage, state_of
 from peerd.compute.model.user_model import UserModel
 from peerd.core.messages.state import TensorSpec
@@ -53,7 +53,7 @@ def count(model: Any) -> int:
 
 def step(model: Any, number: int) -> None:
     """One global step of a swarm of one, as far as the code goes."""
-    code: LowRank = model.low_rank
+    code: PowerSgd = model.low_rank
     vector = model.vector().copy()  # with what travels behind the gradients
     vector[: count(model)] = np.random.default_rng(number).standard_normal(count(model))
     ready = code.finish(code.project(code.begin(vector)))

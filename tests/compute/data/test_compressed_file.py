@@ -93,7 +93,7 @@ def test_each_byte_of_a_compressed_text_is_either_held_out_or_not(
 @pytest.mark.parametrize("cut", [1, 1000])
 def test_a_file_that_breaks_off_is_named(tmp_path: Path, name: str, cut: int) -> None:
     (tmp_path / "a").write_bytes(FORMATS[name](TEXT)[:-cut])
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}/a: its {name} data break off; the file is not whole"):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/a: its {name} data ends early; the file is truncated"):
         pieces_of(tmp_path / "a")
 
 

@@ -13,7 +13,7 @@ from peerd.compute import file_index
 from peerd.compute.data import corpus_digest
 from peerd.compute.data.corpus import FEW_FILES
 from peerd.compute.data.corpus_digest import FileDigests, Interrupted, check_text, corpus_digests
-from peerd.compute.data.remote_files import Cache
+from peerd.compute.data.remote_files import RemoteFileCache
 from peerd.compute.file_index import make_index
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import DataSection, EvaluateSection, ModelSection, RunFile, SourceSection
@@ -23,7 +23,7 @@ TEXT = "some text to read\n" * 40
 
 def digests_of(folder: Path, memory: Path | None = None, **data: object) -> dict[str, str]:
     run = RunFile(run="r", data=DataSection(**({"path": str(folder)} | data)))  # type: ignore[arg-type]
-    return corpus_digests(run, Cache(folder / "cache"), FileDigests(memory))
+    return corpus_digests(run, RemoteFileCache(folder / "cache"), FileDigests(memory))
 
 
 def folder_of(base: Path, texts: dict[str, str]) -> Path:

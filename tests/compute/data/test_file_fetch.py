@@ -11,8 +11,8 @@ import torch
 
 from peerd.compute import file_index
 from peerd.compute.data import readers, text_stream
-from peerd.compute.data.http_fetch import DataUnavailable, Downloader
-from peerd.compute.data.remote_files import Cache, remote_files
+from peerd.compute.data.http_fetch import DataUnavailable, HttpFetcher
+from peerd.compute.data.remote_files import RemoteFileCache, remote_files
 from peerd.compute.data.stream import SampleStream
 from peerd.compute.file_index import INDEX_NAME, make_index
 from peerd.compute.tokenizer import load_vocabulary
@@ -43,11 +43,11 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
         server.released.set()
 
 
-def cache_of(web: WebServer, most: int = 10 * SIZE) -> Cache:
-    return Cache(web.folder.parent / "cache", most, Downloader(pause=lambda seconds: None))
+def cache_of(web: WebServer, most: int = 10 * SIZE) -> RemoteFileCache:
+    return RemoteFileCache(web.folder.parent / "cache", most, HttpFetcher(pause=lambda seconds: None))
 
 
-def stream(path: str, cache: Cache | None = None, buffer: int = 5) -> SampleStream:
+def stream(path: str, cache: RemoteFileCache | None = None, buffer: int = 5) -> SampleStream:
     data = DataSection(path=path, holdout=0.0, shuffle_buffer=buffer)
     return SampleStream(data, load_vocabulary("bytes"), 8, 1, "me", cache=cache)
 

@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from peerd.compute.data.http_fetch import Downloader, Wanted
-from peerd.compute.data.remote_files import Cache, remote_files
+from peerd.compute.data.http_fetch import ExpectedContent, HttpFetcher
+from peerd.compute.data.remote_files import RemoteFileCache, remote_files
 from peerd.compute.file_index import INDEX_NAME, FileIndex, IndexedFile, make_index, parse_index
 from peerd.core.errors import ConfigError
 from peerd.core.limits import DATA_FILE_BYTES, INDEX_NAME_CHARS
@@ -81,13 +81,13 @@ def test_many_readers_share_a_cache_that_holds_one_file(tmp_path: Path, monkeypa
                     if opened.read() != bytes([number + 65]) * 1000:
                         wrong.append(number)
             except ConfigError as error:
-                if "taken away as soon as it is there" not in str(error):  # that would be said rightly
+                if "was deleted by another process each time" not in str(error):  # that would be said rightly
                     wrong.append(error)
 
     with serving(folder) as web:
         threads = []
         for number in range(4):
-            cache = Cache(tmp_path / "cache", 1000)
+            cache = RemoteFileCache(tmp_path / "cache", 1000)
             files = remote_files(SourceSection(path=web.url()), "data", cache)
             threads.append(threading.Thread(target=read, args=(number, files)))
         for thread in threads:
@@ -134,14 +134,14 @@ def test_a_servers_certificate_is_verified(tmp_path: Path, monkeypatch: pytest.M
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(file)
     sink = io.BytesIO()
-    wanted = Wanted(most=4, size=4, sha256=hashlib.sha256(b"text").hexdigest())
+    wanted = ExpectedContent(most=4, size=4, sha256=hashlib.sha256(b"text").hexdigest())
     with serving(tmp_path, context) as web:
         url = web.url("a.txt")
         if case == "known":
-            Downloader().fetch(url, wanted, sink)
+            HttpFetcher().fetch(url, wanted, sink)
             assert sink.getvalue() == b"text"
         else:
             url = url.replace("127.0.0.1", "localhost") if case == "another host" else url
             words = "self-signed certificate" if case == "unknown" else "Hostname mismatch"
             with pytest.raises(ConfigError, match=f"the server's certificate is not valid: {words}"):
-                Downloader().fetch(url, wanted, sink)
+                HttpFetcher().fetch(url, wanted, sink)

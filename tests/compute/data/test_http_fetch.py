@@ -23,15 +23,15 @@ from peerd.compute.data.http_fetch import (
     READ_TIMEOUT_S,
     SLOWEST_BYTES_PER_S,
     DataUnavailable,
-    Downloader,
-    Wanted,
+    ExpectedContent,
+    HttpFetcher,
     _Redirects,
 )
 from peerd.core.errors import ConfigError
 
 URL = "https://data.example/shard"
 BODY = bytes(range(256)) * 8
-WANTED = Wanted(most=len(BODY), size=len(BODY), sha256=hashlib.sha256(BODY).hexdigest())
+WANTED = ExpectedContent(most=len(BODY), size=len(BODY), sha256=hashlib.sha256(BODY).hexdigest())
 
 
 class Played:
@@ -82,9 +82,9 @@ class Server:
             return Played(self, answer, **self.headers)
         return Played(self, answer, 206, Content_Range=f"{start.replace('=', ' ')}{len(BODY) - 1}/{len(BODY)}")
 
-    def fetch(self, wanted: Wanted = WANTED) -> bytes:
+    def fetch(self, wanted: ExpectedContent = WANTED) -> bytes:
         sink = io.BytesIO()
-        Downloader(self, lambda: self.now, self.waited.append).fetch(URL, wanted, sink)
+        HttpFetcher(self, lambda: self.now, self.waited.append).fetch(URL, wanted, sink)
         return sink.getvalue()
 
 
@@ -105,7 +105,7 @@ def test_it_reads_in_turn_and_no_more_than_it_may() -> None:
 
     server = Server([BODY[at : at + 512] for at in range(0, len(BODY), 512)])
     sink = io.BytesIO()
-    Downloader(server, lambda: server.now, server.waited.append, in_turn).fetch(URL, WANTED, sink)
+    HttpFetcher(server, lambda: server.now, server.waited.append, in_turn).fetch(URL, WANTED, sink)
     assert sink.getvalue() == BODY
     assert asked == [CHUNK_BYTES] * (len(BODY) // 512 + 1)
     assert server.waited == []  # a turn that comes late is not the server's fault
@@ -164,8 +164,8 @@ def test_a_wrong_certificate_is_not_tried_again() -> None:
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("wanted", [WANTED, Wanted(most=len(BODY))])
-def test_a_body_without_end_is_read_no_further_than_allowed(wanted: Wanted) -> None:
+@pytest.mark.parametrize("wanted", [WANTED, ExpectedContent(most=len(BODY))])
+def test_a_body_without_end_is_read_no_further_than_allowed(wanted: ExpectedContent) -> None:
     server = Server([BODY, BODY, BODY])
     with pytest.raises(ConfigError, match=r"the index says 2048|more than the 2048 that are allowed"):
         server.fetch(wanted)
@@ -192,7 +192,7 @@ def test_a_full_disk_is_no_reason_to_ask_the_server_again() -> None:
 
     server = Server([BODY])
     with pytest.raises(ConfigError, match=r"/cache/x.part: cannot be written: No space left on device"):
-        Downloader(server, lambda: 0.0, server.waited.append).fetch(URL, WANTED, Full())
+        HttpFetcher(server, lambda: 0.0, server.waited.append).fetch(URL, WANTED, Full())
     assert not server.waited
 
 

@@ -1,4 +1,4 @@
-"""Errors of a dataset that may pass, of libraries that are not here: their classes are made as the libraries do."""
+"""Transient and permanent errors of a user's dataset. Error classes of libraries that may be missing are imitated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from peerd.compute.data.user_dataset import may_pass
 
 
 def made(*names: str, base: type[Exception] = Exception) -> type[Exception]:
-    """The last of some classes, each `module.Name` and derived from the one before it."""
+    """Create a chain of classes, each named `module.Name` and derived from the one before it; returns the last."""
     for name in names:
         module, _, own = name.rpartition(".")
         base = type(own, (base,), {"__module__": module})
@@ -24,7 +24,7 @@ def made(*names: str, base: type[Exception] = Exception) -> type[Exception]:
 
 
 def answered(kind: type[Exception], status: int, as_response: bool = True) -> Exception:
-    """An error for an answer with a status."""
+    """An error for an HTTP response with this status."""
     error = kind("answered")
     vars(error).update({"response": SimpleNamespace(status_code=status)} if as_response else {"status": status})
     return error
@@ -50,7 +50,7 @@ PASSES = [
     http.client.BadStatusLine("?"),
     made("httpx.TimeoutException", "httpx.ReadTimeout", base=TRANSPORT)("late"),
     made("httpx.NetworkError", "httpx.ConnectError", base=TRANSPORT)("refused"),
-    made("httpx.RemoteProtocolError", "mine.Wrapped", base=TRANSPORT)("a user's own class of it"),
+    made("httpx.RemoteProtocolError", "mine.Wrapped", base=TRANSPORT)("a user's own subclass"),
     made("httpcore._exceptions.NetworkError", "httpcore._exceptions.ReadError")("reset"),
     made("urllib3.exceptions.HTTPError", "urllib3.exceptions.ProtocolError")("broken"),
     made("urllib3.exceptions.HTTPError", "urllib3.exceptions.MaxRetryError")("retries"),

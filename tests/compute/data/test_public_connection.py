@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from peerd.compute.data.http_fetch import DataUnavailable, Downloader, Wanted
+from peerd.compute.data.http_fetch import DataUnavailable, ExpectedContent, HttpFetcher
 from peerd.compute.data.public_connection import public_addresses
 from peerd.core.errors import ConfigError
 from peerd.core.run.public_ip import host_fault, is_public
@@ -22,7 +22,7 @@ from tests.worlds.processes.webserver import WebServer, serving
 
 NAME, HOME = "data.example", "router.example"
 PUBLIC, PRIVATE = "9.9.9.9", "10.0.0.1"
-WANTED = Wanted(most=4, size=4, sha256=hashlib.sha256(b"text").hexdigest())
+WANTED = ExpectedContent(most=4, size=4, sha256=hashlib.sha256(b"text").hexdigest())
 
 pytestmark = pytest.mark.socket
 
@@ -52,7 +52,7 @@ class Internet:
 
     def fetch(self, url: str) -> bytes:
         sink = io.BytesIO()
-        Downloader(pause=lambda _: None, public_only=True).fetch(url, WANTED, sink)
+        HttpFetcher(pause=lambda _: None, public_only=True).fetch(url, WANTED, sink)
         return sink.getvalue()
 
 
@@ -96,9 +96,7 @@ def test_a_public_host_is_fetched_from_the_address_that_was_checked(internet: In
 )
 def test_a_name_that_leads_into_a_network_is_never_connected_to(internet: Internet, address: str) -> None:
     internet.names[HOME] = [[address]]
-    with pytest.raises(
-        ConfigError, match="allowed in a run that is joined by a line: addresses of the public internet"
-    ):
+    with pytest.raises(ConfigError, match="allowed in a run joined by a link: addresses on the public internet"):
         internet.fetch(f"https://{HOME}/a.txt")
     assert (internet.dialed, internet.web.asked) == ([], [])
 
@@ -106,7 +104,7 @@ def test_a_name_that_leads_into_a_network_is_never_connected_to(internet: Intern
 @pytest.mark.parametrize("target", [f"https://{HOME}/a.txt", "https://127.0.0.1/a.txt", "https://[::1]/a.txt"])
 def test_a_redirect_into_a_network_is_not_followed(internet: Internet, target: str) -> None:
     internet.web.faults["a.txt"].append(f"to {target}")
-    with pytest.raises(ConfigError, match="addresses of the public internet"):
+    with pytest.raises(ConfigError, match="addresses on the public internet"):
         internet.fetch(f"https://{NAME}/a.txt")
     assert internet.dialed == [PUBLIC]
 
@@ -134,7 +132,7 @@ def test_a_proxy_is_asked_for_the_address_that_was_checked(internet: Internet, m
 
 def test_without_that_restriction_a_private_address_is_the_users_own_word(internet: Internet) -> None:
     sink = io.BytesIO()
-    Downloader(pause=lambda _: None).fetch(f"https://{NAME}/a.txt", WANTED, sink)
+    HttpFetcher(pause=lambda _: None).fetch(f"https://{NAME}/a.txt", WANTED, sink)
     assert sink.getvalue() == b"text"
 
 

@@ -134,7 +134,7 @@ def test_a_dataset_resumes_by_running_through_what_came_before(function: str, ta
         ("absent", r"^data.path mine:absent: mine has no function absent"),
         ("nothing", r"^data.path mine:nothing returned NoneType; expected an IterableDataset"),
         ("empty", r"^data.path mine:empty: no train text in the 1 files"),
-        ("fraction", r"^data.path mine:fraction, document 1: expected str, bytes or a 1-D tensor of whole numbers"),
+        ("fraction", r"^data.path mine:fraction, document 1: expected str, bytes or a 1-D tensor of integers"),
         ("table", r"document 1: expected .*, found int64 \[2, 2\]"),
         ("number", r"document 1: expected .*, found 7"),
         ("large", r"document 1: has tokens 3 to 256; the vocabulary has 0 to 255"),

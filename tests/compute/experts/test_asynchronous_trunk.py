@@ -12,8 +12,8 @@ import trio
 
 from peerd.compute.experts import trunk as trunk_file
 from peerd.compute.experts.era import TooOld
-from peerd.compute.experts.flight import Flight
-from peerd.compute.experts.landing_queue import LandingQueue
+from peerd.compute.experts.flight import TrunkMicrobatch
+from peerd.compute.experts.landing_queue import GradientQueue
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model import footprint
 from peerd.compute.model.served_stage import Stale
@@ -33,7 +33,7 @@ def step(stage: TrunkStage) -> None:
     stage.commit(number, torch.linspace(-1, 1, count, dtype=stage.trunk.dtype).roll(number).numpy(), 4)
 
 
-def gradients(stage: TrunkStage, network: NearExperts, flight: Flight) -> dict[int, torch.Tensor]:
+def gradients(stage: TrunkStage, network: NearExperts, flight: TrunkMicrobatch) -> dict[int, torch.Tensor]:
     trio.run(fly, flight, network)
     return flight.gradients
 
@@ -157,7 +157,7 @@ def test_a_limit_of_memory_leaves_room_for_a_copy_or_not(monkeypatch: pytest.Mon
         assert stage.trunk._has_room() is has_room
 
 
-def landed(stage: TrunkStage, network: NearExperts, count: int, queue: LandingQueue) -> list[dict[int, torch.Tensor]]:
+def landed(stage: TrunkStage, network: NearExperts, count: int, queue: GradientQueue) -> list[dict[int, torch.Tensor]]:
     found = []
     for seed in range(count):
         flight = stage.free_flight(*text(seed))
@@ -167,7 +167,7 @@ def landed(stage: TrunkStage, network: NearExperts, count: int, queue: LandingQu
     return found
 
 
-def flights(stage: TrunkStage, count: int, size: float = 1.0) -> list[Flight]:
+def flights(stage: TrunkStage, count: int, size: float = 1.0) -> list[TrunkMicrobatch]:
     """Flights that began now, and have come back with gradients of that size."""
     made = [stage.free_flight(*text(seed)) for seed in range(count)]
     for flight in made:
@@ -177,7 +177,7 @@ def flights(stage: TrunkStage, count: int, size: float = 1.0) -> list[Flight]:
 
 
 def test_an_old_microbatch_makes_no_younger_ones_too_old() -> None:
-    stage, queue = TrunkStage(asynchronous(most_stale=2), "cpu"), LandingQueue(2)
+    stage, queue = TrunkStage(asynchronous(most_stale=2), "cpu"), GradientQueue(2)
     (old,) = flights(stage, 1)
     step(stage)
     step(stage)
@@ -195,7 +195,7 @@ def test_an_old_microbatch_makes_no_younger_ones_too_old() -> None:
 
 
 def test_a_microbatch_of_a_state_before_is_refused_and_those_of_the_state_of_now_stay() -> None:
-    stage, queue = TrunkStage(asynchronous(), "cpu"), LandingQueue(8)
+    stage, queue = TrunkStage(asynchronous(), "cpu"), GradientQueue(8)
     before = flights(stage, 2)
     queue.add(before[0], stage.trunk.loads)
     stage.load(stage.state())
@@ -208,7 +208,7 @@ def test_a_microbatch_of_a_state_before_is_refused_and_those_of_the_state_of_now
 
 
 def test_gradients_that_cannot_be_summed_are_counted_as_dropped() -> None:
-    stage, queue = TrunkStage(asynchronous(), "cpu"), LandingQueue(1)
+    stage, queue = TrunkStage(asynchronous(), "cpu"), GradientQueue(1)
     for flight in flights(stage, 3, size=1e38):
         queue.add(flight, stage.trunk.loads)
     with pytest.raises(ValueError, match="has values above"):
@@ -219,7 +219,7 @@ def test_gradients_that_cannot_be_summed_are_counted_as_dropped() -> None:
 
 def test_microbatches_that_share_a_place_count_with_their_mean() -> None:
     run = asynchronous()
-    network, stage, queue = NearExperts(run), TrunkStage(run, "cpu"), LandingQueue(2)
+    network, stage, queue = NearExperts(run), TrunkStage(run, "cpu"), GradientQueue(2)
     alone = landed(stage, network, 5, queue)
     assert len(queue) == 2
     assert queue.shared == 3
@@ -238,7 +238,7 @@ def test_microbatches_that_share_a_place_count_with_their_mean() -> None:
 
 def test_gradients_that_waited_for_too_long_are_dropped_and_counted() -> None:
     run = asynchronous(most_stale=1)
-    network, stage, queue = NearExperts(run), TrunkStage(run, "cpu"), LandingQueue(8)
+    network, stage, queue = NearExperts(run), TrunkStage(run, "cpu"), GradientQueue(8)
     landed(stage, network, 2, queue)
     step(stage)
     landed(stage, network, 1, queue)

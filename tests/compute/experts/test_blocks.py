@@ -81,7 +81,7 @@ def test_a_block_of_ones_own_is_found_and_depends_on_the_name(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return torch.nn.Linear(8, 4)", r"gives \[1, 4\] for a batch of 1; expected \[1, 8\]"),
+        ("return torch.nn.Linear(8, 4)", r"returns \[1, 4\] for a batch of 1; expected \[1, 8\]"),
         ("return torch.nn.Linear(7, 8)", "failed on a sample"),
         ("return 5", r"must return a torch\.nn\.Module"),
         ("return torch.nn.ReLU()", "that has parameters"),

@@ -12,7 +12,7 @@ import torch
 from peerd.compute.experts.dmoe import DMoE
 from peerd.compute.experts.local_network import LocalExperts
 from peerd.core.errors import ConfigError, TooFewExperts
-from peerd.core.experts.contract import ExpertAsk
+from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
 from tests.kit.expert_runs import WIDTH, expert_run, values
@@ -88,7 +88,7 @@ def test_answers_that_are_missing_leave_the_mean_and_the_gradients() -> None:
 def test_an_expert_whose_backward_fails_counts_as_a_constant() -> None:
     calls: list[Uid] = []
 
-    def answers(ask: ExpertAsk) -> bool:
+    def answers(ask: ExpertCall) -> bool:
         calls.append(ask.uid)
         return not (ask.uid in MISSING and ask.served is not None)
 
@@ -157,7 +157,7 @@ def test_samples_beyond_max_batch_travel_in_several_calls() -> None:
     run = expert_run(grid=[2], top_k=2, max_batch=3)
     sizes = []
 
-    def answers(ask: ExpertAsk) -> bool:
+    def answers(ask: ExpertCall) -> bool:
         sizes.append(len(ask.samples))
         return True
 

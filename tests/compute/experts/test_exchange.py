@@ -11,7 +11,7 @@ import torch
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.experts.exchange import Exchange
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertReply, Served
+from peerd.core.experts.expert_network import ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid
 from tests.kit.expert_runs import WIDTH, expert_run, values
 
@@ -20,7 +20,7 @@ CHOSEN = [[A, B], [B, C], [A, C]]
 
 
 def reply(rows: torch.Tensor, stale: int = 0) -> ExpertReply:
-    return ExpertReply(to_frame(rows), Served("12D3KooWliar", 2, 7), stale)
+    return ExpertReply(to_frame(rows), ServedBy("12D3KooWliar", 2, 7), stale)
 
 
 def exchange(**section: Any) -> Exchange:
@@ -51,7 +51,7 @@ def test_a_backward_goes_to_whoever_answered_with_samples_gradients_and_its_vers
     assert [ask.uid for ask in back] == [A, C]
     for ask in back:
         assert len(ask.frames) == 2
-        assert ask.served == Served("12D3KooWliar", 2, 7)
+        assert ask.served == ServedBy("12D3KooWliar", 2, 7)
     slopes = one.input_gradients([reply(torch.full((2, WIDTH), 5.0), 3), None])
     assert slopes[:, 0].tolist() == [5, 0, 5]
     assert one.stale == 3
@@ -101,7 +101,7 @@ def test_too_few_answers_that_can_be_used_name_the_experts_asked_and_what_was_wr
 def test_a_sample_for_which_no_expert_lives_is_an_error_too() -> None:
     one = Exchange(expert_run(top_k=2), [[A], []])
     one.forward_asks(values(2, WIDTH))
-    with pytest.raises(TooFewExperts, match="none lives"):
+    with pytest.raises(TooFewExperts, match="none is alive"):
         one.outputs([reply(torch.ones(1, WIDTH))])
 
 

@@ -1,4 +1,4 @@
-"""The memory estimate for microbatches under way equals the most that they hold."""
+"""The memory estimate for microbatches under way equals the most memory that they use."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import pytest
 import trio
 from torch import Tensor
 
-from peerd.compute.experts.flight import Flight
-from peerd.compute.experts.landing_queue import LandingQueue
+from peerd.compute.experts.flight import TrunkMicrobatch
+from peerd.compute.experts.landing_queue import GradientQueue
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.footprint import footprint, lacking
-from peerd.core.experts.contract import ExpertAsk, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.model.trunk_memory import GRADIENT_BYTES, NO_FLIGHTS, FlightMemory, flight_memory
 from peerd.core.run.runfile import BatchSection, ExpertsSection, LimitsSection, ModelSection, OptimizerSection, RunFile
 from tests.compute.experts.test_asynchronous_trunk import step
 from tests.compute.experts.test_trunk import run_with, text
 from tests.worlds.roles.expert_network import NearExperts
 
-Messages = Sequence[ExpertAsk | ExpertReply | None]
+Messages = Sequence[ExpertCall | ExpertReply | None]
 
 
 def tensors_in(thing: object) -> Iterator[Tensor]:
-    """All tensors that an object holds, but for a trunk's, gradients of parameters, and calls."""
+    """All tensors that an object refers to, except those of a trunk, of calls, and gradients of parameters."""
     if isinstance(thing, Tensor):
         yield thing
     elif isinstance(thing, dict | list | tuple):
@@ -39,22 +39,22 @@ def tensors_in(thing: object) -> Iterator[Tensor]:
                 yield from tensors_in(getattr(thing, name, None))
 
 
-def held_bytes(flight: Flight, messages: Messages) -> tuple[int, int]:
-    """Of the device, and of calls and their messages, those that are under way included."""
+def held_bytes(flight: TrunkMicrobatch, messages: Messages) -> tuple[int, int]:
+    """Bytes on the device, and bytes of calls and their messages, including `messages`, which are being exchanged."""
     calls = [call for stop in flight._stops if stop.exchange for call in stop.exchange._calls]
     frames = {
         id(frame): len(frame.payload)
         for one in (*(call.ask for call in calls), *(call.reply for call in calls), *messages)
         if one is not None
-        for frame in (one.frames if isinstance(one, ExpertAsk) else (one.frame,))
+        for frame in (one.frames if isinstance(one, ExpertCall) else (one.frame,))
     }
     places = sum(call.samples.nbytes + call.slots.nbytes for call in calls)
     storages = [tensor.untyped_storage() for tensor in tensors_in(flight)]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values()), sum(frames.values()) + places
 
 
-async def most_held(flight: Flight, network: NearExperts, k: int) -> tuple[int, int]:
-    """Fly, and return the most that is held while answers are waited for."""
+async def most_held(flight: TrunkMicrobatch, network: NearExperts, k: int) -> tuple[int, int]:
+    """Run the flight; returns the largest `held_bytes` while it waits for answers."""
     seen: list[tuple[int, int]] = []
     scores: Any = flight.depart()
     while scores is not None:
@@ -81,7 +81,7 @@ def test_what_is_foretold_is_what_a_microbatch_holds(k: int, dtype: Any) -> None
     trunk_bytes = stage.trunk._flat.nbytes
     assert sum(gradient.untyped_storage().nbytes() for gradient in flight.gradients.values()) == trunk_bytes
     foretold = flight_memory(run, trunk_bytes, stage.trunk.dtype.itemsize).least
-    beside = trunk_bytes + 2 * k * 2 * 32 * 64 * stage.trunk.dtype.itemsize  # gradients, and what one job takes
+    beside = trunk_bytes + 2 * k * 2 * 32 * 64 * stage.trunk.dtype.itemsize  # gradients, and the memory of one job
     assert 0.95 * (foretold.device - beside) <= device <= foretold.device - beside
     assert 0.7 * foretold.machine <= messages <= foretold.machine
 
@@ -109,7 +109,7 @@ def test_as_many_are_counted_as_limits_allow() -> None:
 
 def test_a_synchronous_trunk_has_no_copies_and_an_asynchronous_one_at_most_one_for_each_microbatch() -> None:
     assert memory(with_trunk()).copies == 0
-    assert memory(with_trunk(trunk="asynchronous")).copies == 33  # 32 that may count, and the next one
+    assert memory(with_trunk(trunk="asynchronous")).copies == 33  # 32 that may still count, and the next one
     assert memory(with_trunk(trunk="asynchronous", most_stale=1000)).copies == 64
     assert memory(with_trunk(5, trunk="asynchronous")).copies == 5
 
@@ -123,7 +123,7 @@ def test_copies_flights_and_gradients_that_wait_are_each_as_large_as_the_trunk()
 def test_the_trunk_never_keeps_more_copies_and_the_queue_no_more_gradients_than_are_foretold() -> None:
     run = with_trunk(6, places=3, trunk="asynchronous", most_stale=2)
     foretold = memory(run)
-    stage, queue, most = TrunkStage(run, "cpu"), LandingQueue(3), 0
+    stage, queue, most = TrunkStage(run, "cpu"), GradientQueue(3), 0
     flights = []
     for _ in range(8):
         flights = [*flights[-5:], stage.free_flight(*text())]

@@ -13,12 +13,12 @@ from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.local_network import LocalExperts, LocalNetwork
 from peerd.compute.worker import InlineWorker
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertAsk, ExpertCaller, ExpertNetwork, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertCaller, ExpertNetwork, ExpertReply
 from peerd.core.experts.grid import Uid
 from tests.kit.expert_runs import WIDTH, expert_run, frame
 
 UID = Uid(0, (1, 2))
-ASK = ExpertAsk(UID, (0, 1), (frame(2, WIDTH),))
+ASK = ExpertCall(UID, (0, 1), (frame(2, WIDTH),))
 
 
 def scores(sides: list[int], samples: int = 5) -> list[np.ndarray]:
@@ -49,14 +49,14 @@ def test_an_experts_answers_are_those_of_a_hosted_one() -> None:
     (reply,) = local.forward([ASK], 2)
     assert reply is not None
     assert reply.frame == expert.forward(list(ASK.frames))[0]
-    (slope,) = local.backward([ExpertAsk(UID, (0, 1), (*ASK.frames, frame(2, WIDTH, seed=1)), reply.served)])
+    (slope,) = local.backward([ExpertCall(UID, (0, 1), (*ASK.frames, frame(2, WIDTH, seed=1)), reply.served)])
     assert slope is not None
     assert slope.frame == expert.backward([(ASK.frames[0], frame(2, WIDTH, seed=1))])[0]
     assert (slope.served.version, slope.stale) == (1, 0)
 
 
 def backward(local: LocalExperts, reply: ExpertReply) -> ExpertReply | None:
-    return local.backward([ExpertAsk(UID, (0, 1), (*ASK.frames, frame(2, WIDTH)), reply.served)])[0]
+    return local.backward([ExpertCall(UID, (0, 1), (*ASK.frames, frame(2, WIDTH)), reply.served)])[0]
 
 
 def test_updates_of_others_since_the_forward_are_counted_and_may_be_too_many() -> None:
@@ -87,6 +87,6 @@ async def test_trio_tasks_get_the_same(autojump_clock: trio.testing.MockClock) -
     (reply,), (expected,) = await network.forward([ASK], 2), caller.forward([ASK], 2)
     assert reply == expected
     assert reply is not None
-    ask = ExpertAsk(UID, (0, 1), (*ASK.frames, frame(2, WIDTH)), reply.served)
+    ask = ExpertCall(UID, (0, 1), (*ASK.frames, frame(2, WIDTH)), reply.served)
     assert await network.backward([ask]) == caller.backward([ask])
     assert from_frame(reply.frame).shape == (2, WIDTH)

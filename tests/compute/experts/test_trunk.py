@@ -13,12 +13,12 @@ from torch import Tensor
 
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.experts.expert_mixture import imbalance
-from peerd.compute.experts.flight import Flight
+from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.served_stage import Stale
 from peerd.core.errors import ConfigError, TooFewExperts
-from peerd.core.experts.contract import ExpertAsk, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import (
@@ -54,21 +54,21 @@ def text(seed: int = 0, samples: int = 2) -> tuple[Tensor, Tensor]:
     return found[:, :-1].contiguous(), found[:, 1:].contiguous()
 
 
-async def there(flight: Flight, network: NearExperts, k: int = 3) -> None:
+async def there(flight: TrunkMicrobatch, network: NearExperts, k: int = 3) -> None:
     scores: Any = flight.depart()
     while scores is not None:
         asks = flight.ask(await network.choose(flight.layer, scores, k))
         scores = flight.go_on(await network.forward(asks, flight.samples))
 
 
-async def fly(flight: Flight, network: NearExperts, k: int = 3) -> None:
+async def fly(flight: TrunkMicrobatch, network: NearExperts, k: int = 3) -> None:
     await there(flight, network, k)
     asks: Any = flight.turn()
     while asks is not None:
         asks = flight.go_back(await network.backward(asks))
 
 
-def flown(run: RunFile, network: NearExperts, seed: int = 0) -> tuple[TrunkStage, Flight]:
+def flown(run: RunFile, network: NearExperts, seed: int = 0) -> tuple[TrunkStage, TrunkMicrobatch]:
     stage = TrunkStage(run, "cpu")
     flight = stage.flight(0, *text(seed))
     trio.run(fly, flight, network)
@@ -116,7 +116,7 @@ class Plain:
         return self.network.experts[uid](x.detach() if ("backward", uid) in self.dead else x)  # type: ignore[no-any-return]
 
 
-def compare(run: RunFile, network: NearExperts, dead: set[tuple[str, Uid]] = frozenset()) -> Flight:  # type: ignore[assignment]
+def compare(run: RunFile, network: NearExperts, dead: set[tuple[str, Uid]] = frozenset()) -> TrunkMicrobatch:  # type: ignore[assignment]
     stage, flight = flown(run, network)
     plain = Plain(run, network, dead)
     loss, balance = plain.loss(*text())
@@ -170,7 +170,7 @@ def test_an_answer_that_cannot_be_used_counts_as_none_and_its_host_is_named(answ
     network = NearExperts(run)
     bad = Uid(0, (1, 1))
 
-    def spoil(verb: str, ask: ExpertAsk, reply: ExpertReply) -> ExpertReply:
+    def spoil(verb: str, ask: ExpertCall, reply: ExpertReply) -> ExpertReply:
         return with_values(reply, answer(len(ask.samples))) if ask.uid == bad and verb == "forward" else reply
 
     network.spoil = spoil

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peerd.compute.experts.trunk import TrunkModule
-from peerd.compute.export.export import ExportWish, export
+from peerd.compute.export.export import ExportRequest, export
 from peerd.compute.model.footprint import footprint
 from peerd.compute.run_record import read_record, write_record
 from peerd.core.errors import ConfigError
@@ -34,8 +34,8 @@ def test_a_record_of_a_run_without_experts_is_as_it_was(tmp_path: Path) -> None:
 
 def test_a_trunk_alone_is_not_exported(tmp_path: Path) -> None:
     save_all(tmp_path / "home", RUN)
-    with pytest.raises(ConfigError, match="holds no checkpoint of an expert of layer 0 of run 'moe'; give"):
-        export(ExportWish(root=tmp_path / "home", out=tmp_path / "out"))
+    with pytest.raises(ConfigError, match="contains no checkpoint of an expert of layer 0 of run 'moe'; use"):
+        export(ExportRequest(root=tmp_path / "home", out=tmp_path / "out"))
 
 
 def test_room_is_that_of_the_trunk_without_its_experts() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from peerd.compute.data.stream import SampleStream
 from peerd.compute.export import evaluation
 from peerd.compute.export.evaluation import Evaluation, evaluate
-from peerd.compute.export.export import ExportWish, export
+from peerd.compute.export.export import ExportRequest, export
 from peerd.compute.export.loaded_model import LoadedModel, load_export
 from peerd.compute.model.stage_module import StageModule
 from peerd.compute.tokenizer import load_vocabulary
@@ -27,7 +27,7 @@ TEXT = "The quick brown fox jumps over the lazy dog; größer als π. " * 40
 @pytest.fixture
 def trained(tmp_path: Path) -> tuple[list[StageModule], LoadedModel]:
     stages = save_all(tmp_path / "peers", make_run(2))
-    export(ExportWish(root=tmp_path / "peers", out=tmp_path / "out"))
+    export(ExportRequest(root=tmp_path / "peers", out=tmp_path / "out"))
     return stages, load_export(tmp_path / "out")
 
 

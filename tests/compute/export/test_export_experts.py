@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peerd.commands.export import saved_experts
-from peerd.compute.experts.flight import Flight
+from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.local_network import LocalExperts
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.export.experts import ExportedExperts, fault_of
-from peerd.compute.export.export import Exported, ExportWish, export
+from peerd.compute.export.export import Exported, ExportRequest, export
 from peerd.compute.export.folder import CONFIG, read_config
-from peerd.compute.export.loaded_model import Style, load_export, write_text
+from peerd.compute.export.loaded_model import SamplingOptions, load_export, write_text
 from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.run.runfile import ExpertsSection, RunFile
@@ -68,11 +68,11 @@ class Swarm:
         return path
 
     def exported(self, out: str = "out") -> Exported:
-        return export(ExportWish(root=self.root, out=self.root.parent / out, experts=saved_experts))
+        return export(ExportRequest(root=self.root, out=self.root.parent / out, experts=saved_experts))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> float:
         """The sum over samples, as a trainer computes it."""
-        flight = Flight(self.trunk, tokens, targets, None)
+        flight = TrunkMicrobatch(self.trunk, tokens, targets, None)
         scores = flight.depart()
         while scores is not None:
             asks = flight.ask(self.local.choose(flight.layer, scores, EXPERTS.top_k))
@@ -102,7 +102,7 @@ def test_the_torch_files_alone_compute_what_trunk_and_experts_compute(block: str
     assert loss_of(logits.float(), targets) == pytest.approx(expected, rel=1e-6)
     loaded = load_export(tmp_path / "out")
     assert torch.allclose(loaded.model(tokens).double(), logits, atol=1e-6)
-    style = Style(temperature=0.9, top_k=20, seed=4)
+    style = SamplingOptions(temperature=0.9, top_k=20, seed=4)
     assert written == "".join(write_text(loaded.model, loaded.vocab, "ab ba", 30, style))
     assert made.notes == []
     assert made.config.experts == read_config(tmp_path / "out").experts
@@ -147,7 +147,7 @@ def test_a_folder_without_the_experts_of_a_layer_is_one_sentence(tmp_path: Path)
     swarm = Swarm(run_with(), tmp_path / "peers")
     for uid in swarm.uids[: swarm.grid.places]:
         swarm.keep(uid, 4)
-    with pytest.raises(ConfigError, match=r"holds no checkpoint of an expert of layer 1 of run 'out'; give a folder"):
+    with pytest.raises(ConfigError, match=r"contains no checkpoint of an expert of layer 1 of run 'out'; use a folder"):
         swarm.exported()
     assert not (tmp_path / "out").exists()
 

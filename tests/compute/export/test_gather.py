@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from peerd.compute.export.export import Exported, ExportWish, export
+from peerd.compute.export.export import Exported, ExportRequest, export
 from peerd.compute.export.loaded_model import load_export
 from peerd.compute.user_code import find_function
 from peerd.core.errors import ConfigError, PeerdError
@@ -19,7 +19,7 @@ from tests.kit.exporting import logits, make_run, save, save_all, stages_of
 
 
 def exported(root: Path, **wish: object) -> Exported:
-    return export(ExportWish(root=root, out=root.parent / "out", **wish))  # type: ignore[arg-type]
+    return export(ExportRequest(root=root, out=root.parent / "out", **wish))  # type: ignore[arg-type]
 
 
 def refusal(root: Path, **wish: object) -> str:
@@ -38,7 +38,7 @@ def test_the_newest_step_that_all_stages_have_is_taken_and_told(tmp_path: Path) 
     save(tmp_path / "all" / "c", run, last, [2])
     made = exported(tmp_path / "all")
     assert made.config.step == 4
-    assert made.notes == ["stage 0 has step 6, too; not every stage has"]
+    assert made.notes == ["stage 0 also has step 6, but not every stage has it"]
     assert [path.relative_to(tmp_path / "all").parts[0] for path in made.sources] == ["a", "b"]
     assert exported(tmp_path / "all", step=2).config.step == 2
     told = refusal(tmp_path / "all", step=6)
@@ -51,7 +51,7 @@ def test_one_peers_folder_is_enough_where_it_has_all_stages(tmp_path: Path) -> N
     tokens = torch.randint(0, 256, (1, 12))
     for name, folder in enumerate((peer.parent, peer, peer / "checkpoints", peer / "checkpoints/out/stage-0")):
         out = tmp_path / str(name)
-        assert export(ExportWish(root=folder, out=out)).config.step == 3
+        assert export(ExportRequest(root=folder, out=out)).config.step == 3
         assert torch.equal(load_export(out).model(tokens), logits(stages, tokens))
 
 
@@ -61,7 +61,7 @@ def test_a_stage_that_is_not_there_is_named_with_what_there_is(tmp_path: Path) -
     save(tmp_path / "all" / "a", run, first, [2, 4])
     save(tmp_path / "all" / "b", run, last, [4])
     told = refusal(tmp_path / "all")
-    assert "holds no checkpoint of stage 1 of run out (stage 0: 2, 4; stage 1: none; stage 2: 4)" in told
+    assert "contains no checkpoint of stage 1 of run out (stage 0: 2, 4; stage 1: none; stage 2: 4)" in told
     assert "--backbone DIR" in told
 
 
@@ -90,7 +90,7 @@ def test_of_two_whole_branches_the_one_saved_last_is_taken(tmp_path: Path) -> No
     os.utime(old / "step-00000004.json", (1, 1))
     made = exported(tmp_path / "all")
     assert made.sources == [new / "step-00000004.json"]
-    assert made.notes == ["step 4 was made more than once; this is the one that was saved last"]
+    assert made.notes == ["step 4 was made more than once; the version saved last was exported"]
 
 
 def test_a_damaged_checkpoint_gives_way_to_another_peers(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_one_of_several_runs_is_chosen_by_its_name(tmp_path: Path) -> None:
     other = msgspec.structs.replace(make_run(), run="other")
     save_all(tmp_path / "all" / "x", make_run())
     save_all(tmp_path / "all" / "y", other, [7])
-    assert "holds checkpoints of 2 runs: other, out; add --run NAME" in refusal(tmp_path / "all")
+    assert "contains checkpoints of 2 runs: other, out; add --run NAME" in refusal(tmp_path / "all")
     assert exported(tmp_path / "all", run_name="other").config.step == 7
     assert "no checkpoint of run 'third', but other, out" in refusal(tmp_path / "all", run_name="third")
 
@@ -143,7 +143,7 @@ def test_two_runs_of_one_name_are_told_apart_by_their_run_file(tmp_path: Path) -
     assert "run out with 2 different settings; add --model FILE" in refusal(tmp_path / "all")
     assert exported(tmp_path / "all", settings=theirs).config.step == 7
     third = msgspec.structs.replace(mine, seed=10)
-    assert "no checkpoint of a run with the run file's settings, but out" in refusal(tmp_path / "all", settings=third)
+    assert "no checkpoint with the run file's settings, but of out" in refusal(tmp_path / "all", settings=third)
 
 
 def test_checkpoints_without_settings_need_the_run_file(tmp_path: Path) -> None:
@@ -187,12 +187,12 @@ def test_an_existing_folder_is_replaced_only_if_it_is_an_export_or_empty(tmp_pat
     assert {path.name for path in out.iterdir()} == names
     assert {path.name for path in tmp_path.iterdir()} == {"all", "out"}
     (out / "notes.txt").write_text("mine")
-    assert "holds something else (notes.txt); give a new or an empty folder" in refusal(tmp_path / "all")
+    assert "contains something else (notes.txt); give a new or an empty folder" in refusal(tmp_path / "all")
     (out / "notes.txt").unlink()
     (out / "config.json").write_text('{"architectures": ["Other"]}')
-    assert "is not of an exported model" in refusal(tmp_path / "all")
+    assert "does not describe an exported model" in refusal(tmp_path / "all")
     (out / "config.json").unlink()
-    assert "holds something else" in refusal(tmp_path / "all")
+    assert "contains something else" in refusal(tmp_path / "all")
 
 
 def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_a_model_of_ones_own_comes_out_by_layer_and_is_used_beside_its_code(
     readme = (tmp_path / "out" / "README.md").read_text()
     assert "mine:layers" in readme
     assert not (tmp_path / "out" / "model.py").exists()
-    with pytest.raises(ConfigError, match=r"add --model FILE: the run file, where that code is"):
+    with pytest.raises(ConfigError, match=r"add --model FILE with the run file, next to which its code is"):
         load_export(tmp_path / "out")
     with pytest.raises(ConfigError, match="the run file's model is gpt"):
         load_export(tmp_path / "out", run=make_run())

@@ -12,21 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped, unused-ignore]
 
-from peerd.compute.export.export import ExportWish, export
-from peerd.compute.export.loaded_model import Style, TextPieces, Uncached, load_export, write_text
+from peerd.compute.export.export import ExportRequest, export
+from peerd.compute.export.loaded_model import SamplingOptions, TextPieces, Uncached, load_export, write_text
 from peerd.compute.model.partition import whole_model
-from peerd.compute.tokenizer import ByteVocabulary, FileVocabulary
+from peerd.compute.tokenizer import ByteTokenizer, FileTokenizer
 from peerd.core.errors import ConfigError
 from tests.kit.exporting import make_run, save_all
 
 
 @pytest.mark.slow
 def test_text_from_a_model_repeats_with_its_seed_and_has_no_separator() -> None:
-    vocab = ByteVocabulary()
+    vocab = ByteTokenizer()
     model = Uncached(whole_model(make_run()), 12, vocab.separator)
 
     def text(**style: float) -> str:
-        return "".join(write_text(model, vocab, "import ", 30, Style(**style)))  # type: ignore[arg-type]
+        return "".join(write_text(model, vocab, "import ", 30, SamplingOptions(**style)))  # type: ignore[arg-type]
 
     assert text(seed=1) == text(seed=1)
     assert text(seed=1) != text(seed=2)
@@ -37,7 +37,7 @@ def test_text_from_a_model_repeats_with_its_seed_and_has_no_separator() -> None:
 
 @given(st.one_of(st.text().map(str.encode), st.binary()))
 def test_pieces_of_bytes_are_whole_characters_and_add_up_to_the_text(raw: bytes) -> None:
-    vocab, tokens = ByteVocabulary(), [byte for byte in raw if byte]  # the separator is never drawn
+    vocab, tokens = ByteTokenizer(), [byte for byte in raw if byte]  # the separator is never drawn
     pieces = TextPieces(vocab)
     shown = [pieces.feed(token) for token in tokens]
     assert "".join([*shown, pieces.end()]) == vocab.decode(tokens)
@@ -53,7 +53,7 @@ BYTE_LEVEL.decoder = decoders.ByteLevel()
 
 @given(st.text(max_size=20))
 def test_pieces_of_a_tokenizers_text_add_up_and_wait_for_whole_characters(text: str) -> None:
-    vocab = FileVocabulary(BYTE_LEVEL, "vocab.json")
+    vocab = FileTokenizer(BYTE_LEVEL, "vocab.json")
     tokens = [int(token) for token in vocab.encode(text.encode(errors="replace"))]
     pieces = TextPieces(vocab)
     shown = [pieces.feed(token) for token in tokens]
@@ -65,7 +65,7 @@ def test_pieces_of_a_tokenizers_text_add_up_and_wait_for_whole_characters(text: 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     save_all(tmp_path / "peers", make_run(2))
-    export(ExportWish(root=tmp_path / "peers", out=tmp_path / "out"))
+    export(ExportRequest(root=tmp_path / "peers", out=tmp_path / "out"))
     return tmp_path / "out"
 
 
@@ -81,9 +81,9 @@ def refusal(folder: Path) -> str:
 def test_what_is_no_export_is_told_so(tmp_path: Path) -> None:
     assert "there is no such folder" in refusal(tmp_path / "nowhere")
     (tmp_path / "out").mkdir()
-    assert "is no exported model: it has no config.json" in refusal(tmp_path / "out")
+    assert "is not an exported model: it has no config.json" in refusal(tmp_path / "out")
     (tmp_path / "out" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert "is not of an exported model" in refusal(tmp_path / "out")
+    assert "does not describe an exported model" in refusal(tmp_path / "out")
     (tmp_path / "out" / "config.json").write_bytes(b"\xff{")
     assert "config.json is damaged" in refusal(tmp_path / "out")
 
@@ -104,10 +104,10 @@ def test_what_is_no_export_is_told_so(tmp_path: Path) -> None:
         ("repeats", [1] * 5, "blocks.4.attn.out.weight is missing"),
         ("d_feed", 32, "mlp.down.weight has shape [16, 48]; the model has shape [16, 32]"),
         ("dtype", "float64", "is float32, but config.json says float64"),
-        ("dtype", "float16", "is not of an exported model"),
-        ("tokenizer", "../../etc/passwd", "is not of an exported model"),
+        ("dtype", "float16", "does not describe an exported model"),
+        ("tokenizer", "../../etc/passwd", "does not describe an exported model"),
         ("tokenizer", "tokenizer.json", "cannot read"),
-        ("kind", "os:system", "is a model of the run's own (os:system); add --model FILE"),
+        ("kind", "os:system", "is a user's own model (os:system); add --model FILE"),
     ],
 )
 def test_a_changed_config_is_one_message_and_loads_nothing(key: str, value: object, told: str, folder: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers  # type: ignore[import-untyped, unused-ignore]
 
-from peerd.compute.export.export import ExportWish, export
-from peerd.compute.export.loaded_model import Style, load_export, write_text
+from peerd.compute.export.export import ExportRequest, export
+from peerd.compute.export.loaded_model import SamplingOptions, load_export, write_text
 from peerd.compute.export.standalone import GPT, generate
 from peerd.core.run.runfile import RunFile
 from tests.kit.amount import few
@@ -33,7 +33,7 @@ def test_the_torch_file_alone_gives_the_logits_and_the_text_that_peerd_gives(
 ) -> None:
     run = RUNS[name]
     stages = save_all(tmp_path / "peers", run)
-    export(ExportWish(root=tmp_path / "peers", out=tmp_path / "out"))
+    export(ExportRequest(root=tmp_path / "peers", out=tmp_path / "out"))
     tokens = torch.randint(0, 256, (3, run.model.context))
     expected = logits(stages, tokens)
     found, text = alone(tmp_path / "out", tokens)
@@ -42,7 +42,7 @@ def test_the_torch_file_alone_gives_the_logits_and_the_text_that_peerd_gives(
     assert furthest <= (1e-12 if run.model.dtype == "float64" else 1e-6) * max(1.0, float(expected.abs().max()))
     loaded = load_export(tmp_path / "out")
     assert torch.equal(loaded.model(tokens), found.to(expected.dtype))
-    style = Style(temperature=0.9, top_k=20, seed=4)
+    style = SamplingOptions(temperature=0.9, top_k=20, seed=4)
     assert text == "".join(write_text(loaded.model, loaded.vocab, "ab ba", 30, style))
 
 
@@ -60,12 +60,12 @@ def test_a_tokenizer_comes_along_and_the_torch_file_uses_it(tmp_path: Path, alon
     run = make_run(vocab=str(vocabulary(tmp_path)))
     stages = save_all(tmp_path / "peers", run)
     (tmp_path / "words.json").unlink()  # the copy beside the checkpoints is enough
-    export(ExportWish(root=tmp_path / "peers", out=tmp_path / "out"))
+    export(ExportRequest(root=tmp_path / "peers", out=tmp_path / "out"))
     tokens = torch.randint(0, 5, (2, 9))
     found, text = alone(tmp_path / "out", tokens)
     assert torch.equal(found.float(), logits(stages, tokens))
     loaded = load_export(tmp_path / "out")
-    style = Style(temperature=0.9, top_k=20, seed=4)
+    style = SamplingOptions(temperature=0.9, top_k=20, seed=4)
     assert text == "".join(write_text(loaded.model, loaded.vocab, "ab ba", 30, style))
     assert set(text.split()) <= {"ab", "ba", "é", "?"}
 
@@ -89,7 +89,7 @@ class WithoutCache:
 
 def exported(run: RunFile, folder: Path) -> GPT:
     save_all(folder / "peers", run)
-    export(ExportWish(root=folder / "peers", out=folder / "out"))
+    export(ExportRequest(root=folder / "peers", out=folder / "out"))
     model = load_export(folder / "out").model
     assert isinstance(model, GPT)
     return model

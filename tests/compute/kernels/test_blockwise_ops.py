@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peerd.compute.kernels import native, ops, reference
-from peerd.compute.kernels.reference import Beside
+from peerd.compute.kernels.reference import CodingOutputs
 from peerd.core.blockwise import CODES
 from tests.kit.blockwise_cases import DTYPES, INFINITY, NAMES, NAN, bits_of, from_bits, normal, same_bits
 
@@ -243,9 +243,9 @@ def test_a_wrong_argument_is_refused_in_words(wrong: str) -> None:
 
 
 SINGLES = {
-    "half precision": ("needed is contiguous float32 of shape .* not .* of torch.float16", X.half()),
+    "half precision": ("expected contiguous float32 of shape .* not .* of torch.float16", X.half()),
     "two dimensions": (r"of shape \[100\] on the CPU, not \[10, 10\]", X.view(10, 10)),
-    "gaps": ("needed is contiguous", torch.zeros(200)[::2]),
+    "gaps": ("expected contiguous", torch.zeros(200)[::2]),
     "another length": (r"of shape \[\d+\] on the CPU, not \[\d+\]", torch.zeros(99)),
     "another device": ("on the CPU, not .* on meta", X.to("meta")),
 }
@@ -260,7 +260,9 @@ def test_what_is_summed_in_one_pass_must_be_plain(wrong: str, place: str) -> Non
         call = partial(ops.dequantize_onto, CODES_100, SCALES_2, "int8", 64, base=tensor, out=X.clone())
     else:
         places = {"missed": X.clone(), "seen": X.clone(), place: tensor}
-        call = partial(ops.quantize_missing, X, "int8", 64, codes=CODES_100, scales=SCALES_2, beside=Beside(**places))
+        call = partial(
+            ops.quantize_missing, X, "int8", 64, codes=CODES_100, scales=SCALES_2, beside=CodingOutputs(**places)
+        )
     with pytest.raises(ValueError, match=words):
         call()
 
@@ -269,9 +271,9 @@ def test_what_is_summed_in_one_pass_must_be_plain(wrong: str, place: str) -> Non
 @pytest.mark.parametrize("wrong", ["half precision", "two dimensions"])
 def test_only_plain_values_are_summed_in_one_pass(wrong: str) -> None:
     tensor = SINGLES[wrong][1]
-    with pytest.raises(ValueError, match="needed is contiguous float32"):
-        ops.quantize_missing(tensor, "int8", 64, codes=CODES_100, scales=SCALES_2, beside=Beside())
-    with pytest.raises(ValueError, match="needed is contiguous float32"):
+    with pytest.raises(ValueError, match="expected contiguous float32"):
+        ops.quantize_missing(tensor, "int8", 64, codes=CODES_100, scales=SCALES_2, beside=CodingOutputs())
+    with pytest.raises(ValueError, match="expected contiguous float32"):
         ops.dequantize_onto(CODES_100, SCALES_2, "int8", 64, base=X, out=tensor)
 
 
@@ -281,7 +283,7 @@ def test_one_pass_gives_what_three_give(code: str) -> None:
     x, before = normal(5001, 1), normal(5001, 2)
     (codes, scales), expected = coded(x, code), decoded(x, code)
     found, missed = (torch.empty_like(codes), torch.empty_like(scales)), before.clone()
-    ops.quantize_missing(x, code, 64, codes=found[0], scales=found[1], beside=Beside(missed, True, x))
+    ops.quantize_missing(x, code, 64, codes=found[0], scales=found[1], beside=CodingOutputs(missed, True, x))
     assert all(map(same_bits, (*found, x), (codes, scales, expected)))
     ops.dequantize_onto(codes, scales, code, 64, base=before, out=before)
     assert same_bits(before, normal(5001, 2) + expected)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerd.compute.kernels import cuda, driver, nvrtc, ops, reference
+from peerd.compute.kernels import cuda, gpu_device, nvrtc, ops, reference
 from peerd.core.blockwise import BLOCKS
 from tests.kit.blockwise_cases import DTYPES, NAMES, normal, same_bits
 from tests.kit.cuda_shim import Emulated, emulated
@@ -214,14 +214,14 @@ def test_a_gpu_gets_its_own_code_or_what_its_driver_can_translate(
         ("cuDeviceGet", 101, "cuDeviceGet: CUDA_ERROR_INVALID_DEVICE"),
         ("cuDevicePrimaryCtxRetain", 2, "CUDA_ERROR_OUT_OF_MEMORY"),
         ("cuCtxPushCurrent_v2", 12345, "cuCtxPushCurrent_v2: error 12345"),
-        ("cuModuleLoadData", 209, "CUDA_ERROR_NO_BINARY_FOR_GPU.*a newer torch may know this GPU"),
+        ("cuModuleLoadData", 209, "CUDA_ERROR_NO_BINARY_FOR_GPU.*a newer torch may support this GPU"),
         ("cuModuleLoadData", 222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION.*update the NVIDIA driver"),
         ("cuModuleGetFunction", 500, "CUDA_ERROR_NOT_FOUND"),
         ("cuOccupancyMaxActiveBlocksPerMultiprocessor", 200, "CUDA_ERROR_INVALID_IMAGE"),
         ("cuLaunchKernel", 719, "CUDA_ERROR_LAUNCH_FAILED"),
         ("nvrtcVersion", 3, "NVRTC failed in nvrtcVersion: NVRTC_ERROR_INVALID_INPUT"),
         ("nvrtcCreateProgram", 4, "NVRTC failed in nvrtcCreateProgram"),
-        ("nvrtcCompileProgram", 6, r"NVRTC refused peerd's kernels: peerd.cu\(9\): error: a mistake;"),
+        ("nvrtcCompileProgram", 6, r"NVRTC rejected peerd's kernels: peerd.cu\(9\): error: a mistake;"),
         ("nvrtcGetCUBINSize", 5, "NVRTC failed in nvrtcGetCUBINSize"),
     ],
 )
@@ -232,8 +232,8 @@ def test_every_failure_is_one_sentence_and_plain_torch_goes_on(
     sentence = cuda.why_not("cpu")
     assert not cuda.available("cpu")
     assert "\n" not in sentence
-    assert sentence.startswith("the CUDA kernels of blockwise quantization do not serve on cpu: ")
-    assert "; plain torch does the work, slower; " in sentence
+    assert sentence.startswith("the CUDA kernels of blockwise quantization are not used on cpu: ")
+    assert "; the slower plain torch is used; " in sentence
     assert re.search(words, sentence), sentence
     x = normal(500, seed)
     expected, scales = reference.quantize(x, "nf4", 64)
@@ -279,10 +279,7 @@ def test_kernels_that_compute_something_else_are_not_used(gpu: Emulated, monkeyp
     x = torch.ones(70, dtype=torch.bfloat16)
     assert torch.equal(cuda.quantize(x, "int8", 64)[0], wrong(x, "int8", 64)[0])
     (sentence,) = filter(None, cuda._problems.values())
-    assert (
-        "of code int8 do not serve on cpu: they computed other bits than the definition (bf16, blocks of 64)"
-        in sentence
-    )
+    assert "of code int8 are not used on cpu: their results differ from the definition (bf16, blocks of 64)" in sentence
     launches = gpu.library.fake_launches()
     cuda.quantize(x, "int4", 64)
     assert gpu.library.fake_launches() > launches
@@ -291,10 +288,10 @@ def test_kernels_that_compute_something_else_are_not_used(gpu: Emulated, monkeyp
 def test_a_machine_without_gpu_or_driver_or_compiler_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "serve NVIDIA GPUs that torch sees, and cpu is none" in cuda.why_not("cpu")
-    monkeypatch.setattr(driver, "NAMES", ("libnone.so.1",))
-    with pytest.raises(driver.DriverError, match=r"the NVIDIA driver \(libnone.so.1\) was not found"):
-        driver.load()
+    assert "need an NVIDIA GPU that torch detects; cpu is not one" in cuda.why_not("cpu")
+    monkeypatch.setattr(gpu_device, "NAMES", ("libnone.so.1",))
+    with pytest.raises(gpu_device.DriverError, match=r"the NVIDIA driver \(libnone.so.1\) was not found"):
+        gpu_device.load()
     with pytest.raises(nvrtc.NvrtcError, match="the compiler that torch's CUDA builds bring, was not found"):
         nvrtc.load([tmp_path], [99])
     (tmp_path / "libnvrtc.so.99").write_bytes(b"no library")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from peerd.compute.kernels import native, reference
-from peerd.compute.kernels.reference import Beside
+from peerd.compute.kernels.reference import CodingOutputs
 from peerd.core.blockwise import BLOCKS, code_bytes, scale_count
 from tests.kit.amount import examples
 from tests.kit.blockwise_cases import (
@@ -183,7 +183,7 @@ def test_what_coding_misses_is_what_decoding_it_again_says(code: str, block: int
             for seen in (None, torch.empty_like(x), x):  # x is overwritten by the last one
                 found = torch.empty_like(codes), torch.empty_like(scales), before.clone()
                 with using(isa):
-                    native.quantize_missing(x, code, block, *found[:2], Beside(found[2], more, seen))
+                    native.quantize_missing(x, code, block, *found[:2], CodingOutputs(found[2], more, seen))
                 assert all(map(same_bits, found, (codes, scales, missed))), isa
                 assert seen is None or same_bits(seen, decoded), isa
 

@@ -60,7 +60,7 @@ def expected(call: Call) -> tuple[torch.Tensor, ...]:
         codes, scales, missed, seen = call.outputs()
         missed = before[0].clone() if before else missed
         reference.quantize_missing(
-            x, call.code, call.block, codes, scales, reference.Beside(missed, bool(before), seen)
+            x, call.code, call.block, codes, scales, reference.CodingOutputs(missed, bool(before), seen)
         )
         return codes, scales, missed, seen
     if call.function == "dequantize_onto":

@@ -88,26 +88,26 @@ def test_layers_that_keep_the_contract_pass_whatever_gpt_demands(name: str) -> N
     [
         (
             "wide",
-            "model.kind mine:wide: layer 1 (Linear) got [2, 5, 8] float32 and gave [2, 5, 16] float32; "
+            "model.kind mine:wide: layer 1 (Linear) got [2, 5, 8] float32 and returned [2, 5, 16] float32; "
             "expected [2, 5, 8] float32 (samples, model.context, model.d_model)",
         ),
         ("few_tokens", "layer 0 (Embedding) got [2, 5] int64 and failed: IndexError: index out of range"),
         (
             "few_scores",
-            "layer 1 (Linear) got [2, 5, 8] float32 and gave [2, 5, 100] float32; expected [2, 5, 256] float32 "
+            "layer 1 (Linear) got [2, 5, 8] float32 and returned [2, 5, 100] float32; expected [2, 5, 256] float32 "
             "(samples, model.context, tokens of the vocabulary)",
         ),
-        ("double", "layer 1 (Of) got [2, 5, 8] float32 and gave [2, 5, 8] float64; expected [2, 5, 8] float32"),
-        ("pair", "layer 1 (Of) got [2, 5, 8] float32 and gave tuple; expected a tensor"),
-        ("cut_off", "layer 1 (Of) got [2, 5, 8] float32, and no gradient comes back to its input"),
-        ("without", "layer 1 (Of) got [2, 5, 8] float32, and no gradient comes back through it"),
-        ("noisy", "layer 1 (Of) got [2, 5, 8] float32 twice and gave different values"),
+        ("double", "layer 1 (Of) got [2, 5, 8] float32 and returned [2, 5, 8] float64; expected [2, 5, 8] float32"),
+        ("pair", "layer 1 (Of) got [2, 5, 8] float32 and returned tuple; expected a tensor"),
+        ("cut_off", "layer 1 (Of) got [2, 5, 8] float32, and no gradient flows back to its input"),
+        ("without", "layer 1 (Of) got [2, 5, 8] float32, and no gradient flows back through it"),
+        ("noisy", "layer 1 (Of) got [2, 5, 8] float32 twice and returned different values"),
         ("in_place", "layer 1 (Of) got [2, 5, 8] float32 and changed it"),
-        ("infinite", "layer 1 (Of) got [2, 5, 8] float32 and gave values that are not finite"),
+        ("infinite", "layer 1 (Of) got [2, 5, 8] float32 and returned values that are not finite"),
         ("broken", "layer 1 (Of) got [2, 5, 8] float32 and failed: RuntimeError: "),
-        ("transposed", "layer 1 (Of) got [2, 5, 8] float32 and gave [5, 2, 8] float32; expected [2, 5, 8]"),
-        ("frozen", "layer 0 (Embedding): weight takes no gradient (requires_grad is False)"),
-        ("tied", "layer 3 (Linear) shares weight with model.kind mine:tied: layer 0 (Embedding), which is of another"),
+        ("transposed", "layer 1 (Of) got [2, 5, 8] float32 and returned [5, 2, 8] float32; expected [2, 5, 8]"),
+        ("frozen", "layer 0 (Embedding): weight cannot be trained (requires_grad is False)"),
+        ("tied", "layer 3 (Linear) shares weight with model.kind mine:tied: layer 0 (Embedding) of another stage"),
         ("raises", "model.kind mine:raises failed: AttributeError: 'ModelSection' object has no attribute 'colour' ("),
     ],
 )

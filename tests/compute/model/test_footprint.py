@@ -120,7 +120,7 @@ def test_a_stage_whose_gradient_rounds_cannot_carry_is_refused_before_it_is_buil
 
 @pytest.fixture
 def normed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
-    """A run of layers of the user's own, with buffers."""
+    """A run whose layers are the user's own and have buffers."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "normed.py").write_text(
         "from torch import nn\ndef layers(run):\n    return [nn.Embedding(256, 4), nn.BatchNorm1d(64)]\n"
@@ -129,7 +129,7 @@ def normed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
 
 
 def test_buffers_travel_with_the_gradient_and_count(normed: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = 256 * 4 + 2 * 64 + 1 + 2 * 64 + 1  # parameters, then the samples, mean, variance and count of batches
+    values = 256 * 4 + 2 * 64 + 1 + 2 * 64 + 1  # parameters; number of samples, mean, variance and number of batches
     monkeypatch.setattr(averaged_vector, "FRAME_ELEMENTS", values)
     refuse_if_not_averaged(normed, 0)
     monkeypatch.setattr(averaged_vector, "FRAME_ELEMENTS", values - 1)

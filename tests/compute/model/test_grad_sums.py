@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peerd.compute.flat import Layout
+from peerd.compute.flat import FlatLayout
 from peerd.compute.model.grad_sums import Sums
 
-LAYOUT = Layout(("a", "b"), (torch.Size([2, 3]), torch.Size([4])))
+LAYOUT = FlatLayout(("a", "b"), (torch.Size([2, 3]), torch.Size([4])))
 
 
 def ones() -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peerd.compute.model.kept_graph import Graph
+from peerd.compute.model.kept_graph import KeptGraph
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
 
@@ -41,7 +41,7 @@ def computed(stage: StageModule, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return passes
 
 
-def after(stage: StageModule, graph: Graph | None) -> tuple[Tensor | None, Tensor]:
+def after(stage: StageModule, graph: KeptGraph | None) -> tuple[Tensor | None, Tensor]:
     """The input's gradient, and the sum, of one backward."""
     gradient, _ = stage.backward(input_of(stage), GRADIENT, graph=graph)
     return gradient, stage.gradient()

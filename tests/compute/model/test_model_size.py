@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.compute.codec.powersgd import sort_out
-from peerd.compute.flat import Layout
+from peerd.compute.flat import FlatLayout
 from peerd.compute.model.footprint import footprint
 from peerd.compute.model.partition import build, outline
 from peerd.core.model.averaged_vector import vector_sizes
@@ -79,7 +79,7 @@ def test_a_stage_with_values_has_as_many_parameters() -> None:
 @given(runs(), st.integers(1, 130))
 def test_powersgd_averages_as_many_values(run: RunFile, rank: int) -> None:
     shapes = [p.shape for p in outline(run, [0]).parameters()]
-    layout = Layout(tuple(map(str, range(len(shapes)))), tuple(shapes))
+    layout = FlatLayout(tuple(map(str, range(len(shapes)))), tuple(shapes))
     sizes = sort_out(layout, rank)[2]
     assert sum(sizes) == sum(factored_values(tuple(shape), rank) for shape in shapes)
     assert sizes == vector_sizes(AveragingSection(code="powersgd", rank=rank), shapes)

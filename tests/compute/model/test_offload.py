@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from peerd.commands.doctor.finding import CheckVerdict
+from peerd.commands.doctor.check_result import CheckVerdict
 from peerd.commands.doctor.run_checks import RunNeeds, run_checks
 from peerd.commands.plan.size_report import size_object
 from peerd.compute.codec.frames import to_frame
@@ -378,7 +378,7 @@ def test_a_gpu_that_is_too_small_for_the_parameters_may_be_large_enough_with_it(
     monkeypatch.setattr("peerd.compute.model.footprint.free_bytes", lambda _: (free, free))
     assert far.on("cuda", least=True)[0] < free
     assert lacking(far, "cuda") is None
-    assert (lacking(near, "cuda") or "").endswith("GB are free (limits.offload takes less of it)")
+    assert (lacking(near, "cuda") or "").endswith("GB are free (limits.offload needs less of it)")
     free = far.copies_bytes // 2
     assert (lacking(near, "cuda") or "").endswith("GB are free")
     assert recomputes(make(1, offload=True), 0, "cuda")
@@ -399,7 +399,7 @@ def test_doctor_and_plan_say_what_a_gpu_holds(monkeypatch: pytest.MonkeyPatch, t
     near = make(1, model=sizes)
     told = {check.check: check for check in run_checks(RunNeeds(near, ("stage",), tmp_path, "cuda:0"))}["memory"]
     assert told.verdict == CheckVerdict.FAIL
-    assert told.found.endswith("GB are free (limits.offload takes less of it)")
+    assert told.found.endswith("GB are free (limits.offload needs less of it)")
     planned = [size_object(wanted, stage_sizes(wanted, 256), 1e12)["stages"][0] for wanted in (run, near)]
     assert [one["device_memory_bytes"] for one in planned] == [
         footprint(wanted, 0).held("cuda")[0] for wanted in (run, near)

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.compute.flat import Layout
-from peerd.compute.model.optim import Optimizer, learning_rate
+from peerd.compute.flat import FlatLayout
+from peerd.compute.model.optimizer import Optimizer, learning_rate
 from peerd.core.run.runfile import OptimizerSection
 from tests.kit.amount import examples
 
-LAYOUT = Layout(("a", "b", "c"), (torch.Size([3, 4]), torch.Size([5]), torch.Size([])))
+LAYOUT = FlatLayout(("a", "b", "c"), (torch.Size([3, 4]), torch.Size([5]), torch.Size([])))
 
 
 def random(seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

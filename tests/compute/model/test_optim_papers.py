@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.compute.flat import Layout
-from peerd.compute.model.optim import Optimizer, learning_rate
+from peerd.compute.flat import FlatLayout
+from peerd.compute.model.optimizer import Optimizer, learning_rate
 from peerd.core.run.runfile import OptimizerSection
 from tests.kit.amount import examples
 from tests.kit.papers import Layers, PaperLamb, PaperLars
 
-LAYOUT = Layout(("matrix", "vector", "number"), (torch.Size([3, 4]), torch.Size([5]), torch.Size([])))
+LAYOUT = FlatLayout(("matrix", "vector", "number"), (torch.Size([3, 4]), torch.Size([5]), torch.Size([])))
 
 
 def random(seed: int) -> torch.Tensor:

@@ -221,7 +221,7 @@ def test_the_whole_model_from_folders_takes_the_newest_step_that_all_stages_have
 def test_states_that_do_not_make_up_the_model_are_refused() -> None:
     run = make_run(2)
     first, last = (stage.state() for stage in trained(run))
-    with pytest.raises(ConfigError, match="the run has 2 stages; given are 1"):
+    with pytest.raises(ConfigError, match="the run has 2 stages, but 1 were given"):
         load_whole_model(run, [first])
     with pytest.raises(ConfigError, match=r"parameters are not those of this run: block4\..* differs"):
         load_whole_model(run, [first, first])

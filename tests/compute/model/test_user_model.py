@@ -158,7 +158,7 @@ def test_what_is_not_finite_is_named() -> None:
     model.check_finite(model.gradients())
     m[0].bias.grad[1:3] = float("nan")  # type: ignore[index]
     with pytest.raises(
-        GradientNotFinite, match=r"the gradient of 0\.bias is not finite \(2 of 4 values\); nothing was handed"
+        GradientNotFinite, match=r"the gradient of 0\.bias is not finite \(2 of 4 values\); nothing was contributed"
     ):
         model.check_finite(model.gradients())
     for p in m.parameters():
@@ -175,7 +175,7 @@ def test_settings_that_others_than_the_schedule_change_are_noticed() -> None:
     model._optimizer.step()
     scheduler.step()
     with pytest.raises(
-        ConfigError, match=r"lr of the optimizer's group 0 was 0\.1 and is 0\.05 now: peers would differ.*"
+        ConfigError, match=r"lr of the optimizer's group 0 was 0\.1 and is 0\.05 now: peers would differ\. Pass a.*"
     ):
         model.check_unchanged()
     model.settings_changed()

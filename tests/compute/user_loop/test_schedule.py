@@ -90,8 +90,8 @@ def test_what_is_no_schedule_is_refused_in_words() -> None:
 
     wrong: list[tuple[Any, str]] = [
         (3, "a torch scheduler or a function is needed, not int"),
-        (lambda o: None, "must give a torch scheduler of the optimizer"),
-        (s.StepLR(optimizer(), 3), "must give a torch scheduler of the optimizer"),
+        (lambda o: None, "must return a torch scheduler of the optimizer"),
+        (s.StepLR(optimizer(), 3), "must return a torch scheduler of the optimizer"),
         (s.ReduceLROnPlateau, "each peer's own losses"),
         (used, "has made 1 steps already"),
     ]

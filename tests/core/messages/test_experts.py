@@ -15,6 +15,7 @@ from peerd.core.messages.encoding import Message, decode, encode
 from peerd.core.messages.experts import (
     Announced,
     Backward,
+    CheckpointRef,
     Forward,
     Gradient,
     HolderOffer,
@@ -24,9 +25,8 @@ from peerd.core.messages.experts import (
     Name,
     Output,
     PieceWanted,
-    Pointer,
-    TakenOver,
-    TakeOver,
+    TransferAnswer,
+    TransferRequest,
     state_root,
 )
 from peerd.core.varint import encode_varint
@@ -37,8 +37,10 @@ ADDRS = ["/ip4/45.3.1.1/tcp/20643", "/ip6/2001:db9::7/tcp/4001"]
 RUN, REQUEST = bytes(range(16)), bytes(range(16, 32))
 
 
-def pointer(generation: int = 0, version: int = 7, owner: Keypair = OWNER) -> Pointer:
-    made = Pointer(bytes(16), Name.of(Uid(0, (5, 12))), generation, version, bytes(32), 1000, owner.peer_id.public_key)
+def pointer(generation: int = 0, version: int = 7, owner: Keypair = OWNER) -> CheckpointRef:
+    made = CheckpointRef(
+        bytes(16), Name.of(Uid(0, (5, 12))), generation, version, bytes(32), 1000, owner.peer_id.public_key
+    )
     return made.signed(owner)
 
 
@@ -64,7 +66,7 @@ def test_a_pointer_that_was_changed_or_is_anothers_counts_nothing() -> None:
         assert not msgspec.structs.replace(pointer(), **changed).is_signed(), changed
 
 
-def handed(**changed: object) -> Pointer:
+def handed(**changed: object) -> CheckpointRef:
     """A pointer of OTHER, to which OWNER handed the expert, as it did to OWNER before."""
     first = msgspec.structs.replace(pointer(0, 7, OTHER), heir=OWNER.peer_id.public_key).signed(OTHER)
     second = msgspec.structs.replace(
@@ -134,9 +136,9 @@ MESSAGES: dict[str, list[Message]] = {
         HolderOffer(1, adopts=True, addrs=[], hosted=12, places=EXPERT_PLACES, sample_s=0.002),
     ],
     "sharing_v2.bin": [
-        TakeOver(pointer(2, 40), 12, 0.002),
-        TakeOver(pointer(0, 0), 0, 0.0, leaves=True),
-        TakenOver(3),
+        TransferRequest(pointer(2, 40), 12, 0.002),
+        TransferRequest(pointer(0, 0), 0, 0.0, leaves=True),
+        TransferAnswer(3),
     ],
 }
 

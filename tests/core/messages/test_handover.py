@@ -15,7 +15,7 @@ from peerd.core.ids import is_peer_text
 from peerd.core.keys import Keypair
 from peerd.core.limits import ATTEMPTS, BROKEN_CHARS, STAGES
 from peerd.core.messages.encoding import Message, decode, encode
-from peerd.core.messages.handover import Broken, CarryOn, Hop, NotFiniteAt, Pass, Passed, Ticket
+from peerd.core.messages.handover import Broken, Hop, NotFiniteAt, PassAnswer, PassRequest, RelayRequest, Ticket
 from peerd.core.messages.proof import grant, is_ticket_of, receipt, signed_ticket
 from peerd.core.messages.swarm import GrantStatement, Mb, Receipt, Seqs
 from peerd.core.varint import encode_varint
@@ -33,8 +33,8 @@ def ticket(**changes: Any) -> Ticket:
 
 def messages() -> list[Message]:
     shown = grant(CONDUCTOR.sign, GrantStatement(RUN, 4, 7, OWN, Seqs.of([(3 << 31) + 5])))
-    whole = Pass(RUN, 0, OWN, ticket(), shown)
-    again = Pass(RUN, 1, OWN, ticket(attempt=65_535, low=1, high=1, first=0), shown, 12.5e6)
+    whole = PassRequest(RUN, 0, OWN, ticket(), shown)
+    again = PassRequest(RUN, 1, OWN, ticket(attempt=65_535, low=1, high=1, first=0), shown, 12.5e6)
     hops = [
         Hop(name, receipt(key.sign, RUN, 5, stage, 7, Mb(OWN, (3 << 31) + 5)))
         for stage, (name, key) in enumerate(zip(ROUTE, STAGE_KEYS, strict=True))
@@ -45,11 +45,13 @@ def messages() -> list[Message]:
     return [
         whole,
         again,
-        Pass(RUN, STAGES - 1, OWN, ticket(low=STAGES - 1, high=STAGES - 1, first=STAGES - 2, route=ROUTE[:2]), None),
-        CarryOn(ROUTE[1], again),
-        Passed(),
-        Passed(hops, 3.25, None, 1e6),
-        Passed(broken=Broken(2, ROUTE[2], "the peer has left the swarm")),
+        PassRequest(
+            RUN, STAGES - 1, OWN, ticket(low=STAGES - 1, high=STAGES - 1, first=STAGES - 2, route=ROUTE[:2]), None
+        ),
+        RelayRequest(ROUTE[1], again),
+        PassAnswer(),
+        PassAnswer(hops, 3.25, None, 1e6),
+        PassAnswer(broken=Broken(2, ROUTE[2], "the peer has left the swarm")),
     ]
 
 
@@ -61,11 +63,11 @@ def test_messages_survive_their_encoding_and_look_as_they_always_did() -> None:
 
 def test_a_way_that_ends_since_values_are_not_finite_is_told_from_one_that_is_broken() -> None:
     for broken in (NotFiniteAt(2, ROUTE[2], "the output"), Broken(2, ROUTE[2], "the output")):
-        assert decode(Passed, encode(Passed(broken=broken))).broken == broken
+        assert decode(PassAnswer, encode(PassAnswer(broken=broken))).broken == broken
 
 
 def test_every_message_of_hand_over_is_among_the_golden_ones() -> None:
-    made = {kind for kind in Message.__subclasses__() if kind.__module__ == Pass.__module__}
+    made = {kind for kind in Message.__subclasses__() if kind.__module__ == PassRequest.__module__}
     assert made == {type(message) for message in messages()}
 
 
@@ -132,7 +134,7 @@ def test_hops_and_reasons_have_bounds() -> None:
         broken: Any
 
     hop = (ROUTE[0], (0, b""))
-    assert len(decode(Passed, encode(RawPassed([hop] * STAGES, 0.0, None))).hops) == STAGES
+    assert len(decode(PassAnswer, encode(RawPassed([hop] * STAGES, 0.0, None))).hops) == STAGES
     for hops, broken in (
         ([hop] * (STAGES + 1), None),
         ([], (0, "x", "r" * (BROKEN_CHARS + 1))),
@@ -140,7 +142,7 @@ def test_hops_and_reasons_have_bounds() -> None:
         ([(ROUTE[0], (0, b""), 0.0, 0.0, 0.0, "by post")], None),
     ):
         with pytest.raises(ProtocolViolation):
-            decode(Passed, encode(RawPassed(hops, 0.0, broken)))
+            decode(PassAnswer, encode(RawPassed(hops, 0.0, broken)))
 
 
 def test_names_are_those_of_peers_and_each_peer_has_one() -> None:

@@ -17,7 +17,7 @@ from peerd.core.limits import (
     NETWORK_RTT_S,
 )
 from peerd.core.messages.encoding import Message, decode, encode
-from peerd.core.messages.network import MappedPair, NetworkMapAsk, NetworkPart, NetworkReport, PairFigures
+from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
 from peerd.core.varint import encode_varint
 
 RUN = bytes(range(16))
@@ -29,8 +29,8 @@ def messages() -> list[Message]:
     pairs = [MappedPair(0, 1, 0.025, 1.25e6, 2.5e6, 60.0), MappedPair(1, 2, 0.1, 0.0, 1e9, 0.0, True, True, False)]
     return [
         NetworkReport(RUN, [FIGURES, PairFigures("x")]),
-        NetworkMapAsk(RUN),
-        NetworkMapAsk(RUN, "a", "b"),
+        NetworkMapRequest(RUN),
+        NetworkMapRequest(RUN, "a", "b"),
         NetworkPart(["a", "b", "c"], pairs, 3, False),
         NetworkPart([], [], 0, False),
     ]

@@ -17,8 +17,8 @@ from peerd.core.messages.encoding import encode
 from peerd.core.messages.run_link import (
     DOMAIN,
     JoinLink,
-    RunFileAsked,
-    RunFileTold,
+    RunFileAnswer,
+    RunFileRequest,
     best_link,
     shared_file,
     shared_run,
@@ -124,7 +124,7 @@ def test_a_volunteers_own_part_and_the_publishers_paths_stay_at_home() -> None:
     told = shared_file(run)
     for secret in (b"ann", b'"line"', b"limits", b"bootstrap", b"listen", b"announce", b"hours"):
         assert secret not in told
-    found = shared_run(RunFileTold(told, ANN.sign(DOMAIN + told)), "r")
+    found = shared_run(RunFileAnswer(told, ANN.sign(DOMAIN + told)), "r")
     assert found.model == ModelSection(layers=2, vocab="tok.json")
     assert [source.path for source in found.data.sources] == ["*.txt", "https://h.example/x"]
     assert found.access == AccessSection(allow="tokens", organizer=PEER)
@@ -157,28 +157,28 @@ def test_a_volunteers_own_part_and_the_publishers_paths_stay_at_home() -> None:
 )
 def test_a_file_that_nobody_may_set_for_another_is_refused(text: bytes, why: str) -> None:
     with pytest.raises(ProtocolViolation, match=why):
-        shared_run(RunFileTold(text, b""), "r")
+        shared_run(RunFileAnswer(text, b""), "r")
 
 
 def test_a_signature_counts_when_it_is_the_organizers_and_of_this_file() -> None:
     text = shared_file(RunFile(run="r", access=AccessSection(allow="tokens", organizer=PEER)))
-    assert shared_run(RunFileTold(text, ANN.sign(DOMAIN + text)), "r").run == "r"
+    assert shared_run(RunFileAnswer(text, ANN.sign(DOMAIN + text)), "r").run == "r"
     for signature in (BOB.sign(DOMAIN + text), ANN.sign(text), ANN.sign(DOMAIN + text + b" "), b"short"):
         with pytest.raises(ProtocolViolation, match="not signed by the organizer"):
-            shared_run(RunFileTold(text, signature), "r")
+            shared_run(RunFileAnswer(text, signature), "r")
     with pytest.raises(ProtocolViolation, match="names no organizer"):
-        shared_run(RunFileTold(b'{"run":"r"}', ANN.sign(b"x")), "r")
+        shared_run(RunFileAnswer(b'{"run":"r"}', ANN.sign(b"x")), "r")
 
 
 @given(st.binary(max_size=300))
 def test_whatever_a_backbone_gives_is_a_run_file_or_a_violation(data: bytes) -> None:
     for text in (data, b'{"run":"r","data":' + data + b"}", b'{"run":"r","access":' + data + b"}"):
         with contextlib.suppress(ProtocolViolation):
-            assert shared_run(RunFileTold(text, b""), "r").run == "r"
+            assert shared_run(RunFileAnswer(text, b""), "r").run == "r"
 
 
 def test_the_bytes_on_the_wire_stay_as_they_are() -> None:
-    assert encode(RunFileAsked("r")).hex() == "91a172"
-    assert encode(RunFileTold(b'{"run":"r"}', b"")).hex() == "92c40b7b2272756e223a2272227dc400"
+    assert encode(RunFileRequest("r")).hex() == "91a172"
+    assert encode(RunFileAnswer(b'{"run":"r"}', b"")).hex() == "92c40b7b2272756e223a2272227dc400"
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode([b"x" * 65537, b""]), type=RunFileTold)
+        msgspec.msgpack.decode(msgspec.msgpack.encode([b"x" * 65537, b""]), type=RunFileAnswer)

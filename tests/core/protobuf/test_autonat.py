@@ -8,7 +8,7 @@ from peerd.core.addr import tcp_addr
 from peerd.core.errors import ProtocolViolation
 from peerd.core.keys import Keypair
 from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER
-from peerd.core.protobuf.autonat import Dialed, DialMe, DialStatus
+from peerd.core.protobuf.autonat import DialRequest, DialResponse, DialStatus
 from peerd.core.protobuf.wire import bytes_field, number_field
 
 PEER = Keypair.from_seed(b"p" * 32).peer_id
@@ -21,22 +21,22 @@ FAILED = bytes.fromhex("08011a0808641204") + b"none"
 
 
 def test_the_bytes_are_those_of_the_specification() -> None:
-    assert DialMe(peer=PEER, addrs=(ADDR,)).encode() == DIAL
-    assert Dialed(status=DialStatus.OK, addr=ADDR).encode() == OK
-    assert Dialed(status=DialStatus.DIAL_ERROR, text="none").encode() == FAILED
-    assert DialMe.decode(DIAL) == DialMe(peer=PEER, addrs=(ADDR,))
-    assert Dialed.decode(OK) == Dialed(status=DialStatus.OK, addr=ADDR)
-    assert Dialed.decode(FAILED) == Dialed(status=DialStatus.DIAL_ERROR, text="none")
+    assert DialRequest(peer=PEER, addrs=(ADDR,)).encode() == DIAL
+    assert DialResponse(status=DialStatus.OK, addr=ADDR).encode() == OK
+    assert DialResponse(status=DialStatus.DIAL_ERROR, text="none").encode() == FAILED
+    assert DialRequest.decode(DIAL) == DialRequest(peer=PEER, addrs=(ADDR,))
+    assert DialResponse.decode(OK) == DialResponse(status=DialStatus.OK, addr=ADDR)
+    assert DialResponse.decode(FAILED) == DialResponse(status=DialStatus.DIAL_ERROR, text="none")
 
 
 def test_addresses_beyond_the_bounds_are_dropped() -> None:
     long = bytes(ADDR_BYTES + 1)
-    many = DialMe.decode(DialMe(peer=None, addrs=(long, *[ADDR] * (ADDRS_PER_PEER + 5))).encode())
+    many = DialRequest.decode(DialRequest(peer=None, addrs=(long, *[ADDR] * (ADDRS_PER_PEER + 5))).encode())
     assert many.addrs == (ADDR,) * ADDRS_PER_PEER
 
 
 def test_a_kind_that_is_left_out_is_the_first_as_protobuf_says() -> None:
-    assert DialMe.decode(DIAL[2:]) == DialMe(peer=PEER, addrs=(ADDR,))
+    assert DialRequest.decode(DIAL[2:]) == DialRequest(peer=PEER, addrs=(ADDR,))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_kind_that_is_left_out_is_the_first_as_protobuf_says() -> None:
 )
 def test_what_is_no_question_is_a_violation(raw: bytes) -> None:
     with pytest.raises(ProtocolViolation):
-        DialMe.decode(raw)
+        DialRequest.decode(raw)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,6 @@ def test_what_is_no_question_is_a_violation(raw: bytes) -> None:
 )
 def test_what_is_no_answer_is_a_violation(body: bytes) -> None:
     with pytest.raises(ProtocolViolation):
-        Dialed.decode(number_field(1, 1) + bytes_field(3, body))
+        DialResponse.decode(number_field(1, 1) + bytes_field(3, body))
     with pytest.raises(ProtocolViolation):
-        Dialed.decode(DIAL)
+        DialResponse.decode(DIAL)

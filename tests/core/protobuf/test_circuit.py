@@ -13,7 +13,7 @@ from peerd.core.protobuf.circuit import (
     HopKind,
     HopMessage,
     Limit,
-    Promise,
+    ReservationMessage,
     Status,
     StopKind,
     StopMessage,
@@ -33,7 +33,7 @@ MESSAGES: list[HopMessage | StopMessage] = [
     HopMessage(
         kind=HopKind.STATUS,
         status=Status.OK,
-        promise=Promise(1_900_000_000, (ADDR, ADDR[:-1] + b"\x01"), VOUCHER.seal(RELAY)),
+        promise=ReservationMessage(1_900_000_000, (ADDR, ADDR[:-1] + b"\x01"), VOUCHER.seal(RELAY)),
         limit=Limit(7200, 64 << 30),
     ),
     HopMessage(kind=HopKind.CONNECT, peer=PEER.peer_id),
@@ -101,7 +101,7 @@ def test_nonsense_is_a_violation(raw: bytes) -> None:
 
 
 def test_addresses_beyond_the_limit_are_dropped() -> None:
-    many = Promise.decode(bytes_field(2, ADDR) * (ADDRS_PER_PEER + 3) + bytes_field(2, b""))
+    many = ReservationMessage.decode(bytes_field(2, ADDR) * (ADDRS_PER_PEER + 3) + bytes_field(2, b""))
     assert many.relay_addrs == (ADDR,) * ADDRS_PER_PEER
 
 

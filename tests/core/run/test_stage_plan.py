@@ -13,7 +13,7 @@ from peerd.config import load_run
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.limits import PLAN_BYTES, RUN_FILE_BYTES
-from peerd.core.messages.run_link import RunFileTold, shared_file, shared_run
+from peerd.core.messages.run_link import RunFileAnswer, shared_file, shared_run
 from peerd.core.run.check import check
 from peerd.core.run.runfile import PipelineSection, PlanSection, RunFile, fingerprint
 from peerd.core.run.stage_plan import followers, planned_stage
@@ -49,7 +49,7 @@ def test_a_plan_names_peers_by_id_or_by_a_name_of_its_own(tmp_path: Path) -> Non
 
 def test_a_plan_travels_with_the_run_file_and_its_path_does_not(tmp_path: Path) -> None:
     run = loaded(tmp_path, PLAN)
-    told = shared_run(RunFileTold(shared_file(run), b""), "r")
+    told = shared_run(RunFileAnswer(shared_file(run), b""), "r")
     assert told.plan == run.plan
     assert told.pipeline.plan == ""
     assert check(told) == []
@@ -137,5 +137,7 @@ def test_a_command_with_a_plan_of_unknown_names_ends_with_one_sentence(
 def test_a_plan_comes_from_a_file_or_from_the_run_file(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN)
     both = RUN + f"plan: {{{{stages: [[{A}], [{B}]]}}}}\n"
-    with pytest.raises(ConfigError, match=r"pipeline.plan is given beside the section plan; allowed: one or the other"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline.plan is given together with the section plan; allowed: only one of them"
+    ):
         loaded(tmp_path, PLAN, both)

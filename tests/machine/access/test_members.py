@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.keys import Keypair
-from peerd.machine.access.members import MemberRoll
+from peerd.machine.access.members import RunMembers
 from tests.worlds.network.members import NOW, ORGANIZER, STRANGER, revoked, token
 
 PEERS = [Keypair.from_seed(bytes([number]) * 32).peer_id for number in range(1, 5)]
 
 
-def roll(stages: int = 2) -> MemberRoll:
-    return MemberRoll("tiny", ORGANIZER.peer_id, stages)
+def roll(stages: int = 2) -> RunMembers:
+    return RunMembers("tiny", ORGANIZER.peer_id, stages)
 
 
 @pytest.mark.slow

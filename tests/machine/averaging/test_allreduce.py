@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from peerd.core.errors import PeerdError
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.swarm import Mbs, Party, Prepare
-from peerd.machine.averaging.allreduce import AveragingPlan, PartPace, Round, cut, parts_of_a_share
+from peerd.machine.averaging.allreduce import AllReduceRound, AveragingPlan, PartPace, cut, parts_of_a_share
 
 GROUP = ("a", "b", "c")
 
@@ -33,7 +33,7 @@ def test_parts_cover_the_vector_once(length: int, members: int, part_elements: i
 @given(st.permutations(GROUP))
 def test_a_sum_falls_due_with_the_last_version(order: list[str]) -> None:
     parts = cut(9, GROUP, 3)
-    round_ = Round("b", GROUP, parts, 5.0)
+    round_ = AllReduceRound("b", GROUP, parts, 5.0)
     assert [round_.arrived(0.0, 1, sender) for sender in order] == [False, False, True]
     assert not round_.finished
     round_.returned(0.0, 0)
@@ -42,7 +42,7 @@ def test_a_sum_falls_due_with_the_last_version(order: list[str]) -> None:
 
 
 def test_strangers_repeats_and_others_parts_are_refused() -> None:
-    round_ = Round("b", GROUP, cut(9, GROUP, 3), 5.0)
+    round_ = AllReduceRound("b", GROUP, cut(9, GROUP, 3), 5.0)
     round_.arrived(0.0, 1, "a")
     for index, sender in ((1, "a"), (1, "z"), (0, "a"), (99, "a")):
         with pytest.raises(ValueError):
@@ -50,7 +50,7 @@ def test_strangers_repeats_and_others_parts_are_refused() -> None:
 
 
 def test_a_silent_sender_is_late_before_the_owner_that_waits_for_it() -> None:
-    round_ = Round("b", GROUP, cut(9, GROUP, 3), 5.0)
+    round_ = AllReduceRound("b", GROUP, cut(9, GROUP, 3), 5.0)
     round_.begin(0.0)
     round_.asked(0)
     round_.arrived(4.0, 1, "a")
@@ -62,7 +62,7 @@ def test_a_silent_sender_is_late_before_the_owner_that_waits_for_it() -> None:
 
 
 def test_who_is_heard_of_between_its_parts_is_slow_and_not_late() -> None:
-    round_ = Round("b", GROUP, cut(9, GROUP, 3), 5.0)
+    round_ = AllReduceRound("b", GROUP, cut(9, GROUP, 3), 5.0)
     round_.begin(0.0)
     round_.arrived(1.0, 1, "a")
     for now in (4.0, 8.0, 12.0):
@@ -73,7 +73,7 @@ def test_who_is_heard_of_between_its_parts_is_slow_and_not_late() -> None:
 
 
 def test_progress_counts_what_comes_from_others_versions_and_sums() -> None:
-    round_ = Round("b", GROUP, cut(9, GROUP, 3), 5.0)
+    round_ = AllReduceRound("b", GROUP, cut(9, GROUP, 3), 5.0)
     assert round_.progress() == (0, 12)
     round_.arrived(0.0, 1, "b")  # our own
     assert round_.progress() == (0, 12)
@@ -88,7 +88,7 @@ def test_progress_counts_what_comes_from_others_versions_and_sums() -> None:
 
 def test_who_fell_silent_first_is_named_not_who_waits_for_it() -> None:
     """`c` hangs as an owner; `a` sends no more because of that, and has sent less than `c` had."""
-    round_ = Round("b", GROUP, cut(18, GROUP, 3), 5.0)
+    round_ = AllReduceRound("b", GROUP, cut(18, GROUP, 3), 5.0)
     round_.begin(0.0)
     for index in (0, 1, 4):
         round_.asked(index)
@@ -101,7 +101,7 @@ def test_who_fell_silent_first_is_named_not_who_waits_for_it() -> None:
 
 
 def test_what_came_last_at_one_and_the_same_time_was_heard_last() -> None:
-    round_ = Round("b", GROUP, cut(9, GROUP, 3), 5.0)
+    round_ = AllReduceRound("b", GROUP, cut(9, GROUP, 3), 5.0)
     round_.begin(0.0)
     round_.asked(0)
     round_.asked(2)
@@ -112,7 +112,7 @@ def test_what_came_last_at_one_and_the_same_time_was_heard_last() -> None:
 
 def test_an_owner_that_nothing_was_sent_to_owes_nothing() -> None:
     """The sums of `c` hold up the part that `a` shall have."""
-    round_ = Round("b", GROUP, cut(9, GROUP, 3), 5.0)
+    round_ = AllReduceRound("b", GROUP, cut(9, GROUP, 3), 5.0)
     round_.begin(0.0)
     round_.asked(2)
     for sender in ("a", "b", "c"):
@@ -124,7 +124,7 @@ def test_an_owner_that_nothing_was_sent_to_owes_nothing() -> None:
 
 
 def test_a_round_of_one_needs_only_its_own_versions() -> None:
-    round_ = Round("a", ("a",), cut(4, ("a",), 2), 5.0)
+    round_ = AllReduceRound("a", ("a",), cut(4, ("a",), 2), 5.0)
     assert not round_.finished
     assert round_.arrived(0.0, 0, "a")
     assert round_.arrived(0.0, 1, "a")
@@ -149,7 +149,7 @@ def test_shares_are_contiguous_and_as_large_as_said(length: int, scores: list[fl
 
 def test_a_helper_waits_for_all_senders_and_for_no_sum() -> None:
     parts = cut(4, ("a", "b", "helper"), 4, (0.5, 0.0, 0.5))
-    round_ = Round("helper", ("a", "b"), parts, 5.0)
+    round_ = AllReduceRound("helper", ("a", "b"), parts, 5.0)
     round_.begin(0.0)
     assert [part.owner for part in parts] == ["a", "helper"]
     assert not round_.arrived(0.0, 1, "a")
@@ -162,7 +162,7 @@ def test_a_helper_waits_for_all_senders_and_for_no_sum() -> None:
 
 def test_a_client_waits_for_its_sums_and_for_nobodys_version() -> None:
     parts = cut(4, ("a", "b", "helper"), 4, (0.5, 0.0, 0.5))
-    round_ = Round("b", ("a", "b"), parts, 5.0)
+    round_ = AllReduceRound("b", ("a", "b"), parts, 5.0)
     round_.begin(0.0)
     round_.asked(0)
     round_.asked(1)

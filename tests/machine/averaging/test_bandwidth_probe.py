@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.messages.swarm import LineInfo
-from peerd.machine.averaging.bandwidth_probe import Exploring
+from peerd.machine.averaging.bandwidth_probe import BandwidthProbe
 from peerd.machine.averaging.shares import MemberLine, bound_s_per_byte, load, shares
-from peerd.machine.averaging.topology import Grouping
-from peerd.machine.averaging.work_split import Lines
+from peerd.machine.averaging.topology import GroupTopology
+from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.machine.rate.access_line import AccessLine, Count
 
 MB = 1e6
@@ -23,8 +23,8 @@ class Swarm:
     def __init__(self, **lines_mbyte_s: float) -> None:
         self.true = {peer: rate * MB for peer, rate in lines_mbyte_s.items()}
         self.group = tuple(sorted(self.true))
-        self.lines = Lines()
-        self.grouping = Grouping(self.lines, 0)
+        self.lines = WorkSplitter()
+        self.grouping = GroupTopology(self.lines, 0)
         self.seen = dict.fromkeys(self.group, 0.0)
         self.seconds: list[float] = []
         self.fractions: list[dict[str, float]] = []
@@ -83,7 +83,7 @@ def test_equal_lines_keep_equal_shares_but_for_ever_rarer_tries() -> None:
 
 
 def test_lines_that_are_stated_are_not_tried() -> None:
-    lines = Lines()
+    lines = WorkSplitter()
     for peer in "abc":
         lines.tell(peer, 0, LineInfo("node", MB, MB, 1000, "float32"))
     assert lines.measured(0, ("a", "b", "c")) == {}
@@ -96,7 +96,7 @@ def test_lines_that_are_stated_are_not_tried() -> None:
 
 
 def test_a_line_that_grows_without_end_is_tried_without_end_and_nobody_else_forgotten_for_ever() -> None:
-    exploring, rates = Exploring(), {"liar": 1.0, "b": 1.0}
+    exploring, rates = BandwidthProbe(), {"liar": 1.0, "b": 1.0}
     tried = []
     for _ in range(30):
         tried.append(exploring.next(rates))
@@ -106,7 +106,7 @@ def test_a_line_that_grows_without_end_is_tried_without_end_and_nobody_else_forg
 
 
 def test_who_has_left_is_not_tried() -> None:
-    exploring = Exploring()
+    exploring = BandwidthProbe()
     assert exploring.next({"a": 1.0, "b": 2.0}) == "a"
     assert exploring.next({"b": 2.0, "c": 1.0}) in ("b", "c")
     assert exploring.next({"b": 2.0}) in (None, "b", "c")
@@ -159,7 +159,7 @@ def test_nothing_is_tried_where_the_slowest_sender_sets_the_pace() -> None:
     swarm.seen = dict(swarm.true)
     seconds = [swarm.round() for _ in range(50)]
     assert max(seconds) == pytest.approx(swarm.best_s(), rel=1e-6)
-    exploring = Exploring()
+    exploring = BandwidthProbe()
     assert all(exploring.next({"a": 1.0, "b": 2.0}, lambda: False) is None for _ in range(9))
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.averaging.moshpit import Meeting, grid_of, grid_within, largest_group, meetings
+from peerd.machine.averaging.moshpit import MoshpitGroup, grid_of, grid_within, largest_group, meetings
 
 swarms = st.tuples(st.integers(1, 200), st.integers(3, 40))
 
@@ -20,7 +20,7 @@ def names(count: int) -> list[str]:
     return [f"p{i:03}" for i in range(count)]
 
 
-def grid(swarm: tuple[int, int]) -> list[list[Meeting]]:
+def grid(swarm: tuple[int, int]) -> list[list[MoshpitGroup]]:
     peers, largest = swarm
     return meetings(names(peers), grid_within(peers, largest))
 
@@ -41,7 +41,7 @@ def test_after_the_last_round_everyone_has_each_contribution_once(swarm: tuple[i
     assert all(bag == Counter(names(swarm[0])) for bag in held.values())
 
 
-def sums(groups: list[Meeting], held: dict[str, Counter[str]]) -> dict[str, Counter[str]]:
+def sums(groups: list[MoshpitGroup], held: dict[str, Counter[str]]) -> dict[str, Counter[str]]:
     """One round: what each peer holds after it."""
     found = {}
     for one in groups:
@@ -81,7 +81,7 @@ def test_who_sends_beside_another_has_not_met_it_before(swarm: tuple[int, int]) 
 def test_groups_that_make_the_same_sum_are_numbered(swarm: tuple[int, int]) -> None:
     held = {peer: frozenset([peer]) for peer in names(swarm[0])}
     for groups in grid(swarm):
-        made: dict[frozenset[str], list[Meeting]] = {}
+        made: dict[frozenset[str], list[MoshpitGroup]] = {}
         for one in groups:
             made.setdefault(frozenset().union(*(held[peer] for peer in one.senders)), []).append(one)
         for alike in made.values():
@@ -121,8 +121,8 @@ def test_known_grids() -> None:
     ]
     assert [grid_of(peers, 2) for peers in (16, 17, 64, 100)] == [(4, 4), (5, 4), (8, 8), (10, 10)]
     assert meetings(list("abcde"), (3, 2)) == [
-        [Meeting(("a", "b")), Meeting(("c", "d", "e"))],
-        [Meeting(("a", "c"), ("e",), 0, 2), Meeting(("b", "d"), (), 1, 2)],
+        [MoshpitGroup(("a", "b")), MoshpitGroup(("c", "d", "e"))],
+        [MoshpitGroup(("a", "c"), ("e",), 0, 2), MoshpitGroup(("b", "d"), (), 1, 2)],
     ]
     for peers, largest in ((0, 3), (5, 2)):
         with pytest.raises(ValueError, match="no grid"):

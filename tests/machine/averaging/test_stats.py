@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from peerd.machine.averaging.allreduce import Round, RoundFailed, cut
-from peerd.machine.averaging.stats import Outcomes, explained
+from peerd.machine.averaging.allreduce import AllReduceRound, RoundFailed, cut
+from peerd.machine.averaging.stats import RoundStats, explained
 
 GROUP = ("a", "b", "c")
 
 
-def begun(now: float = 0.0) -> Round:
+def begun(now: float = 0.0) -> AllReduceRound:
     """As `b` sees it, who sums part 1 of the three."""
-    round_ = Round("b", GROUP, cut(9, GROUP, 3), 5.0)
+    round_ = AllReduceRound("b", GROUP, cut(9, GROUP, 3), 5.0)
     round_.begin(now)
     return round_
 
 
 def test_who_comes_last_made_us_wait_from_the_last_but_one() -> None:
-    outcomes, round_ = Outcomes(), begun(10.0)
+    outcomes, round_ = RoundStats(), begun(10.0)
     round_.arrived(10.0, 1, "b")
     round_.arrived(10.2, 1, "a")
     round_.arrived(11.7, 1, "c")
@@ -35,7 +35,7 @@ def test_who_comes_last_made_us_wait_from_the_last_but_one() -> None:
 
 
 def test_one_who_is_late_with_many_parts_at_once_is_waited_for_once() -> None:
-    round_ = Round("b", GROUP, cut(90, GROUP, 3), 5.0)  # 30 parts, ten of them ours
+    round_ = AllReduceRound("b", GROUP, cut(90, GROUP, 3), 5.0)  # 30 parts, ten of them ours
     round_.begin(0.0)
     ours = [part.index for part in round_.parts if part.owner == "b"]
     assert len(ours) == 10
@@ -54,7 +54,7 @@ def test_nobody_is_waited_for_when_our_own_version_is_the_last() -> None:
 
 
 def test_a_broken_round_tells_why_by_whom_and_how_much_is_lost() -> None:
-    outcomes, round_ = Outcomes(), begun()
+    outcomes, round_ = RoundStats(), begun()
     round_.arrived(0.0, 1, "a")
     round_.returned(1.0, 0)
     failure = RoundFailed("a member of the group fell silent", ("12D3KooWabcdefgh12345678",))
@@ -66,7 +66,7 @@ def test_a_broken_round_tells_why_by_whom_and_how_much_is_lost() -> None:
 
 
 def test_a_helper_misses_what_it_was_to_sum_and_a_whole_round_misses_nothing() -> None:
-    helper = Round("h", GROUP, cut(8, (*GROUP, "h"), 2), 5.0)
+    helper = AllReduceRound("h", GROUP, cut(8, (*GROUP, "h"), 2), 5.0)
     assert helper.missing_share() == 1.0
     for sender in GROUP:
         helper.arrived(0.0, 3, sender)
@@ -74,9 +74,9 @@ def test_a_helper_misses_what_it_was_to_sum_and_a_whole_round_misses_nothing() -
 
 
 def test_only_those_who_were_waited_for_longest_are_remembered() -> None:
-    outcomes = Outcomes()
+    outcomes = RoundStats()
     for i in range(200):
-        round_ = Round("b", ("b", f"p{i}"), cut(2, ("b", f"p{i}"), 1), 5.0)
+        round_ = AllReduceRound("b", ("b", f"p{i}"), cut(2, ("b", f"p{i}"), 1), 5.0)
         round_.arrived(0.0, 0, "b")
         round_.arrived(float(i), 0, f"p{i}")
         outcomes.ended(float(i), round_)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.swarm import Done, LineInfo, Party, Prepare, Redo
-from peerd.machine.averaging.member_plan import Terms, plan_of
-from peerd.machine.averaging.topology import Grouping, Ordered, OrderedGroup, foretold_mates
-from peerd.machine.averaging.work_split import Lines
+from peerd.machine.averaging.member_plan import MemberTerms, plan_of
+from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, SumTopology, foretold_mates
+from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.swarm.events import (
     CancelAttempt,
@@ -30,19 +30,21 @@ from tests.worlds.machines.conducting import hello
 from tests.worlds.machines.grids import order_of, rounds_of
 
 MB = 1e6
-TERMS = Terms(1 << 20, 5.0)
+TERMS = MemberTerms(1 << 20, 5.0)
 
 
 def names(count: int) -> tuple[str, ...]:
     return tuple(f"p{i:03}" for i in range(count))
 
 
-def grouping(count: int, size: int = 0, elements: int = 1_000_000, mbyte_s: float = 0.0, clients: int = 0) -> Grouping:
-    lines = Lines()
+def grouping(
+    count: int, size: int = 0, elements: int = 1_000_000, mbyte_s: float = 0.0, clients: int = 0
+) -> GroupTopology:
+    lines = WorkSplitter()
     for i, name in enumerate(names(count)):
         mode = "client" if i < clients else "node"
         lines.tell(name, 0, LineInfo(mode, mbyte_s * MB, mbyte_s * MB, elements, "float32"))  # type: ignore[arg-type]
-    return Grouping(lines, size)
+    return GroupTopology(lines, size)
 
 
 def order_to(one: OrderedGroup, brings: bytes | None = None) -> Prepare:
@@ -50,7 +52,7 @@ def order_to(one: OrderedGroup, brings: bytes | None = None) -> Prepare:
     return decode(Prepare, encode(order_of(one, b"a" * 16, brings, 60.0, last=True)))
 
 
-def is_flat(found: Ordered) -> bool:
+def is_flat(found: SumTopology) -> bool:
     return len(found.groups) == 1 and not found.sides
 
 
@@ -126,7 +128,7 @@ def test_a_small_stage_and_one_on_slow_or_unknown_lines_are_flat() -> None:
         assert is_flat(grouping(count, mbyte_s=mbyte_s).order(0, names(count)))
 
 
-def failing(ordering: Grouping, members: int) -> Grouping:
+def failing(ordering: GroupTopology, members: int) -> GroupTopology:
     for _ in range(100):
         ordering.observe(members, names(members // 8))
     return ordering

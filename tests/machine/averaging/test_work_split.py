@@ -12,14 +12,14 @@ from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.swarm import LineInfo, Mbs, Prepare
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.machine.averaging.shares import NoSplit
-from peerd.machine.averaging.work_split import Lines, Split
+from peerd.machine.averaging.work_split import Split, WorkSplitter
 
 GROUP = ("a", "b", "c")
 MB = 1e6
 
 
-def lines(**said: LineInfo) -> Lines:
-    found = Lines()
+def lines(**said: LineInfo) -> WorkSplitter:
+    found = WorkSplitter()
     for peer, line in said.items():
         found.tell(peer, 0, line)
     return found
@@ -36,7 +36,7 @@ def shares(split: Split | None) -> dict[str, float]:
 
 
 def test_where_nobody_says_anything_shares_are_equal() -> None:
-    assert Lines().split(0, GROUP) is None
+    assert WorkSplitter().split(0, GROUP) is None
     assert lines(a=node(), b=node()).split(0, GROUP) is None
     assert lines(a=node(MB)).split(0, ("a",)) is None
 
@@ -93,7 +93,7 @@ def test_clients_alone_cannot_average() -> None:
 
 
 def test_a_peer_that_says_it_helps_no_longer_is_no_helper() -> None:
-    known = Lines()
+    known = WorkSplitter()
     assert known.tell("h", 0, node(MB, "aux"), ("/ip4/10.0.0.1/tcp/1",))
     assert not known.tell("h", 0, node(2 * MB, "aux"), ("/ip4/10.0.0.1/tcp/1",))  # its line only
     assert known.tell("h", 0, node(MB, "aux"), ("/ip4/10.0.0.2/tcp/1",))

@@ -10,7 +10,7 @@ import pytest
 from peerd.core.messages.swarm import Done
 from peerd.machine.batch.batches import Batches, StageView
 from peerd.machine.swarm.events import TrainerReport
-from peerd.machine.swarm.revisions import Versions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 
 LEASE_S = (30.0, 120.0)
 VIEW = StageView(lambda peer, stage: peer == "member", [False])
@@ -38,7 +38,7 @@ class Scene:
     """One batch at a time of `capacity`."""
 
     def __init__(self, capacity: int, own_pace: bool) -> None:
-        self.batches, self.now, self.step = Batches(1, capacity, Versions(), own_pace), 0.0, 0
+        self.batches, self.now, self.step = Batches(1, capacity, ReaderVersions(), own_pace), 0.0, 0
 
     def make_step(self, trainers: Iterable[Trainer], within_s: float = 60.0) -> float:
         """Let these go on until the batch is done; returns its seconds."""

@@ -11,7 +11,7 @@ from peerd.core.messages.swarm import Done
 from peerd.machine.batch.batches import Batches, StageView
 from peerd.machine.batch.probation import Probation
 from peerd.machine.swarm.events import TrainerReport
-from peerd.machine.swarm.revisions import Versions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 
 VIEW = StageView(lambda peer, stage: True, [False])
 LEASE_S = (30.0, 120.0)
@@ -28,7 +28,7 @@ class Run:
     """
 
     def __init__(self, newcomers: Iterator[list[str]], pace_s: Callable[[str], float], turn_s: float = TURN_S) -> None:
-        self.batches, self.now, self.steps = Batches(1, BATCH, Versions(), own_pace=False), 0.0, 0
+        self.batches, self.now, self.steps = Batches(1, BATCH, ReaderVersions(), own_pace=False), 0.0, 0
         self.batches.trainers.newcomers.probation = Probation(lambda peer: peer.rpartition("@")[2])
         self._newcomers, self._pace_s, self._turn_s = newcomers, pace_s, turn_s
         self._here: list[str] = []

@@ -20,7 +20,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
-from peerd.machine.swarm.revisions import Versions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 from tests.worlds.machines.conducting import hello
 
 GENUINE = b"signed"
@@ -315,7 +315,7 @@ def test_whoever_helped_to_make_a_step_is_no_newcomer() -> None:
 
 def trained() -> Batches:
     """A batch of four after a step that trainer t has helped to make."""
-    batches = Batches(1, 4, Versions())
+    batches = Batches(1, 4, ReaderVersions())
     batches.trainers.newcomers.probation = Probation(place)
     batches.verify = lambda *told: told[-1].signature == GENUINE
     view = StageView(lambda peer, stage: True, [False])

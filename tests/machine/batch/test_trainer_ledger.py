@@ -7,7 +7,7 @@ import random
 import pytest
 
 from peerd.core.messages.swarm import Redo, Seqs, TrainerAnswer
-from peerd.machine.batch.trainer_ledger import Begun, Contribution, DropMicrobatch, Repeat, Start
+from peerd.machine.batch.trainer_ledger import Begun, DropMicrobatch, Repeat, Start, TrainerLedger
 
 
 def answer(step: int, admitted: list[int], **more: object) -> TrainerAnswer:
@@ -32,32 +32,32 @@ def answer(step: int, admitted: list[int], **more: object) -> TrainerAnswer:
 
 
 @pytest.fixture
-def books() -> Contribution[str]:
-    books: Contribution[str] = Contribution(session=1)
+def books() -> TrainerLedger[str]:
+    books: TrainerLedger[str] = TrainerLedger(session=1)
     books.waiting = ["a", "b", "c"]
     books.wish(2)
     return books
 
 
-def started(books: Contribution[str], step: int = 0) -> list[Begun[str]]:
+def started(books: TrainerLedger[str], step: int = 0) -> list[Begun[str]]:
     orders = books.answered(answer(step, books.open()), [])
     return [order.item for order in orders if isinstance(order, Start)]
 
 
-def test_wishes_start_when_they_are_admitted(books: Contribution[str]) -> None:
+def test_wishes_start_when_they_are_admitted(books: TrainerLedger[str]) -> None:
     assert [item.load for item in started(books)] == ["a", "b"]
     assert started(books) == []
     assert books.waiting == ["c"]
 
 
-def test_a_wish_that_was_not_admitted_may_start_in_the_next_step(books: Contribution[str]) -> None:
+def test_a_wish_that_was_not_admitted_may_start_in_the_next_step(books: TrainerLedger[str]) -> None:
     first, second = books.open()
     assert [o.item.load for o in books.answered(answer(0, [first]), []) if isinstance(o, Start)] == ["a"]
     orders = books.answered(answer(1, [second], counted=[first]), [])
     assert [o.item.load for o in orders if isinstance(o, Start)] == ["b"]
 
 
-def test_news_is_told_until_it_was_taken(books: Contribution[str]) -> None:
+def test_news_is_told_until_it_was_taken(books: TrainerLedger[str]) -> None:
     item = started(books)[0]
     books.finish(item, ["p", "q"])
     said = books.news()
@@ -70,7 +70,7 @@ def test_news_is_told_until_it_was_taken(books: Contribution[str]) -> None:
     assert books.news() == said
 
 
-def test_a_lost_gradient_is_repeated_once_on_its_stage(books: Contribution[str]) -> None:
+def test_a_lost_gradient_is_repeated_once_on_its_stage(books: TrainerLedger[str]) -> None:
     item = started(books)[0]
     books.finish(item, ["p", "q"])
     books.answered(answer(0, list(books.items)), books.news())
@@ -83,7 +83,7 @@ def test_a_lost_gradient_is_repeated_once_on_its_stage(books: Contribution[str])
 
 
 def test_what_is_to_be_repeated_and_is_here_no_more_is_named_while_the_conductor_asks_for_it(
-    books: Contribution[str],
+    books: TrainerLedger[str],
 ) -> None:
     item = started(books)[0]
     gone = item.seq - 1
@@ -93,14 +93,14 @@ def test_what_is_to_be_repeated_and_is_here_no_more_is_named_while_the_conductor
     assert books.unknown == []
 
 
-def test_what_was_counted_by_the_step_that_the_same_answer_closes_is_named_too(books: Contribution[str]) -> None:
+def test_what_was_counted_by_the_step_that_the_same_answer_closes_is_named_too(books: TrainerLedger[str]) -> None:
     item = started(books)[0]
     books.finish(item, ["p"])
     books.answered(answer(1, [], counted=[item.seq], redo=[Redo(item.seq, 0)]), books.news())
     assert books.unknown == [item.seq]
 
 
-def test_a_conductor_that_names_what_is_not_there_is_not_heard(books: Contribution[str]) -> None:
+def test_a_conductor_that_names_what_is_not_there_is_not_heard(books: TrainerLedger[str]) -> None:
     item = started(books)[0]
     books.finish(item, ["p", "q"])
     books.answered(answer(0, list(books.items)), books.news())
@@ -110,7 +110,7 @@ def test_a_conductor_that_names_what_is_not_there_is_not_heard(books: Contributi
 
 
 @pytest.mark.parametrize("step", [1, pytest.param(3, id="after missed steps")])
-def test_what_the_step_did_not_count_begins_again(books: Contribution[str], step: int) -> None:
+def test_what_the_step_did_not_count_begins_again(books: TrainerLedger[str], step: int) -> None:
     a, b = started(books)
     books.finish(a, ["p", "q"])
     books.finish(b, ["p", "q"])
@@ -120,7 +120,7 @@ def test_what_the_step_did_not_count_begins_again(books: Contribution[str], step
     assert (books.tally.counted, books.tally.requeued, books.tally.lost) == (1, 1, 0)
 
 
-def test_an_outcome_that_nobody_knows_is_admitted_as_a_loss(books: Contribution[str]) -> None:
+def test_an_outcome_that_nobody_knows_is_admitted_as_a_loss(books: TrainerLedger[str]) -> None:
     a, b = started(books)
     books.finish(a, ["p", "q"])
     books.answered(answer(5, [], counted=None), [])
@@ -128,13 +128,13 @@ def test_an_outcome_that_nobody_knows_is_admitted_as_a_loss(books: Contribution[
     assert b.load in books.waiting
 
 
-def test_what_is_no_longer_admitted_is_dropped_and_begins_again(books: Contribution[str]) -> None:
+def test_what_is_no_longer_admitted_is_dropped_and_begins_again(books: TrainerLedger[str]) -> None:
     a, b = started(books)
     assert books.answered(answer(0, [b.seq]), []) == [DropMicrobatch(a)]
     assert books.waiting == ["a", "c"]
 
 
-def test_early_work_begins_beside_this_step_s_and_goes_on_as_the_next_one_s(books: Contribution[str]) -> None:
+def test_early_work_begins_beside_this_step_s_and_goes_on_as_the_next_one_s(books: TrainerLedger[str]) -> None:
     a, b = books.open()
     orders = books.answered(answer(0, [a], early=[b]), [])
     assert [order.item.step for order in orders if isinstance(order, Start)] == [0, 1]
@@ -150,7 +150,7 @@ def test_early_work_begins_beside_this_step_s_and_goes_on_as_the_next_one_s(book
     assert books.tally.counted == 2
 
 
-def test_a_lost_gradient_of_the_next_step_is_repeated_too(books: Contribution[str]) -> None:
+def test_a_lost_gradient_of_the_next_step_is_repeated_too(books: TrainerLedger[str]) -> None:
     a, b = books.open()
     books.answered(answer(0, [a], early=[b]), [])
     item = books.items[b]
@@ -159,7 +159,7 @@ def test_a_lost_gradient_of_the_next_step_is_repeated_too(books: Contribution[st
     assert books.answered(answer(0, [a], early=[b], redo=[Redo(b, 0)]), []) == [Repeat(item, 0)]
 
 
-def test_what_was_begun_for_one_step_does_not_count_in_another(books: Contribution[str]) -> None:
+def test_what_was_begun_for_one_step_does_not_count_in_another(books: TrainerLedger[str]) -> None:
     """A conductor that knows nothing of it gives it a place in the wrong batch: its samples get another number."""
     a, b = books.open()
     books.answered(answer(0, [a], early=[b]), [])
@@ -169,14 +169,14 @@ def test_what_was_begun_for_one_step_does_not_count_in_another(books: Contributi
     assert books.waiting == ["b", "c"]
 
 
-def test_whoever_missed_two_steps_learns_what_both_counted(books: Contribution[str]) -> None:
+def test_whoever_missed_two_steps_learns_what_both_counted(books: TrainerLedger[str]) -> None:
     a, b = books.open()
     books.answered(answer(0, [a], early=[b]), [])
     books.answered(answer(2, [], counted=[a], counted_early=[b]), [])
     assert (books.tally.counted, books.tally.requeued, books.tally.lost) == (2, 0, 0)
 
 
-def test_when_the_swarm_returns_to_an_older_step_all_begins_again(books: Contribution[str]) -> None:
+def test_when_the_swarm_returns_to_an_older_step_all_begins_again(books: TrainerLedger[str]) -> None:
     a, b = books.open()
     books.answered(answer(5, []), [])
     books.answered(answer(5, [a], early=[b]), [])
@@ -188,7 +188,7 @@ def test_when_the_swarm_returns_to_an_older_step_all_begins_again(books: Contrib
 @pytest.mark.parametrize("seed", range(20))
 def test_samples_of_two_steps_are_in_exactly_one_place(seed: int) -> None:
     rng = random.Random(seed)
-    books: Contribution[int] = Contribution(session=seed)
+    books: TrainerLedger[int] = TrainerLedger(session=seed)
     books.waiting = list(range(60))
     step, due, early, counted = 0, list[int](), list[int](), set[int]()
     for _ in range(400):
@@ -217,9 +217,9 @@ def test_samples_of_two_steps_are_in_exactly_one_place(seed: int) -> None:
         assert all(item.step in (None, step, step + 1) for item in books.items.values())
 
 
-def begun(early: int, due: int) -> Contribution[str]:
+def begun(early: int, due: int) -> TrainerLedger[str]:
     """With so many microbatches of the next step's batch and of this one's under way."""
-    books: Contribution[str] = Contribution(session=1)
+    books: TrainerLedger[str] = TrainerLedger(session=1)
     books.waiting = ["text"] * (early + due)
     books.wish(early + due)
     numbers = books.open()
@@ -258,7 +258,7 @@ def test_where_one_is_told_at_a_time_each_is_told_at_once() -> None:
     assert books.pressing(1)
 
 
-def test_what_is_not_finite_is_dropped_with_its_samples_and_told_until_that_is_taken(books: Contribution[str]) -> None:
+def test_what_is_not_finite_is_dropped_with_its_samples_and_told_until_that_is_taken(books: TrainerLedger[str]) -> None:
     item, other = started(books)
     books.dismiss(item)
     assert books.not_finite == [item.seq]
@@ -271,7 +271,7 @@ def test_what_is_not_finite_is_dropped_with_its_samples_and_told_until_that_is_t
     assert books.tally.not_finite == 1
 
 
-def test_what_is_not_finite_on_a_stage_that_is_done_again_is_given_back(books: Contribution[str]) -> None:
+def test_what_is_not_finite_on_a_stage_that_is_done_again_is_given_back(books: TrainerLedger[str]) -> None:
     """The conductor still has it in the batch: it hears that nobody has it any more."""
     item = started(books)[0]
     books.finish(item, ["p"])

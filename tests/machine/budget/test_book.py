@@ -8,9 +8,9 @@ import pytest
 from multiaddr import Multiaddr
 
 from peerd.core.errors import LocalError
-from peerd.machine.budget.book import BOUNDS, Book, Bounds, Means, User, user_at
+from peerd.machine.budget.book import BOUNDS, Book, Bounds, Resource, User, user_at
 
-SMALL = {Means.LINKS: Bounds(total=40, peer=8, place=10, region=20, reserved=10)}
+SMALL = {Resource.LINKS: Bounds(total=40, peer=8, place=10, region=20, reserved=10)}
 MEMBER = User("member", "10.0.0.1", "10.0.0.0/24")
 
 
@@ -22,68 +22,68 @@ def book() -> Book:
 
 def test_one_peer_has_no_more_than_its_share() -> None:
     some = book()
-    assert some.take(Means.LINKS, User("a", "p", "r"), 8) is None
-    assert some.take(Means.LINKS, User("a", "q", "s")) == "this peer has 8"
+    assert some.take(Resource.LINKS, User("a", "p", "r"), 8) is None
+    assert some.take(Resource.LINKS, User("a", "q", "s")) == "this peer has 8"
 
 
 def test_identities_of_one_place_share_what_the_place_may_have() -> None:
     some = book()
     for name in "abcde":
-        assert some.take(Means.LINKS, User(name, "p", "r"), 2) is None
-    assert some.take(Means.LINKS, User("f", "p", "r")) == "p has 10"
-    assert some.take(Means.LINKS, User("f", "q", "r")) is None
+        assert some.take(Resource.LINKS, User(name, "p", "r"), 2) is None
+    assert some.take(Resource.LINKS, User("f", "p", "r")) == "p has 10"
+    assert some.take(Resource.LINKS, User("f", "q", "r")) is None
 
 
 def test_places_of_one_region_share_what_the_region_may_have() -> None:
     some = book()
-    assert some.take(Means.LINKS, User("a", "p", "r"), 8) is None
-    assert some.take(Means.LINKS, User("b", "q", "r"), 8) is None
-    assert some.take(Means.LINKS, User("c", "o", "r"), 5) == "r has 16"
+    assert some.take(Resource.LINKS, User("a", "p", "r"), 8) is None
+    assert some.take(Resource.LINKS, User("b", "q", "r"), 8) is None
+    assert some.take(Resource.LINKS, User("c", "o", "r"), 5) == "r has 16"
 
 
 def test_strangers_leave_what_is_reserved_for_members() -> None:
     some = book()
     for number in range(30):
-        assert some.take(Means.LINKS, User(str(number), str(number), str(number // 20))) is None
-    assert some.take(Means.LINKS, User("x", "x", "x")) == "all together have 30"
-    assert some.take(Means.LINKS, MEMBER, 8) is None
-    assert some.take(Means.LINKS, User("member 2", "10.0.0.1", "10.0.0.0/24"), 3) == "all together have 38"
+        assert some.take(Resource.LINKS, User(str(number), str(number), str(number // 20))) is None
+    assert some.take(Resource.LINKS, User("x", "x", "x")) == "all together have 30"
+    assert some.take(Resource.LINKS, MEMBER, 8) is None
+    assert some.take(Resource.LINKS, User("member 2", "10.0.0.1", "10.0.0.0/24"), 3) == "all together have 38"
 
 
 def test_members_of_one_household_have_half_together_and_some_of_it_whatever_strangers_there_have() -> None:
     some = book()
-    assert some.take(Means.LINKS, User("stranger", "1.0.0.1", "1.0.0.0/24"), 8) is None
-    assert some.take(Means.LINKS, User("another", "1.0.0.1", "1.0.0.0/24"), 2) is None
+    assert some.take(Resource.LINKS, User("stranger", "1.0.0.1", "1.0.0.0/24"), 8) is None
+    assert some.take(Resource.LINKS, User("another", "1.0.0.1", "1.0.0.0/24"), 2) is None
     for number in range(2):
-        assert some.take(Means.LINKS, User(f"member {number}", "1.0.0.1", "1.0.0.0/24"), 5) is None
-    assert some.take(Means.LINKS, User("member 2", "1.0.0.1", "1.0.0.0/24")) == "1.0.0.1 has 20"
-    assert some.take(Means.LINKS, User("member 2", "1.0.0.2", "1.0.0.0/24"), 8) is None
+        assert some.take(Resource.LINKS, User(f"member {number}", "1.0.0.1", "1.0.0.0/24"), 5) is None
+    assert some.take(Resource.LINKS, User("member 2", "1.0.0.1", "1.0.0.0/24")) == "1.0.0.1 has 20"
+    assert some.take(Resource.LINKS, User("member 2", "1.0.0.2", "1.0.0.0/24"), 8) is None
 
 
 def test_members_at_one_private_address_leave_a_quarter_to_others() -> None:
     some = book()
     here = [user_at(f"member {number}", Multiaddr("/ip4/127.0.0.1/tcp/1")) for number in range(5)]
-    assert [some.take(Means.LINKS, user, 6) is None for user in here] == [True] * 5
-    assert some.take(Means.LINKS, here[0], 1) == "127.0.0.1 has 30"
-    assert some.take(Means.LINKS, MEMBER, 8) is None
+    assert [some.take(Resource.LINKS, user, 6) is None for user in here] == [True] * 5
+    assert some.take(Resource.LINKS, here[0], 1) == "127.0.0.1 has 30"
+    assert some.take(Resource.LINKS, MEMBER, 8) is None
 
 
 def test_what_was_never_taken_cannot_be_given_back() -> None:
     some = book()
-    assert some.take(Means.LINKS, MEMBER) is None
-    some.give(Means.LINKS, MEMBER)
+    assert some.take(Resource.LINKS, MEMBER) is None
+    some.give(Resource.LINKS, MEMBER)
     with pytest.raises(LocalError):
-        some.give(Means.LINKS, MEMBER)
+        some.give(Resource.LINKS, MEMBER)
 
 
 def test_the_fullest_region_loses_first_and_members_last() -> None:
     some = book()
     a, b, c = User("a", "p", "r"), User("b", "q", "r"), User("c", "z", "s")
     for user, amount in ((a, 4), (b, 5), (c, 8), (MEMBER, 8)):
-        assert some.take(Means.LINKS, user, amount) is None
-    assert some.fullest(Means.LINKS, [MEMBER, a, b, c]) == b
-    assert some.fullest(Means.LINKS, [MEMBER]) == MEMBER
-    assert some.fullest(Means.LINKS, []) is None
+        assert some.take(Resource.LINKS, user, amount) is None
+    assert some.fullest(Resource.LINKS, [MEMBER, a, b, c]) == b
+    assert some.fullest(Resource.LINKS, [MEMBER]) == MEMBER
+    assert some.fullest(Resource.LINKS, []) is None
 
 
 def test_who_comes_over_a_relay_has_the_relays_place_under_another_name() -> None:
@@ -95,8 +95,8 @@ def test_who_comes_over_a_relay_has_the_relays_place_under_another_name() -> Non
 
 def test_the_book_tells_who_has_most() -> None:
     some = book()
-    some.take(Means.LINKS, User("a", "p", "r"), 3)
-    some.take(Means.LINKS, User("b", "p", "r"), 2)
+    some.take(Resource.LINKS, User("a", "p", "r"), 3)
+    some.take(Resource.LINKS, User("b", "p", "r"), 2)
     (use,) = some.told()
     assert (use.used, use.bounds.total, use.peer, use.place, use.region) == (5, 40, ("a", 3), ("p", 5), ("r", 5))
 
@@ -110,11 +110,11 @@ def test_bounds_hold_whatever_is_taken_and_given(seed: int) -> None:
         user = User(rng.choice(["a", "b", "c", "member 1", "member 2"]), f"{region}.{rng.randrange(3)}", f"{region}")
         amount = rng.randint(1, 6)
         if has and rng.random() < 0.45:
-            some.give(Means.LINKS, *has.pop(rng.randrange(len(has))))
-        elif some.take(Means.LINKS, user, amount) is None:
+            some.give(Resource.LINKS, *has.pop(rng.randrange(len(has))))
+        elif some.take(Resource.LINKS, user, amount) is None:
             has.append((user, amount))
         some.check()
-    assert all(some.used(Means.LINKS, user) >= amount for user, amount in has)
+    assert all(some.used(Resource.LINKS, user) >= amount for user, amount in has)
 
 
 def test_what_a_place_may_have_leaves_room_for_others() -> None:

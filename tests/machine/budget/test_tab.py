@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.errors import LocalError
-from peerd.machine.budget.book import Book, Bounds, Means, User
-from peerd.machine.budget.tab import Tab
+from peerd.machine.budget.book import Book, Bounds, Resource, User
+from peerd.machine.budget.tab import UsageTab
 
 USER, OTHER = User("a", "p", "r"), User("b", "q", "s")
 
 
 def book(total: int) -> Book:
-    return Book({Means.CALLS: Bounds(total=total, peer=total, place=total, region=total)})
+    return Book({Resource.CALLS: Bounds(total=total, peer=total, place=total, region=total)})
 
 
 @given(st.lists(st.tuples(st.sampled_from(range(3)), st.integers(0, 40)), max_size=60), st.integers(1, 20))
 def test_the_book_covers_what_tabs_use_and_not_much_more(steps: list[tuple[int, int]], step: int) -> None:
     shared = book(100)
-    tabs = [Tab(shared, Means.CALLS, user, step=step) for user in (USER, USER, OTHER)]
+    tabs = [UsageTab(shared, Resource.CALLS, user, step=step) for user in (USER, USER, OTHER)]
     for number, amount in steps:
         tab = tabs[number]
         before = [each.used for each in tabs]
@@ -29,34 +29,34 @@ def test_the_book_covers_what_tabs_use_and_not_much_more(steps: list[tuple[int, 
             assert tab.used == amount
         else:
             assert [each.used for each in tabs] == before
-            covered = shared.used(Means.CALLS)
+            covered = shared.used(Resource.CALLS)
             assert covered - tab.used + amount > 100  # there was no room, not even without going ahead
         shared.check()
         for user, own in ((USER, tabs[:2]), (OTHER, tabs[2:])):
             used = [each.used for each in own]
-            assert sum(used) <= shared.used(Means.CALLS, user) <= 4 * sum(used)
+            assert sum(used) <= shared.used(Resource.CALLS, user) <= 4 * sum(used)
     for tab in tabs:
         tab.hold(0)
-    assert shared.used(Means.CALLS) == 0
+    assert shared.used(Resource.CALLS) == 0
 
 
 def test_what_is_small_and_often_asks_the_book_now_and_then() -> None:
     shared, asked = book(1000), 0
-    tab = Tab(shared, Means.CALLS, USER, step=16)
+    tab = UsageTab(shared, Resource.CALLS, USER, step=16)
     for taken in range(64):
-        before = shared.used(Means.CALLS)
+        before = shared.used(Resource.CALLS)
         assert tab.take() is None
-        asked += shared.used(Means.CALLS) != before
+        asked += shared.used(Resource.CALLS) != before
         assert tab.used == taken + 1
     for _ in range(64):
-        before = shared.used(Means.CALLS)
+        before = shared.used(Resource.CALLS)
         tab.give()
-        asked += shared.used(Means.CALLS) != before
+        asked += shared.used(Resource.CALLS) != before
     assert asked < 16
 
 
 def test_giving_back_more_than_was_taken_is_our_own_mistake() -> None:
-    tab = Tab(book(10), Means.CALLS, USER, step=4)
+    tab = UsageTab(book(10), Resource.CALLS, USER, step=4)
     tab.take(2)
     with pytest.raises(LocalError):
         tab.give(3)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.batches import Batches
 from peerd.machine.conductor.blame import Blame
-from peerd.machine.positions.proven_positions import Established
+from peerd.machine.positions.proven_positions import EstablishedMembers
 from peerd.machine.swarm.events import Note, Origin
-from peerd.machine.swarm.revisions import Versions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 from peerd.machine.swarm.roster import Roster
 from tests.worlds.machines.conducting import hello
 
@@ -18,10 +18,10 @@ class Scene:
     """One stage of a, which has helped to make a step, and b and c; each trainer has a microbatch that a holds."""
 
     def __init__(self) -> None:
-        self.batches, self.roster = Batches(1, len(TRAINERS), Versions()), Roster(1)
+        self.batches, self.roster = Batches(1, len(TRAINERS), ReaderVersions()), Roster(1)
         for peer in "abc":
             self.roster.enter(hello(peer))
-        self.established = Established("a", {"a": 0})
+        self.established = EstablishedMembers("a", {"a": 0})
         self.blame = Blame(15.0, self.batches, self.roster, self.established, Origin())
         for trainer in TRAINERS:
             self.batches.trainers.report(trainer, (1,))

@@ -115,7 +115,7 @@ def test_the_others_are_waited_for_before_few_make_a_step_that_was_perhaps_not_m
 
     conductor = gather()
     assert not any(isinstance(order, SendMove) for order in conductor.wake(10.5))
-    assert "less than half of a stage's members bear out step 7" in conductor.waits_for()
+    assert "less than half of a stage's members confirm step 7" in conductor.waits_for()
     assert conductor.wake_at(10.5) <= 71.0
     found = list[object]()
     for post in ("d/1", "e/1"):

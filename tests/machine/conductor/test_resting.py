@@ -8,7 +8,7 @@ import pytest
 
 from peerd.core.messages.swarm import LineInfo, Position
 from peerd.machine.averaging.contributors import ContributorChoice
-from peerd.machine.conductor.resting import Resting
+from peerd.machine.conductor.rest_choice import RestChoice
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.machine.swarm.roster import START, Roster
 from tests.worlds.machines.conducting import hello
@@ -25,7 +25,7 @@ class Scene:
         self.roster = Roster(1, delayed=delayed)
         self.pace = dict.fromkeys((*FAST, "slow/0"), 1.0)
         config = ConductorConfig(stages=1, microbatches=30, delayed=delayed, weighs=True)
-        self.resting = Resting(config, self.roster, lambda post: self.pace.get(post, 0.0))
+        self.resting = RestChoice(config, self.roster, lambda post: self.pace.get(post, 0.0))
         self.now, self.step = 0.0, 0
         self.lines: dict[str, float] = {}
 
@@ -203,7 +203,7 @@ def test_in_a_delayed_run_a_line_counts_only_beyond_the_time_of_computing() -> N
 
 def test_where_nobody_weighs_nobody_rests() -> None:
     scene = Scene()
-    scene.resting = Resting(ConductorConfig(stages=1, microbatches=30), scene.roster, lambda post: 1.0)
+    scene.resting = RestChoice(ConductorConfig(stages=1, microbatches=30), scene.roster, lambda post: 1.0)
     for post in FAST:
         scene.come(post, 100.0)
     scene.make_steps(2)

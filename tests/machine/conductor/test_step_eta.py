@@ -6,7 +6,7 @@ import random
 
 from peerd.core.messages.swarm import Done, Forecast, Position
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.step_eta import Outlook
+from peerd.machine.conductor.step_eta import StepEta
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
     ConductorConfig,
@@ -30,7 +30,7 @@ class One:
     def __init__(self) -> None:
         self.now, self.seq = 0.0, 0
         self.conductor = Conductor(ConductorConfig(stages=1, microbatches=BATCH), random.Random(1), 0.0)
-        self.outlook = Outlook()
+        self.outlook = StepEta()
         self.conductor.handle(0.0, hello("m"))
         self.now = 2.0
         self._carry_out(self.conductor.wake(self.now))

@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from peerd.core import limits
 from peerd.core.addr import parse_addr, tcp_addr, with_peer
 from peerd.core.keys import Keypair
-from peerd.core.protobuf.autonat import DialMe, DialStatus
+from peerd.core.protobuf.autonat import DialRequest, DialStatus
 from peerd.machine.connectivity.dial_back import Asker, DialBackRefusal, DialBacks
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 
 PEER, OTHER = (Keypair.from_seed(bytes([n]) * 32).peer_id for n in (1, 2))
 REMOTE = tcp_addr("81.2.3.4", 50000)
-ASKER = Asker(PEER, REMOTE, Way.DIRECT)
+ASKER = Asker(PEER, REMOTE, PathKind.DIRECT)
 AT_HOME = tcp_addr("81.2.3.4", 31337)
 
 
-def question(*texts: str) -> DialMe:
-    return DialMe(peer=PEER, addrs=tuple(parse_addr(text).to_bytes() for text in texts))
+def question(*texts: str) -> DialRequest:
+    return DialRequest(peer=PEER, addrs=tuple(parse_addr(text).to_bytes() for text in texts))
 
 
 def test_only_addresses_where_the_asker_is_are_dialed() -> None:
@@ -34,15 +34,15 @@ def test_only_addresses_where_the_asker_is_are_dialed() -> None:
 @pytest.mark.parametrize(
     ("asker", "asked", "why"),
     [
-        (ASKER, DialMe(peer=OTHER, addrs=(AT_HOME.to_bytes(),)), "asker itself"),
-        (Asker(PEER, REMOTE, Way.RELAYED), question(str(AT_HOME)), "does not show"),
-        (Asker(PEER, with_peer(REMOTE, OTHER), Way.PUNCHED), question(str(AT_HOME)), "does not show"),
-        (Asker(PEER, tcp_addr("192.168.1.5", 9), Way.LOCAL), question("/ip4/192.168.1.5/tcp/9"), "internet"),
+        (ASKER, DialRequest(peer=OTHER, addrs=(AT_HOME.to_bytes(),)), "asker itself"),
+        (Asker(PEER, REMOTE, PathKind.RELAYED), question(str(AT_HOME)), "does not show"),
+        (Asker(PEER, with_peer(REMOTE, OTHER), PathKind.PUNCHED), question(str(AT_HOME)), "does not show"),
+        (Asker(PEER, tcp_addr("192.168.1.5", 9), PathKind.LOCAL), question("/ip4/192.168.1.5/tcp/9"), "internet"),
         (ASKER, question("/ip4/9.9.9.9/tcp/31337"), "no address"),
-        (ASKER, DialMe(peer=None, addrs=(b"\xff\xff",)), "no address"),
+        (ASKER, DialRequest(peer=None, addrs=(b"\xff\xff",)), "no address"),
     ],
 )
-def test_what_could_hit_somebody_else_is_refused(asker: Asker, asked: DialMe, why: str) -> None:
+def test_what_could_hit_somebody_else_is_refused(asker: Asker, asked: DialRequest, why: str) -> None:
     refused = DialBacks().begin(0.0, asker, asked)
     assert isinstance(refused, DialBackRefusal)
     assert why in refused.why
@@ -75,8 +75,8 @@ def test_a_flood_stays_within_the_bounds(steps: list[tuple[int, int, bool, float
             backs.end(open_.pop(0)[0])
             continue
         ip = f"81.2.3.{host}"
-        asker = Asker(Keypair.from_seed(bytes([peer]) * 32).peer_id, tcp_addr(ip, 7), Way.DIRECT)
-        begun = backs.begin(now, asker, DialMe(peer=None, addrs=(tcp_addr(ip, 31337).to_bytes(),)))
+        asker = Asker(Keypair.from_seed(bytes([peer]) * 32).peer_id, tcp_addr(ip, 7), PathKind.DIRECT)
+        begun = backs.begin(now, asker, DialRequest(peer=None, addrs=(tcp_addr(ip, 31337).to_bytes(),)))
         if not isinstance(begun, DialBackRefusal):
             open_.append((begun[0], ip))
         backs.check()

@@ -19,10 +19,10 @@ from peerd.machine.connectivity.happy_eyeballs import (
     NEAR_HEAD_START_S,
     PARALLEL,
     STAGGER_S,
+    AddressHistory,
     DropAttempt,
-    Past,
-    Race,
-    Surroundings,
+    HappyEyeballs,
+    NetworkSurroundings,
     Try,
     Wait,
     order,
@@ -33,11 +33,11 @@ HERE, NEAR, ELSEWHERE = (tcp_addr(ip, 4001) for ip in ("127.0.0.1", "192.168.1.5
 FOUR, FOUR_B, SIX = (tcp_addr(ip, 4001) for ip in ("8.8.8.8", "8.8.4.4", "2600::8"))
 NAME = parse_addr("/dns/peer.example.org/tcp/4001")
 RELAYED = parse_addr(f"/ip4/9.9.9.9/tcp/4001/p2p/{RELAY}/p2p-circuit")
-HOME = Surroundings(networks=(ipaddress.IPv4Network("192.168.1.0/24"),))
+HOME = NetworkSurroundings(networks=(ipaddress.IPv4Network("192.168.1.0/24"),))
 
 
-def ordered(*addrs: Multiaddr, around: Surroundings = HOME, now: float = 0.0) -> list[Multiaddr]:
-    return order({addr: Past() for addr in addrs}, around, now)
+def ordered(*addrs: Multiaddr, around: NetworkSurroundings = HOME, now: float = 0.0) -> list[Multiaddr]:
+    return order({addr: AddressHistory() for addr in addrs}, around, now)
 
 
 def test_kinds_take_turns_the_same_network_first_ipv6_before_ipv4_and_relays_last() -> None:
@@ -46,36 +46,41 @@ def test_kinds_take_turns_the_same_network_first_ipv6_before_ipv4_and_relays_las
 
 
 def test_a_private_address_counts_as_near_where_our_own_networks_are_unknown() -> None:
-    assert ordered(FOUR, ELSEWHERE, around=Surroundings()) == [ELSEWHERE, FOUR]
+    assert ordered(FOUR, ELSEWHERE, around=NetworkSurroundings()) == [ELSEWHERE, FOUR]
 
 
 def test_the_same_private_network_behind_another_router_is_not_near() -> None:
     behind = {"networks": HOME.networks}
-    same = Surroundings(**behind, public=frozenset({ipaddress.ip_address("8.8.8.8")}))
-    other = Surroundings(**behind, public=frozenset({ipaddress.ip_address("9.1.1.1")}))
+    same = NetworkSurroundings(**behind, public=frozenset({ipaddress.ip_address("8.8.8.8")}))
+    other = NetworkSurroundings(**behind, public=frozenset({ipaddress.ip_address("9.1.1.1")}))
     assert ordered(FOUR, NEAR, around=same) == [NEAR, FOUR]
     assert ordered(FOUR, NEAR, around=other) == [FOUR, NEAR]
     assert ordered(SIX, NEAR, around=other) == [NEAR, SIX]  # the peer's IPv4 address is unknown
 
 
 def test_what_worked_comes_first_the_latest_before_the_others_but_never_a_relay_before_a_direct_way() -> None:
-    known = {FOUR: Past(1), SIX: Past(), RELAYED: Past(3), NEAR: Past(2)}
+    known = {FOUR: AddressHistory(1), SIX: AddressHistory(), RELAYED: AddressHistory(3), NEAR: AddressHistory(2)}
     assert order(known, HOME, 0.0) == [NEAR, FOUR, SIX, RELAYED]
 
 
 def test_what_failed_lately_comes_after_relays_and_is_forgiven_in_time() -> None:
-    known = {NEAR: Past(failed_s=60.0), FOUR: Past(1, failed_s=50.0), SIX: Past(), RELAYED: Past()}
+    known = {
+        NEAR: AddressHistory(failed_s=60.0),
+        FOUR: AddressHistory(1, failed_s=50.0),
+        SIX: AddressHistory(),
+        RELAYED: AddressHistory(),
+    }
     assert order(known, HOME, 61.0) == [SIX, RELAYED, FOUR, NEAR]
     assert order(known, HOME, 60.0 + FAILED_LATELY_S) == [FOUR, NEAR, SIX, RELAYED]
 
 
 def test_where_we_listen_ourselves_is_the_last_place_to_look_for_another() -> None:
-    around = Surroundings(networks=HOME.networks, listening=frozenset({NEAR}))
+    around = NetworkSurroundings(networks=HOME.networks, listening=frozenset({NEAR}))
     assert ordered(NEAR, RELAYED, FOUR, around=around) == [FOUR, RELAYED, NEAR]
 
 
 def test_the_next_address_has_its_turn_after_a_step_or_when_one_failed() -> None:
-    race, addrs = Race(5.0), [NEAR, SIX, FOUR]
+    race, addrs = HappyEyeballs(5.0), [NEAR, SIX, FOUR]
     assert race.next(5.0, addrs) == Try(NEAR)
     assert race.next(5.0, addrs) == Wait(5.0 + STAGGER_S)
     race.ended(5.1, NEAR)
@@ -86,7 +91,7 @@ def test_the_next_address_has_its_turn_after_a_step_or_when_one_failed() -> None
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_relay_waits_for_direct_ways_to_fail_or_to_have_had_their_head_start(failing: bool) -> None:
-    race, addrs = Race(0.0), [FOUR, RELAYED]
+    race, addrs = HappyEyeballs(0.0), [FOUR, RELAYED]
     assert race.next(0.0, addrs) == Try(FOUR)
     assert race.next(STAGGER_S, addrs) == Wait(HEAD_START_S)
     if failing:
@@ -97,19 +102,19 @@ def test_a_relay_waits_for_direct_ways_to_fail_or_to_have_had_their_head_start(f
 
 
 def test_a_relay_waits_less_for_private_addresses_whose_hosts_answer_at_once_or_never() -> None:
-    race, addrs = Race(0.0), [NEAR, RELAYED]
+    race, addrs = HappyEyeballs(0.0), [NEAR, RELAYED]
     assert race.next(0.0, addrs) == Try(NEAR)
     assert race.next(0.0, addrs) == Wait(NEAR_HEAD_START_S)
     assert race.next(NEAR_HEAD_START_S, addrs) == Try(RELAYED)
 
 
 def test_a_peer_that_has_relayed_addresses_only_is_not_kept_waiting() -> None:
-    assert Race(0.0).next(0.0, [RELAYED]) == Try(RELAYED)
+    assert HappyEyeballs(0.0).next(0.0, [RELAYED]) == Try(RELAYED)
 
 
 def test_where_all_places_are_taken_the_oldest_gives_way_after_a_while() -> None:
     addrs = [tcp_addr(f"8.8.8.{number}", 1) for number in range(PARALLEL + 1)]
-    race = Race(0.0)
+    race = HappyEyeballs(0.0)
     for number in range(PARALLEL):
         assert race.next(number * STAGGER_S, addrs) == Try(addrs[number])
     assert race.next(PARALLEL * STAGGER_S, addrs) == Wait(GIVE_WAY_S)
@@ -129,7 +134,7 @@ ADDRS = [HERE, NEAR, ELSEWHERE, FOUR, FOUR_B, SIX, NAME, RELAYED, *(tcp_addr("8.
 def test_every_address_is_tried_once_in_bounded_time_and_never_more_at_once_than_allowed(
     addrs: list[Multiaddr], fails_after_s: list[float | None]
 ) -> None:
-    race, now = Race(0.0), 0.0
+    race, now = HappyEyeballs(0.0), 0.0
     life = dict(zip(addrs, fails_after_s, strict=True))
     running: dict[Multiaddr, float] = {}
     tried: list[Multiaddr] = []

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.connectivity.path_selection import Path, Way, choose
+from peerd.machine.connectivity.path_selection import Path, PathKind, choose
 
 rtts = st.none() | st.floats(0.0001, 2)
-paths = st.builds(Path, st.sampled_from(Way), rtts, st.floats(0, 100), st.booleans())
+paths = st.builds(Path, st.sampled_from(PathKind), rtts, st.floats(0, 100), st.booleans())
 
 
-def path(way: Way, rtt_s: float | None = None, at: float = 0.0, *, ours: bool = True) -> Path:
+def path(way: PathKind, rtt_s: float | None = None, at: float = 0.0, *, ours: bool = True) -> Path:
     return Path(way, rtt_s, at, ours)
 
 
@@ -23,8 +23,8 @@ def test_a_relayed_path_is_used_only_when_there_is_no_other(found: list[Path], p
     for current in (None, *range(len(found))):
         number, why = choose(found, current, prefer_ours=prefer_ours)
         assert why
-        if found[number].way == Way.RELAYED:
-            assert all(path.way == Way.RELAYED for path in found)
+        if found[number].way == PathKind.RELAYED:
+            assert all(path.way == PathKind.RELAYED for path in found)
 
 
 @given(st.lists(paths, min_size=1, max_size=4), st.booleans())
@@ -48,8 +48,8 @@ def test_a_round_trip_that_wavers_a_little_moves_nobody(found: list[Path], share
     assert choose(found, number, prefer_ours=True)[0] == number
 
 
-@given(st.floats(0, 2.9), st.booleans(), st.sampled_from(Way))
-def test_both_sides_take_the_same_of_two_links_dialed_at_once(apart_s: float, first_ours: bool, way: Way) -> None:
+@given(st.floats(0, 2.9), st.booleans(), st.sampled_from(PathKind))
+def test_both_sides_take_the_same_of_two_links_dialed_at_once(apart_s: float, first_ours: bool, way: PathKind) -> None:
     here = [path(way, at=10.0, ours=first_ours), path(way, at=10.0 + apart_s, ours=not first_ours)]
     there = [replace(one, ours=not one.ours) for one in here]
     mine, why = choose(here, 0, prefer_ours=True)
@@ -62,18 +62,18 @@ def test_both_sides_take_the_same_of_two_links_dialed_at_once(apart_s: float, fi
 @pytest.mark.parametrize("ours", [(True, True), (True, False), (False, True), (False, False)])
 def test_a_later_link_replaces_one_that_may_be_dead(ours: tuple[bool, bool]) -> None:
     for prefer_ours in (False, True):
-        links = [path(Way.DIRECT, at=0, ours=ours[0]), path(Way.DIRECT, at=60, ours=ours[1])]
+        links = [path(PathKind.DIRECT, at=0, ours=ours[0]), path(PathKind.DIRECT, at=60, ours=ours[1])]
         assert choose(links, 0, prefer_ours=prefer_ours)[0] == 1
 
 
 @pytest.mark.parametrize(
     ("worse", "better"),
     [
-        (path(Way.RELAYED, 0.01), path(Way.PUNCHED, 0.9)),
-        (path(Way.RELAYED), path(Way.DIRECT)),
-        (path(Way.PUNCHED, 0.05), path(Way.DIRECT, 0.05)),
-        (path(Way.DIRECT), path(Way.LOCAL)),
-        (path(Way.LOCAL, 0.2), path(Way.DIRECT, 0.03)),
+        (path(PathKind.RELAYED, 0.01), path(PathKind.PUNCHED, 0.9)),
+        (path(PathKind.RELAYED), path(PathKind.DIRECT)),
+        (path(PathKind.PUNCHED, 0.05), path(PathKind.DIRECT, 0.05)),
+        (path(PathKind.DIRECT), path(PathKind.LOCAL)),
+        (path(PathKind.LOCAL, 0.2), path(PathKind.DIRECT, 0.03)),
     ],
 )
 def test_a_clearly_better_way_is_moved_to_and_said_to_be(worse: Path, better: Path) -> None:

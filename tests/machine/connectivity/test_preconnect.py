@@ -7,13 +7,13 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.connectivity.preconnect import Assembly
+from peerd.machine.connectivity.preconnect import PreconnectPlan
 
 MATES = [f"p{number}" for number in range(6)]
 
 
 def test_a_long_step_is_let_pass_and_links_are_made_shortly_before_its_end() -> None:
-    assembly = Assembly("p0")
+    assembly = PreconnectPlan("p0")
     assert assembly.dial(0.0, 600.0, MATES, []) == []
     assert assembly.wake_in_s(0.0, 600.0) == 590.0
     assert assembly.dial(590.0, 10.0, MATES, ["p3"]) == ["p1", "p2", "p4", "p5"]
@@ -22,11 +22,11 @@ def test_a_long_step_is_let_pass_and_links_are_made_shortly_before_its_end() -> 
 
 
 def test_links_are_made_at_once_when_nobody_knows_the_end() -> None:
-    assert Assembly("p0").dial(0.0, None, MATES, []) == MATES[1:]
+    assert PreconnectPlan("p0").dial(0.0, None, MATES, []) == MATES[1:]
 
 
 def test_of_two_peers_the_later_one_waits_for_the_other_to_dial() -> None:
-    assembly = Assembly("p2")
+    assembly = PreconnectPlan("p2")
     assert assembly.dial(0.0, None, ["p1", "p2", "p3"], []) == ["p3"]
     assembly.ended(0.1, "p3")
     assert assembly.wake_in_s(0.1, None) == 1.9
@@ -36,7 +36,7 @@ def test_of_two_peers_the_later_one_waits_for_the_other_to_dial() -> None:
 
 
 def test_who_cannot_be_reached_is_dialled_ever_more_rarely() -> None:
-    assembly, now, tries = Assembly("p0"), 0.0, list[float]()
+    assembly, now, tries = PreconnectPlan("p0"), 0.0, list[float]()
     while now < 300.0:
         for mate in assembly.dial(now, None, ["p1"], []):
             tries.append(now)
@@ -49,7 +49,7 @@ def test_who_cannot_be_reached_is_dialled_ever_more_rarely() -> None:
 
 
 def test_few_are_dialled_at_once() -> None:
-    assembly, mates = Assembly("0"), [f"p{number:02}" for number in range(30)]
+    assembly, mates = PreconnectPlan("0"), [f"p{number:02}" for number in range(30)]
     first = assembly.dial(0.0, None, mates, [])
     assert first == mates[:8]
     assembly.ended(0.5, first[0])
@@ -57,7 +57,7 @@ def test_few_are_dialled_at_once() -> None:
 
 
 def test_a_look_that_comes_a_hair_too_early_does_not_spin() -> None:
-    assembly = Assembly("p0")
+    assembly = PreconnectPlan("p0")
     assert assembly.dial(0.0, 10.000000001, MATES, []) == []
     wait_s = assembly.wake_in_s(0.0, 10.000000001)
     assert wait_s is not None
@@ -66,7 +66,7 @@ def test_a_look_that_comes_a_hair_too_early_does_not_spin() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from([None, 3.0, 60.0])), max_size=60))
 def test_nobody_is_dialled_who_is_linked_dialled_or_ourselves(moves: list[tuple[bool, int, float | None]]) -> None:
-    assembly, under_way, linked = Assembly("p2"), set[str](), set[str]()
+    assembly, under_way, linked = PreconnectPlan("p2"), set[str](), set[str]()
     for number, (ends, which, due_in_s) in enumerate(moves):
         mate = MATES[which]
         if ends and mate in under_way:
@@ -82,4 +82,4 @@ def test_nobody_is_dialled_who_is_linked_dialled_or_ourselves(moves: list[tuple[
 
 
 def test_who_cannot_be_dialed_dials_at_once_whatever_its_id() -> None:
-    assert Assembly("p2").dial(0.0, None, MATES, [], first=True) == [mate for mate in MATES if mate != "p2"]
+    assert PreconnectPlan("p2").dial(0.0, None, MATES, [], first=True) == [mate for mate in MATES if mate != "p2"]

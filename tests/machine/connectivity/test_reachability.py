@@ -14,7 +14,14 @@ from peerd.core.addr import tcp_addr
 from peerd.core.keys import Keypair
 from peerd.core.limits import OBSERVERS
 from peerd.machine.connectivity.network_votes import majority, votes
-from peerd.machine.connectivity.reachability import AskDialBack, Finding, Kind, Reachability, Sight, advice
+from peerd.machine.connectivity.reachability import (
+    AskDialBack,
+    Kind,
+    ObservedAddr,
+    Reachability,
+    ReachabilityVerdict,
+    advice,
+)
 
 PORT = 31337
 INSIDE = tcp_addr("192.168.1.7", PORT)
@@ -29,9 +36,9 @@ def network(number: int, host: int = 1) -> Multiaddr:
     return tcp_addr(f"{90 + number}.5.0.{host}", 4001)
 
 
-def sight(number: int, seen: Multiaddr | None, **other: object) -> Sight:
+def sight(number: int, seen: Multiaddr | None, **other: object) -> ObservedAddr:
     facts: dict[str, object] = {"at": network(number), "mapped": True, "accepted": False, "tests": True} | other
-    return Sight(peer=PEERS[number], seen=seen, **facts)  # type: ignore[arg-type]
+    return ObservedAddr(peer=PEERS[number], seen=seen, **facts)  # type: ignore[arg-type]
 
 
 def machine(*own: Multiaddr, seed: int = 1) -> Reachability:
@@ -40,7 +47,9 @@ def machine(*own: Multiaddr, seed: int = 1) -> Reachability:
     return made
 
 
-def settle(judge: Reachability, now: float, got_in: Sequence[Multiaddr], liars: Sequence[int] = ()) -> Finding:
+def settle(
+    judge: Reachability, now: float, got_in: Sequence[Multiaddr], liars: Sequence[int] = ()
+) -> ReachabilityVerdict:
     """Have all questions answered: a stranger gets in at `got_in`, and liars say the opposite."""
     while asks := judge.step(now):
         for ask in asks:
@@ -56,7 +65,7 @@ def settle(judge: Reachability, now: float, got_in: Sequence[Multiaddr], liars: 
 
 def test_nobody_from_outside_means_unknown_and_nobody_is_asked() -> None:
     judge = machine(INSIDE)
-    judge.saw(0.0, Sight(PEERS[0], tcp_addr("192.168.1.9", 5), INSIDE, True, False, True))
+    judge.saw(0.0, ObservedAddr(PEERS[0], tcp_addr("192.168.1.9", 5), INSIDE, True, False, True))
     assert judge.step(0.0) == []
     assert (judge.finding.kind, judge.finding.needs_relays) == (Kind.UNKNOWN, False)
     assert "outside" in judge.finding.why
@@ -256,7 +265,7 @@ def test_a_flood_of_observers_is_bounded() -> None:
     judge = machine(INSIDE)
     for number in range(OBSERVERS + 50):
         peer = Keypair.from_seed(number.to_bytes(32, "big")).peer_id
-        judge.saw(0.0, Sight(peer, network(number % 100), MAPPED, True, False, True))
+        judge.saw(0.0, ObservedAddr(peer, network(number % 100), MAPPED, True, False, True))
         judge.check()
     assert len(judge.step(0.0)) == 3
 
@@ -265,7 +274,7 @@ def test_peers_that_answer_and_leave_are_remembered_up_to_a_bound() -> None:
     judge = machine(INSIDE)
     for number in range(OBSERVERS + 50):
         peer, now = Keypair.from_seed(number.to_bytes(32, "big")).peer_id, number / 10
-        judge.saw(now, Sight(peer, network(number % 30), MAPPED, True, False, True))
+        judge.saw(now, ObservedAddr(peer, network(number % 30), MAPPED, True, False, True))
         assert [ask.peer for ask in judge.step(now)] == [peer]
         judge.answered(now, peer, tried=True)
         judge.lost(now, peer)
@@ -280,7 +289,7 @@ def test_a_crowd_of_observers_pushes_nobody_out_but_its_own() -> None:
         judge.saw(0.0, sight(number, MAPPED))
     for number in range(OBSERVERS + 50):
         peer = Keypair.from_seed((number + 1000).to_bytes(32, "big")).peer_id
-        judge.saw(1.0, Sight(peer, network(7, number % 250 + 1), LIE, True, False, False))
+        judge.saw(1.0, ObservedAddr(peer, network(7, number % 250 + 1), LIE, True, False, False))
     judge.step(1.0)
     judge.check()
     assert judge.finding.candidates == (MAPPED,)
@@ -374,7 +383,7 @@ def test_votes_are_shared_inside_a_network_and_a_majority_is_more_than_half() ->
 
 def test_advice_is_in_the_words_of_people() -> None:
     def told(kind: Kind, relays: int) -> str:
-        return advice(Finding(kind, "because"), 31337, relays)
+        return advice(ReachabilityVerdict(kind, "because"), 31337, relays)
 
     assert told(Kind.REACHABLE, 0) == "reachable"
     assert told(Kind.KEEPS_PORTS, 2) == "behind a port-restricted NAT: direct connections by hole punching"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peerd.core.addr import Ip, place_of
 from peerd.core.keys import Keypair
 from peerd.core.protobuf.circuit import Status
-from peerd.machine.connectivity.relay import Admitted, Granted, Refusal, RelayConfig, Switchboard, overfull
+from peerd.machine.connectivity.relay import Admitted, Granted, Refusal, RelayConfig, RelayServer, overfull
 from tests.kit.amount import examples
 
 PEERS = [Keypair.from_seed(bytes([number]) * 32).peer_id for number in range(40)]
@@ -26,7 +26,7 @@ def spread(number: int) -> Ip:
 
 
 def test_a_reservation_holds_until_it_expires_or_its_peer_leaves() -> None:
-    board = Switchboard(RelayConfig(reservation_s=100))
+    board = RelayServer(RelayConfig(reservation_s=100))
     assert board.reserve(0, PEERS[0], HERE) == Granted(100, False)
     assert board.reserve(50, PEERS[0], HERE) == Granted(150, True)
     assert (board.holds(149, PEERS[0]), board.holds(150, PEERS[0])) == (True, False)
@@ -44,7 +44,7 @@ def test_a_reservation_holds_until_it_expires_or_its_peer_leaves() -> None:
     ],
 )
 def test_reservations_are_bounded_and_the_refusal_says_by_what(config: RelayConfig, ips: list[Ip], word: str) -> None:
-    board = Switchboard(config)
+    board = RelayServer(config)
     decisions = [board.reserve(0, peer, ip) for peer, ip in zip(PEERS, ips, strict=False)]
     assert all(isinstance(one, Granted) for one in decisions[:3])
     assert isinstance(refusal := decisions[3], Refusal)
@@ -56,7 +56,7 @@ def test_reservations_are_bounded_and_the_refusal_says_by_what(config: RelayConf
 
 
 def test_spare_reservations_take_half_and_give_way_to_needed_ones() -> None:
-    board = Switchboard(RelayConfig(reservations=4))
+    board = RelayServer(RelayConfig(reservations=4))
     spares = [board.reserve(0, PEERS[n], spread(n), spare=True) for n in range(3)]
     assert [isinstance(one, Granted) for one in spares] == [True, True, False]
     needed = [board.reserve(0, PEERS[n], spread(n)) for n in range(10, 15)]
@@ -64,7 +64,7 @@ def test_spare_reservations_take_half_and_give_way_to_needed_ones() -> None:
     assert board.holders() == PEERS[10:14]
 
 
-def asked(board: Switchboard, source: int, ip: Ip, destination: int) -> str:
+def asked(board: RelayServer, source: int, ip: Ip, destination: int) -> str:
     decision = board.connect(0, PEERS[source], ip, PEERS[destination])
     return "" if isinstance(decision, Admitted) else decision.why
 
@@ -83,7 +83,7 @@ def asked(board: Switchboard, source: int, ip: Ip, destination: int) -> str:
 def test_circuits_are_bounded_and_the_refusal_says_by_what(
     bound: str, asks: list[tuple[int, Ip, int]], word: str
 ) -> None:
-    board = Switchboard(RelayConfig(**{bound: 2}))  # type: ignore[arg-type]
+    board = RelayServer(RelayConfig(**{bound: 2}))  # type: ignore[arg-type]
     for number in range(30, 40):
         board.reserve(0, PEERS[number], spread(number))
     first = board.connect(0, PEERS[asks[0][0]], asks[0][1], PEERS[asks[0][2]])
@@ -95,7 +95,7 @@ def test_circuits_are_bounded_and_the_refusal_says_by_what(
 
 
 def test_nobody_is_connected_to_itself_or_to_a_peer_without_reservation() -> None:
-    board = Switchboard(RelayConfig(reservation_s=10))
+    board = RelayServer(RelayConfig(reservation_s=10))
     board.reserve(0, PEERS[0], HERE)
     statuses = [
         board.connect(now, PEERS[source], HERE, PEERS[destination])
@@ -109,7 +109,7 @@ def test_nobody_is_connected_to_itself_or_to_a_peer_without_reservation() -> Non
 
 
 def test_who_asks_too_often_is_refused_until_a_moment_has_passed_and_others_are_not() -> None:
-    board = Switchboard(RelayConfig(requests_per_place_min=60))
+    board = RelayServer(RelayConfig(requests_per_place_min=60))
     granted = [isinstance(board.reserve(0, PEERS[0], HERE), Granted) for _ in range(100)]
     assert sum(granted) == 60
     assert isinstance(board.reserve(0, PEERS[1], spread(1)), Granted)
@@ -130,7 +130,7 @@ def test_places_are_what_one_household_has() -> None:
 @given(st.integers(0, 2**32))
 def test_the_bounds_hold_under_any_schedule(seed: int) -> None:
     rng, now = random.Random(seed), 0.0
-    board = Switchboard(
+    board = RelayServer(
         RelayConfig(
             reservations=8,
             reservations_per_place=2,

@@ -8,8 +8,8 @@ import pytest
 
 from peerd.core.ids import Key, PeerId
 from peerd.core.record import Record
+from peerd.machine.dht.key_search import Placement
 from peerd.machine.dht.lookup import Lookup, LookupGuide, LookupRule, State
-from peerd.machine.dht.query import Placement
 from peerd.machine.dht.routing_table import KEY_BITS, Contact, Table, place
 from peerd.machine.dht.store import Verdict
 from peerd.machine.rate.round_trips import RoundTrips

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import CLOCK_TOLERANCE_S, RECORD_TTL_S
 from peerd.core.record import Record, Verifier
-from peerd.machine.budget.book import Book, Bounds, Means, User
+from peerd.machine.budget.book import Book, Bounds, Resource, User
 from peerd.machine.dht.routing_table import place
 from peerd.machine.dht.store import Store, StoreLimits, Verdict, answer_bytes
 from peerd.sim.heapsim import StandInSigner, stand_in_verify
@@ -295,7 +295,7 @@ def test_strangers_in_whatever_many_regions_get_half_of_a_part_beside_members() 
 
 def test_one_place_has_a_quarter_of_the_whole_store() -> None:
     bounds = Bounds(total=40_000, peer=40_000, place=10_000, region=20_000)
-    kept = Store(OWN, Verifier(stand_in_verify), StoreLimits(bytes=40_000), Book({Means.DIRECTORY: bounds}))
+    kept = Store(OWN, Verifier(stand_in_verify), StoreLimits(bytes=40_000), Book({Resource.DIRECTORY: bounds}))
     for number in range(50):
         key = Key.of(f"key {number}")
         kept.offer(WALL, record(signer(number), key=key, value=bytes(1000)), sender(signer(number), "a"))
@@ -309,7 +309,7 @@ def test_one_place_has_a_quarter_of_the_whole_store() -> None:
 def test_whatever_is_offered_from_wherever_counts_and_quotas_hold(data: st.DataObject) -> None:
     bounds = Bounds(total=20_000, peer=6_000, place=8_000, region=12_000)
     limits = StoreLimits(bytes=20_000, bytes_per_key=5_000, records_per_key=6, bytes_per_key_and_publisher=2_500)
-    book = Book({Means.DIRECTORY: bounds})
+    book = Book({Resource.DIRECTORY: bounds})
     book.members_by(lambda peer: peer == signer(0).peer_id.text)
     kept = Store(OWN, Verifier(stand_in_verify), limits, book)
     small = st.integers(0, 4)

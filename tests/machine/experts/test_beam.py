@@ -150,5 +150,5 @@ def test_scores_that_cannot_be_searched_are_our_own_fault(bad: str) -> None:
         scores = scores[:1]
     with pytest.raises(LocalError):
         BeamSearch(grid, 3 if bad == "layer" else 0, scores, 0 if bad == "k" else 2)
-    with pytest.raises(LocalError, match="no prefix"):
+    with pytest.raises(LocalError, match="not a prefix"):
         BeamSearch(grid, 0, scores_of(grid, 2, 1), 2).step({Uid(0, (1, 1)): b""})

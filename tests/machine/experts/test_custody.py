@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
-from peerd.machine.experts.custody import HolderRoom, OrphanWatch, SeenClaim, choose_holders, in_turn
+from peerd.machine.experts.orphan_watch import HolderRoom, OrphanWatch, SeenClaim, choose_holders, in_turn
 
 UID = Uid(0, (1, 2))
 P = 10.0

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.experts.grid import Uid
-from peerd.core.messages.experts import Name, Pointer
+from peerd.core.messages.experts import CheckpointRef, Name
 from peerd.machine.experts.kept_shelf import KeptShelf
 
 
-def pointer(owner: int, uid: int = 0, generation: int = 0, version: int = 0, size: int = 10) -> Pointer:
+def pointer(owner: int, uid: int = 0, generation: int = 0, version: int = 0, size: int = 10) -> CheckpointRef:
     signature = bytes([owner, uid, generation, version, size % 251]).ljust(64, b"s")
     name = Name.of(Uid(0, (uid,)))
-    return Pointer(b"r" * 16, name, generation, version, bytes(32), size, bytes([owner]) * 32, signature)
+    return CheckpointRef(b"r" * 16, name, generation, version, bytes(32), size, bytes([owner]) * 32, signature)
 
 
 OWN = bytes([0]) * 32
@@ -28,7 +28,7 @@ POINTERS = st.builds(
 
 
 @given(st.lists(POINTERS, max_size=40))
-def test_whatever_comes_the_bounds_hold_and_what_is_newest_of_an_owner_stays(coming: list[Pointer]) -> None:
+def test_whatever_comes_the_bounds_hold_and_what_is_newest_of_an_owner_stays(coming: list[CheckpointRef]) -> None:
     shelf = KeptShelf(OWN, 100)
     for each in coming:
         before, room = shelf.pointers, shelf.room_bytes()

@@ -10,7 +10,7 @@ from peerd.core.experts.grid import Grid, Uid, coordinates_in
 from peerd.core.ids import PeerId
 from peerd.machine.experts.host_rests import HostRests
 from peerd.machine.experts.live_bits import LiveBits
-from peerd.machine.experts.prefix_cache import ToldClaim, ranked
+from peerd.machine.experts.prefix_cache import CachedClaim, ranked
 
 GRID, P = Grid(1, (4, 9)), Uid(0, (2,))
 HOSTS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(4)]
@@ -19,7 +19,7 @@ HOSTS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(4)]
 def test_the_next_claim_counts_while_the_highest_host_rests() -> None:
     rests = HostRests()
     bits = LiveBits(GRID, rests, lambda peer: True)
-    claims = ranked([(8, ToldClaim(HOSTS[1], 2)), (8, ToldClaim(HOSTS[2], 1)), (3, ToldClaim(HOSTS[1]))])
+    claims = ranked([(8, CachedClaim(HOSTS[1], 2)), (8, CachedClaim(HOSTS[2], 1)), (3, CachedClaim(HOSTS[1]))])
     assert bits.of(0.0, {P: claims}) == {P: b"\x08\x01"}
     rests.failed(0.0, HOSTS[1])
     assert bits.of(1.0, {P: claims}) == {P: b"\x00\x01"}
@@ -35,7 +35,7 @@ def test_the_next_claim_counts_while_the_highest_host_rests() -> None:
 def test_a_host_that_can_only_dial_counts_while_it_is_connected() -> None:
     linked = set[PeerId]()
     bits = LiveBits(GRID, HostRests(), lambda peer: peer in linked)
-    claims = ranked([(0, ToldClaim(HOSTS[0], only_dials=True))])
+    claims = ranked([(0, CachedClaim(HOSTS[0], only_dials=True))])
     assert bits.of(0.0, {P: claims}) == {P: b""}
     linked.add(HOSTS[0])
     assert bits.of(0.0, {P: claims}) == {P: b"\x01\x00"}
@@ -50,7 +50,7 @@ def test_whatever_rests_a_bit_is_set_where_an_owner_is_found(seed: int) -> None:
     dialing = {host for host in HOSTS if rng.random() < 0.2}
     claims = {
         p: ranked(
-            (rng.randrange(9), ToldClaim(host := rng.choice(HOSTS), rng.randrange(3), only_dials=host in dialing))
+            (rng.randrange(9), CachedClaim(host := rng.choice(HOSTS), rng.randrange(3), only_dials=host in dialing))
             for _ in range(rng.randrange(12))
         )
         for p in prefixes

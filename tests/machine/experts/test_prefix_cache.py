@@ -9,7 +9,7 @@ import pytest
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_CLAIMS
-from peerd.machine.experts.prefix_cache import PrefixCache, ToldClaim, ranked
+from peerd.machine.experts.prefix_cache import CachedClaim, PrefixCache, ranked
 
 P, Q = Uid(0, (1,)), Uid(0, (2,))
 
@@ -18,7 +18,7 @@ def host(number: int) -> PeerId:
     return PeerId.from_public_key(bytes([number]) * 32)
 
 
-ONE = ranked([(3, ToldClaim(host(1)))])
+ONE = ranked([(3, CachedClaim(host(1)))])
 
 
 def test_what_lives_and_what_does_not_are_remembered_each_for_its_time() -> None:
@@ -37,14 +37,14 @@ def test_what_lives_and_what_does_not_are_remembered_each_for_its_time() -> None
 
 
 def test_of_hosts_that_claim_one_expert_the_highest_generation_and_then_peer_id_comes_first() -> None:
-    told = [ToldClaim(host(n), generation) for n, generation in ((1, 7), (9, 3), (2, 7), (3, 0), (4, 1), (5, 0))]
+    told = [CachedClaim(host(n), generation) for n, generation in ((1, 7), (9, 3), (2, 7), (3, 0), (4, 1), (5, 0))]
     claims = ranked([(0, claim) for claim in told] + [(5, told[0])])
     assert [claim.host for claim in claims[0]] == [host(n) for n in (2, 1, 9, 4)][:EXPERT_CLAIMS]
     assert claims[5] == (told[0],)
 
 
 def test_hosts_that_rest_take_no_place_from_others() -> None:
-    told = [(0, ToldClaim(host(n), 100 if n else 0)) for n in range(EXPERT_CLAIMS + 2)]
+    told = [(0, CachedClaim(host(n), 100 if n else 0)) for n in range(EXPERT_CLAIMS + 2)]
     liars = {host(n).raw for n in range(1, EXPERT_CLAIMS + 2)}
     assert host(0) not in [claim.host for claim in ranked(told)[0]]
     assert ranked(told, liars)[0][-1].host == host(0)
@@ -67,11 +67,11 @@ def test_whatever_is_put_the_bounds_hold_and_the_latest_stays(seed: int) -> None
     rng, cache = random.Random(seed), PrefixCache(10.0, 4.0, prefixes=5, claims=12)
     for _ in range(300):
         prefix = Uid(0, (rng.randrange(9),))
-        claims = ranked([(rng.randrange(8), ToldClaim(host(rng.randrange(9)))) for _ in range(rng.randrange(7))])
+        claims = ranked([(rng.randrange(8), CachedClaim(host(rng.randrange(9)))) for _ in range(rng.randrange(7))])
         cache.put(0.0, prefix, claims)
         cache.check()
         assert cache.get(0.0, prefix) == claims
     assert 0 < len(cache) <= 5
-    cache.put(0.0, P, ranked([(c, ToldClaim(host(1))) for c in range(13)]))
+    cache.put(0.0, P, ranked([(c, CachedClaim(host(1))) for c in range(13)]))
     assert cache.get(0.0, P) is None
     cache.check()

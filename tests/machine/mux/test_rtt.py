@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.machine.mux.frames import ACK, HEADER, PING, SYN
-from peerd.machine.mux.rtt import Pings
-from peerd.machine.mux.session import Yamux
-from peerd.machine.mux.striping import PLACED, PLACED_HEADER, Lane
+from peerd.machine.mux.rtt import RttPings
+from peerd.machine.mux.session import YamuxSession
+from peerd.machine.mux.striping import PLACED, PLACED_HEADER, StripedLane
 from peerd.machine.secure.noise import PLAIN_BYTES
 
 RTT_S = 0.1
 
 
 def test_what_waits_is_what_four_answers_in_a_row_took_beyond_the_idle_path() -> None:
-    pings = Pings()
+    pings = RttPings()
     assert pings.queue_s(0.0, RTT_S) is None
     found = []
     for number, took_s in enumerate([0.1, 0.15, 0.14, 0.3, 0.2, 0.25, 0.1]):
@@ -26,9 +26,9 @@ def test_what_waits_is_what_four_answers_in_a_row_took_beyond_the_idle_path() ->
     assert found == pytest.approx([0.0, 0.0, 0.0, 0.0, 0.04, 0.04, 0.0])
 
 
-def overdue() -> Pings:
+def overdue() -> RttPings:
     """Four that were sent within a tenth of a second, and an answer before them that came in time."""
-    pings = Pings()
+    pings = RttPings()
     pings.answered(pings.send(0.0), 0.1)
     for number in range(4):
         pings.send(1 + number / 40)
@@ -61,7 +61,7 @@ def test_what_the_system_measures_is_believed_and_nothing_is_asked_while_it_is_n
 
 
 def test_several_are_under_way_and_never_too_many() -> None:
-    pings, sent = Pings(), 0
+    pings, sent = RttPings(), 0
     for tick in range(1000):
         if pings.due(tick / 100, RTT_S):
             pings.send(tick / 100)
@@ -71,7 +71,7 @@ def test_several_are_under_way_and_never_too_many() -> None:
 
 
 def test_answers_to_later_ones_make_up_for_those_that_were_skipped() -> None:
-    pings = Pings()
+    pings = RttPings()
     first, second = pings.send(0.0), pings.send(0.1)
     assert pings.answered(second, 0.25) == pytest.approx(0.15)
     assert pings.answered(first, 0.3) is None
@@ -80,7 +80,7 @@ def test_answers_to_later_ones_make_up_for_those_that_were_skipped() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.floats(0, 2)), max_size=60))
 def test_whatever_is_answered_nothing_waits_for_less_than_no_time(steps: list[tuple[bool, int, float]]) -> None:
-    pings, now = Pings(), 0.0
+    pings, now = RttPings(), 0.0
     for sends, value, passed_s in steps:
         now += passed_s
         if not sends:
@@ -91,7 +91,7 @@ def test_whatever_is_answered_nothing_waits_for_less_than_no_time(steps: list[tu
         assert waits_s is None or waits_s >= 0
 
 
-def pings_in(mux: Yamux) -> list[int]:
+def pings_in(mux: YamuxSession) -> list[int]:
     """Values of the pings that a session has to send now."""
     into = memoryview(bytearray(PLAIN_BYTES))
     sent = bytes(into[: mux.fill(into)])
@@ -100,7 +100,7 @@ def pings_in(mux: Yamux) -> list[int]:
 
 
 def test_whoever_receives_a_striped_stream_pings_eight_times_a_round_trip() -> None:
-    mux, lane = Yamux(initiator=False, now=0.0), Lane(main=False)
+    mux, lane = YamuxSession(initiator=False, now=0.0), StripedLane(main=False)
     mux.takes_placed, mux.rtt_min_s = True, RTT_S
     mux.receive(HEADER.pack(0, 0, SYN, 1, 0), 0.0)
     assert pings_in(mux) == []

@@ -10,7 +10,7 @@ from peerd.core import limits
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.machine.buffers import BufferPool
 from peerd.machine.mux import session
-from peerd.machine.mux.session import ACK, DATA, FIN, HEADER, PING, RST, SYN, WINDOW, Dead, GoneAway, Pong, Yamux
+from peerd.machine.mux.session import ACK, DATA, FIN, HEADER, PING, RST, SYN, WINDOW, Dead, GoneAway, Pong, YamuxSession
 from peerd.machine.mux.stream import INITIAL_WINDOW, WindowBudget, YamuxConfig, YamuxStream
 from tests.worlds.machines.muxpair import MuxPair, Side
 
@@ -109,20 +109,20 @@ def test_the_window_stops_the_writer_and_reading_half_of_it_moves_it_on() -> Non
 
 
 def test_more_than_the_window_is_a_violation() -> None:
-    mux = Yamux(initiator=False, now=0.0)
+    mux = YamuxSession(initiator=False, now=0.0)
     mux.receive(frame(DATA, SYN, 1, INITIAL_WINDOW, bytes(INITIAL_WINDOW)), 0.0)
     with pytest.raises(ProtocolViolation, match="window"):
         mux.receive(frame(DATA, 0, 1, 1), 0.0)
 
 
 def test_a_frame_longer_than_the_window_is_refused_at_its_header() -> None:
-    mux = Yamux(initiator=False, now=0.0)
+    mux = YamuxSession(initiator=False, now=0.0)
     with pytest.raises(ProtocolViolation, match="window"):
         mux.receive(frame(DATA, SYN, 1, INITIAL_WINDOW + 1), 0.0)
 
 
 def test_credit_counts_only_what_has_arrived_of_a_frame() -> None:
-    mux = Yamux(initiator=False, now=0.0)
+    mux = YamuxSession(initiator=False, now=0.0)
     mux.receive(frame(DATA, SYN, 1, INITIAL_WINDOW), 0.0)
     stream = mux.streams[1]
     for _ in range(4):
@@ -208,7 +208,7 @@ def test_a_reset_stream_that_the_peer_never_heard_of_leaves_no_trace() -> None:
 
 def test_a_reset_inbound_stream_keeps_its_place_until_its_handler_lets_go() -> None:
     """Rapid resets must not start more handlers than streams are allowed."""
-    mux = Yamux(initiator=False, now=0.0, config=YamuxConfig(streams_inbound=4))
+    mux = YamuxSession(initiator=False, now=0.0, config=YamuxConfig(streams_inbound=4))
     streams = []
     for number in range(1, 9, 2):
         events = mux.receive(frame(DATA, SYN, number, 1, b"x") + frame(WINDOW, RST, number, 0), 0.0)
@@ -221,7 +221,7 @@ def test_a_reset_inbound_stream_keeps_its_place_until_its_handler_lets_go() -> N
 
 
 def test_streams_beyond_the_limit_are_reset_and_their_data_thrown_away() -> None:
-    mux = Yamux(initiator=False, now=0.0, config=YamuxConfig(streams_inbound=1))
+    mux = YamuxSession(initiator=False, now=0.0, config=YamuxConfig(streams_inbound=1))
     mux.receive(frame(DATA, SYN, 1, 0) + frame(DATA, SYN, 3, 5, b"aaaaa") + frame(DATA, 0, 1, 2, b"ok"), 0.0)
     assert mux.streams[1].take(9) == b"ok"
     into = memoryview(bytearray(100))
@@ -256,19 +256,19 @@ def test_we_open_no_more_than_the_peer_acknowledges() -> None:
     ids=["version", "type", "stream 0", "open 0", "our parity", "twice", "after end", "window overflow"],
 )
 def test_what_breaks_the_protocol_is_a_violation(raw: bytes) -> None:
-    mux = Yamux(initiator=False, now=0.0)
+    mux = YamuxSession(initiator=False, now=0.0)
     with pytest.raises(ProtocolViolation):
         mux.receive(raw, 0.0)
 
 
 def test_frames_for_streams_that_are_gone_are_ignored() -> None:
-    mux = Yamux(initiator=False, now=0.0)
+    mux = YamuxSession(initiator=False, now=0.0)
     mux.receive(frame(DATA, 0, 1, 3, b"abc") + frame(WINDOW, RST, 1, 0) + frame(WINDOW, 0, 2, 9), 0.0)
     assert not mux.has_output
 
 
 def test_a_flood_of_pings_that_are_not_read_is_a_violation() -> None:
-    mux = Yamux(initiator=False, now=0.0)
+    mux = YamuxSession(initiator=False, now=0.0)
     mux.receive(frame(PING, SYN, 0, 1) * 5000, 0.0)
     with pytest.raises(ProtocolViolation, match="replies unread"):
         mux.receive(frame(PING, SYN, 0, 1) * 5000, 0.0)
@@ -371,7 +371,7 @@ def test_pings_measure_the_path_and_silence_is_noticed() -> None:
 
 
 def test_an_answer_to_no_ping_means_nothing() -> None:
-    mux = Yamux(initiator=True, now=0.0)
+    mux = YamuxSession(initiator=True, now=0.0)
     assert mux.receive(frame(PING, ACK, 0, 5), 0.0) == []
     assert mux.rtt_s is None
 
@@ -445,7 +445,7 @@ def test_low_water_is_reported_once() -> None:
 
 
 def test_a_byte_at_a_time_costs_little_memory() -> None:
-    mux = Yamux(initiator=False, now=0.0)
+    mux = YamuxSession(initiator=False, now=0.0)
     mux.receive(frame(DATA, SYN, 1, 0), 0.0)
     tiny = frame(DATA, 0, 1, 1, b"x") * 1000
     for _ in range(50):
@@ -456,7 +456,7 @@ def test_a_byte_at_a_time_costs_little_memory() -> None:
 
 def test_large_pieces_stay_in_their_buffer_and_give_it_back_when_read() -> None:
     pool = BufferPool(70_000, keep=8)
-    mux = Yamux(initiator=False, now=0.0, pool=pool)
+    mux = YamuxSession(initiator=False, now=0.0, pool=pool)
     mux.receive(frame(DATA, SYN, 1, 0), 0.0)
     buffer = pool.take()
     buffer[: 12 + 60_000] = frame(DATA, 0, 1, 60_000, b"z" * 60_000)
@@ -471,7 +471,7 @@ def test_large_pieces_stay_in_their_buffer_and_give_it_back_when_read() -> None:
 
 
 def test_stream_numbers_run_out_politely() -> None:
-    mux = Yamux(initiator=True, now=0.0)
+    mux = YamuxSession(initiator=True, now=0.0)
     mux._next_id = (1 << 32) - 3
     mux.open(0.0)
     assert not mux.exhausted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peerd.machine.mux.session import FIN, HEADER, Changed, Yamux
+from peerd.machine.mux.session import FIN, HEADER, Changed, YamuxSession
 
 
 def frames_of(data: bytes) -> list[tuple[int, int]]:
@@ -16,7 +16,7 @@ def frames_of(data: bytes) -> list[tuple[int, int]]:
 
 
 def test_the_end_of_a_stream_never_shares_a_frame_with_its_data() -> None:
-    ours, theirs = Yamux(initiator=True, now=0.0), Yamux(initiator=False, now=0.0)
+    ours, theirs = YamuxSession(initiator=True, now=0.0), YamuxSession(initiator=False, now=0.0)
     stream = ours.open(0.0)
     ours.write(stream, b"the last words")
     ours.close_write(stream)
@@ -34,7 +34,7 @@ def test_the_end_of_a_stream_never_shares_a_frame_with_its_data() -> None:
 
 
 def test_the_end_follows_when_the_data_just_filled_the_frame() -> None:
-    ours = Yamux(initiator=True, now=0.0)
+    ours = YamuxSession(initiator=True, now=0.0)
     stream = ours.open(0.0)
     ours.write(stream, bytes(1000))
     ours.close_write(stream)

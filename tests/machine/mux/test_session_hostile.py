@@ -10,7 +10,7 @@ import pytest
 from peerd.core import limits
 from peerd.core.errors import ProtocolViolation, Unreachable
 from peerd.machine.mux import session
-from peerd.machine.mux.session import DATA, RST, SYN, WINDOW, Yamux
+from peerd.machine.mux.session import DATA, RST, SYN, WINDOW, YamuxSession
 from peerd.machine.mux.stream import YamuxStream
 from tests.worlds.network.hostile import frame
 
@@ -28,7 +28,7 @@ def test_streams_that_are_opened_and_reset_while_nothing_can_be_sent_are_not_kep
 
     living = weakref.WeakSet[YamuxStream]()
     monkeypatch.setattr(session, "YamuxStream", Watched)
-    mux = Yamux(initiator=False, now=0.0)
+    mux = YamuxSession(initiator=False, now=0.0)
     for number in range(1, 20_001, 2):
         mux.receive(frame(DATA, SYN, number, 0), 0.0)
         stream = mux.streams[number]
@@ -40,7 +40,7 @@ def test_streams_that_are_opened_and_reset_while_nothing_can_be_sent_are_not_kep
 
 
 def test_events_before_a_violation_are_heard_of() -> None:
-    mux = Yamux(initiator=False, now=0.0)
+    mux = YamuxSession(initiator=False, now=0.0)
     events: list[session.Event] = []
     with pytest.raises(ProtocolViolation):
         mux.receive(frame(DATA, SYN, 1, 1, b"x") + frame(WINDOW, RST, 1, 0) + b"\xff" * 12, 0.0, None, events)

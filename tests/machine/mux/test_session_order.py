@@ -7,7 +7,7 @@ import random
 import pytest
 
 from peerd.machine.mux.frames import DATA, FIN, HEADER
-from peerd.machine.mux.session import Yamux, YamuxStream
+from peerd.machine.mux.session import YamuxSession, YamuxStream
 from peerd.machine.secure.noise import PLAIN_BYTES
 from tests.worlds.machines.muxpair import MuxPair
 
@@ -24,7 +24,7 @@ def ready(pair: MuxPair, count: int) -> list[YamuxStream]:
     return streams
 
 
-def sent(mux: Yamux, frames: int = 1) -> list[tuple[int, int]]:
+def sent(mux: YamuxSession, frames: int = 1) -> list[tuple[int, int]]:
     """(stream, bytes) of the data frames in the next so many full Noise frames."""
     into, found = memoryview(bytearray(PLAIN_BYTES)), []
     for _ in range(frames):

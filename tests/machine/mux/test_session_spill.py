@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from peerd.machine.mux.session import HEADER, Changed, Yamux
+from peerd.machine.mux.session import HEADER, Changed, YamuxSession
 
 UNIT = 1000
 
@@ -16,7 +16,7 @@ def unpacked(data: bytes) -> tuple[int, int]:
 
 
 def test_a_lonely_stream_spills_whole_units_that_are_never_copied() -> None:
-    ours, theirs = Yamux(initiator=True, now=0.0), Yamux(initiator=False, now=0.0)
+    ours, theirs = YamuxSession(initiator=True, now=0.0), YamuxSession(initiator=False, now=0.0)
     data = memoryview(os.urandom(10 * UNIT))
     stream = ours.open(0.0)
     ours.write(stream, data)
@@ -34,7 +34,7 @@ def test_a_lonely_stream_spills_whole_units_that_are_never_copied() -> None:
 
 
 def test_a_spill_never_exceeds_the_window() -> None:
-    ours = Yamux(initiator=True, now=0.0)
+    ours = YamuxSession(initiator=True, now=0.0)
     stream = ours.open(0.0)
     ours.write(stream, bytes(300 * UNIT))
     into = memoryview(bytearray(UNIT))
@@ -46,7 +46,7 @@ def test_a_spill_never_exceeds_the_window() -> None:
 
 
 def test_streams_in_company_take_turns_and_do_not_spill() -> None:
-    ours = Yamux(initiator=True, now=0.0)
+    ours = YamuxSession(initiator=True, now=0.0)
     for stream in (ours.open(0.0), ours.open(0.0)):
         ours.write(stream, bytes(10 * UNIT))
     into = memoryview(bytearray(UNIT))
@@ -59,7 +59,7 @@ def test_streams_in_company_take_turns_and_do_not_spill() -> None:
 
 
 def test_what_is_left_after_a_spill_is_still_reported_to_a_waiting_writer() -> None:
-    ours = Yamux(initiator=True, now=0.0)
+    ours = YamuxSession(initiator=True, now=0.0)
     stream = ours.open(0.0)
     stream.low_water = UNIT
     ours.write(stream, bytes(5 * UNIT))

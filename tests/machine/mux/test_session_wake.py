@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.mux.session import HEADER, PING, SYN, Dead, Yamux
+from peerd.machine.mux.session import HEADER, PING, SYN, Dead, YamuxSession
 
 
 @given(st.floats(min_value=0, max_value=1e9))
 def test_a_silent_link_is_dead_at_the_very_instant_it_asked_for(started: float) -> None:
-    mux = Yamux(initiator=True, now=started)
+    mux = YamuxSession(initiator=True, now=started)
     for _ in range(10_000):
         now = mux.wake_at()
         if any(isinstance(event, Dead) for event in mux.wake(now)):
@@ -21,7 +21,7 @@ def test_a_silent_link_is_dead_at_the_very_instant_it_asked_for(started: float) 
 
 
 def test_a_doubted_peer_that_stays_silent_is_soon_dead() -> None:
-    mux = Yamux(initiator=True, now=0.0)
+    mux = YamuxSession(initiator=True, now=0.0)
     assert mux.doubt(0.9) == 0.9  # it may still have said something a moment ago
     assert not mux.has_output
     mux.doubt(4.9)
@@ -33,7 +33,7 @@ def test_a_doubted_peer_that_stays_silent_is_soon_dead() -> None:
 
 
 def test_any_word_of_a_doubted_peer_ends_the_doubt() -> None:
-    mux = Yamux(initiator=True, now=0.0)
+    mux = YamuxSession(initiator=True, now=0.0)
     mux.doubt(12.0)
     mux.receive(HEADER.pack(0, PING, SYN, 0, 7), 16.9)
     assert mux.wake(17.0) == []
@@ -41,7 +41,7 @@ def test_any_word_of_a_doubted_peer_ends_the_doubt() -> None:
 
 
 def test_a_doubted_peer_on_a_line_full_of_bulk_has_more_time() -> None:
-    mux = Yamux(initiator=True, now=0.0)
+    mux = YamuxSession(initiator=True, now=0.0)
     mux.rtt_s = 0.5
     mux.doubt(12.0)
     mux.wake(12.0)
@@ -50,7 +50,7 @@ def test_a_doubted_peer_on_a_line_full_of_bulk_has_more_time() -> None:
 
 
 def test_a_doubted_peer_that_is_heard_elsewhere_has_little_time_left() -> None:
-    mux = Yamux(initiator=True, now=0.0)
+    mux = YamuxSession(initiator=True, now=0.0)
     mux.silence.hurry(11.0, 0.01)  # nobody had asked it
     assert mux.wake(11.0) == []
     mux.doubt(12.0)
@@ -60,7 +60,7 @@ def test_a_doubted_peer_that_is_heard_elsewhere_has_little_time_left() -> None:
 
 
 def test_a_peer_that_was_asked_for_nobody_is_dead_no_sooner_unless_it_is_heard_elsewhere() -> None:
-    mux = Yamux(initiator=True, now=0.0)
+    mux = YamuxSession(initiator=True, now=0.0)
     mux.doubt(2.0, patient=True)
     assert mux.has_output
     assert mux.silence.doubted

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from peerd.core import limits
 from peerd.core.errors import ProtocolViolation
 from peerd.machine.mux.frames import FIN, GO_AWAY, HEADER, RST, SYN, WINDOW
-from peerd.machine.mux.session import Changed, Opened, Yamux, YamuxStream
+from peerd.machine.mux.session import Changed, Opened, YamuxSession, YamuxStream
 from peerd.machine.mux.stream import WindowBudget, YamuxConfig
-from peerd.machine.mux.striping import PLACED, PLACED_HEADER, Lane
+from peerd.machine.mux.striping import PLACED, PLACED_HEADER, StripedLane
 from peerd.machine.secure.noise import PLAIN_BYTES
 from tests.kit.amount import examples
 
@@ -29,16 +29,16 @@ class Striped:
     """Two sessions with a first connection and rails in each direction; the test decides what arrives when."""
 
     def __init__(self, config: YamuxConfig | None = None) -> None:
-        self.a = Yamux(initiator=True, now=0.0, config=config, budget=WindowBudget(1 << 22))
-        self.b = Yamux(initiator=False, now=0.0, config=config, budget=WindowBudget(1 << 22))
+        self.a = YamuxSession(initiator=True, now=0.0, config=config, budget=WindowBudget(1 << 22))
+        self.b = YamuxSession(initiator=False, now=0.0, config=config, budget=WindowBudget(1 << 22))
         self.now = 0.0
         self.spill_bytes = 2 * PLAIN_BYTES
-        self.lanes: dict[tuple[bool, int], Lane | None] = {}
+        self.lanes: dict[tuple[bool, int], StripedLane | None] = {}
         self.ways: dict[tuple[bool, int], deque[bytes]] = {}
         self.heard: list[object] = []
         for to_b in (True, False):
             for number in range(RAILS + 1):
-                self.lanes[to_b, number] = Lane(main=False) if number else None
+                self.lanes[to_b, number] = StripedLane(main=False) if number else None
                 self.ways[to_b, number] = deque()
         for mux in (self.a, self.b):
             mux.takes_placed = True
@@ -86,7 +86,7 @@ def placed(stream: int, at: int, data: bytes = b"", flags: int = 0, length: int 
 
 def hear_all(pair: Striped, frames: list[bytes]) -> None:
     """All of them reach `b` on one rail."""
-    lane = Lane(main=False)
+    lane = StripedLane(main=False)
     for frame in frames:
         pair.b.receive(frame, 0.0, lane)
 
@@ -253,7 +253,7 @@ def test_what_scattered_crumbs_cost_is_a_quarter_of_the_window_at_most(budget_by
     pair = Striped()
     pair.b.budget.limit_bytes = budget_bytes
     _, theirs = pair.opened()
-    lane, most = Lane(main=False), theirs.target // 4 // limits.HELD_PIECE_BYTES
+    lane, most = StripedLane(main=False), theirs.target // 4 // limits.HELD_PIECE_BYTES
     if budget_bytes:
         most = 3 * (1 << 20) // 4 // limits.HELD_PIECE_BYTES  # it grows with the first piece
     tracemalloc.start()
@@ -272,7 +272,7 @@ def test_what_scattered_crumbs_cost_is_a_quarter_of_the_window_at_most(budget_by
 def test_crumbs_side_by_side_are_joined() -> None:
     pair = Striped()
     _, theirs = pair.opened()
-    lane = Lane(main=False)
+    lane = StripedLane(main=False)
     for number in range(2 * limits.HELD_PIECES):
         pair.b.receive(placed(1, 2 + number, b"x"), 0.0, lane)
     pair.b.receive(placed(1, 1, b"y"), 0.0, lane)
@@ -282,7 +282,7 @@ def test_crumbs_side_by_side_are_joined() -> None:
 def test_all_lanes_together_keep_to_the_window() -> None:
     pair = Striped()
     _, theirs = pair.opened()
-    lanes = [Lane(main=False), Lane(main=False)]
+    lanes = [StripedLane(main=False), StripedLane(main=False)]
     half = theirs.credit // 2 + 1000
     for number, lane in enumerate(lanes):
         pair.b.receive(placed(1, 1 + number * 100, length=half), 0.0, lane)  # either alone would be within it
@@ -294,7 +294,7 @@ def test_all_lanes_together_keep_to_the_window() -> None:
 
 
 def test_a_rail_says_when_nothing_more_comes() -> None:
-    lane = Lane(main=False)
+    lane = StripedLane(main=False)
     Striped().b.receive(HEADER.pack(0, GO_AWAY, 0, 0, 0), 0.0, lane)
     assert lane.ended
 
@@ -384,7 +384,7 @@ def test_pieces_in_any_order_are_one_stream_or_a_violation(pieces: list[tuple[in
     seen: set[int] = set()
     for at, size in pieces:
         new = set(range(at, at + size))
-        lane = Lane(main=False)
+        lane = StripedLane(main=False)
         frame = placed(1, 1 + at, whole[at : at + size])
         cut = rng.randrange(len(frame) + 1)
         if seen & new:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from peerd.core.limits import LINE_BYTES_PER_S, NETWORK_PEERS, NETWORK_RTT_S
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.network import PairFigures
-from peerd.machine.network.pair_meter import KEPT_S, LinkLook, OwnLine, PairMeter
+from peerd.machine.network.pair_meter import KEPT_S, LinkSnapshot, OwnLine, PairMeter
 
 LINE = OwnLine(10e6, 10e6)
 UNKNOWN = OwnLine()
@@ -24,7 +24,7 @@ def rates_seen(
     meter = PairMeter()
     for now in range(seconds + 1):
         looks = {
-            peer: LinkLook(int(out * now), int(into * now), **more)  # type: ignore[arg-type]
+            peer: LinkSnapshot(int(out * now), int(into * now), **more)  # type: ignore[arg-type]
             for peer, (out, into) in rates.items()
         }
         meter.look(float(now), looks, line)
@@ -67,10 +67,10 @@ def test_a_pair_is_limited_only_where_our_line_had_room_for_twice_as_much() -> N
 def test_the_least_round_trip_of_the_last_minutes_counts_and_is_forgotten() -> None:
     meter = PairMeter()
     for now, rtt_s in [(0.0, 0.05), (10.0, 0.02), (20.0, 0.5)]:
-        meter.look(now, {"a": LinkLook(0, 0, rtt_s)}, LINE)
+        meter.look(now, {"a": LinkSnapshot(0, 0, rtt_s)}, LINE)
     assert meter.figures(25.0, LINE) == [PairFigures("a", 0.02, rtt_age_s=5.0)]
     for minute in range(1, 6):
-        meter.look(60.0 * minute, {"a": LinkLook(0, 0, 0.09)}, LINE)
+        meter.look(60.0 * minute, {"a": LinkSnapshot(0, 0, 0.09)}, LINE)
     assert meter.figures(300.0, LINE)[0].rtt_s == 0.09
     meter.look(301.0, {}, LINE)
     assert meter.figures(300.0 + KEPT_S + 2, LINE) == []
@@ -79,7 +79,7 @@ def test_the_least_round_trip_of_the_last_minutes_counts_and_is_forgotten() -> N
 def test_a_link_that_ends_takes_its_count_along() -> None:
     meter = PairMeter()
     for now, count in enumerate([0, 5_000_000, 100, 200]):
-        meter.look(float(now), {"a": LinkLook(count, count, waits=True, arrival_bytes_per_s=1.0)}, LINE)
+        meter.look(float(now), {"a": LinkSnapshot(count, count, waits=True, arrival_bytes_per_s=1.0)}, LINE)
     (found,) = meter.figures(3.0, LINE)
     assert found.up_bytes_per_s == found.down_bytes_per_s == 5e6
 
@@ -87,13 +87,13 @@ def test_a_link_that_ends_takes_its_count_along() -> None:
 def test_peers_measured_longest_ago_go_first() -> None:
     meter = PairMeter()
     for number in range(NETWORK_PEERS + 10):
-        meter.look(float(number), {f"p{number}": LinkLook(0, 0, 0.01)}, LINE)
+        meter.look(float(number), {f"p{number}": LinkSnapshot(0, 0, 0.01)}, LINE)
     found = meter.figures(300.0, LINE)
     assert [one.peer for one in found] == [f"p{number}" for number in range(10, NETWORK_PEERS + 10)]
 
 
 looks = st.builds(
-    LinkLook,
+    LinkSnapshot,
     st.integers(0, 1 << 60),
     st.integers(0, 1 << 60),
     st.one_of(st.none(), st.floats()),
@@ -108,7 +108,7 @@ looks = st.builds(
     st.builds(OwnLine, st.floats(0, math.inf), st.floats(0, math.inf)),
 )
 def test_whatever_links_do_the_figures_can_be_sent(
-    seen: list[tuple[float, dict[str, LinkLook]]], line: OwnLine
+    seen: list[tuple[float, dict[str, LinkSnapshot]]], line: OwnLine
 ) -> None:
     meter, now = PairMeter(), 0.0
     for passed_s, links in seen:

@@ -10,8 +10,8 @@ import pytest
 
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
-from peerd.core.messages.experts import Name, Pointer
-from peerd.machine.experts.custody import SeenClaim
+from peerd.core.messages.experts import CheckpointRef, Name
+from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
 from peerd.machine.owners.turns import AdopterTurns
@@ -27,10 +27,10 @@ def peer(name: str) -> PeerId:
 
 
 def pointer(
-    owner: str, generation: int = 0, version: int = 40, after: Pointer | None = None, heir: str = ""
-) -> Pointer:
+    owner: str, generation: int = 0, version: int = 40, after: CheckpointRef | None = None, heir: str = ""
+) -> CheckpointRef:
     facts: dict[str, Any] = {"began": after.version, "former": after.as_former()} if after is not None else {}
-    made = Pointer(
+    made = CheckpointRef(
         bytes(16),
         Name.of(UID),
         generation,
@@ -59,7 +59,7 @@ class Scene:
         self.until = dict[tuple[str, int], float]()
         self.lineages = ExpertLineages(P, peer(self.own), lambda who: names.get(who, who.text))
 
-    def keep(self, made: Pointer, *holders: str) -> Pointer:
+    def keep(self, made: CheckpointRef, *holders: str) -> CheckpointRef:
         """Have these peers hold a checkpoint, besides its owner."""
         self.copies.append(KeptCopy(made, [made.peer, *map(peer, holders)]))
         self.copies.sort(key=lambda copy: copy.pointer.rank, reverse=True)
@@ -80,7 +80,7 @@ class Scene:
         return names[reign.owner], reign.generation, found.waits
 
 
-def of_a(**facts: Any) -> tuple[Scene, Pointer]:
+def of_a(**facts: Any) -> tuple[Scene, CheckpointRef]:
     """A scene in which `a` hosts the expert, and two others hold its checkpoint."""
     scene = Scene(**facts)
     made = scene.keep(pointer("a"), "x", "y")

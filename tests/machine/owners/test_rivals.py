@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 
-from peerd.core.messages.experts import Pointer
-from peerd.machine.experts.custody import SeenClaim
+from peerd.core.messages.experts import CheckpointRef
+from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
 from tests.machine.owners.test_lineage import UID, P, peer, pointer
@@ -48,7 +48,7 @@ class Healed:
     copies: list[KeptCopy] = field(default_factory=list)
     now: float = 0.0
 
-    def keep(self, made: Pointer, *holders: str) -> Pointer:
+    def keep(self, made: CheckpointRef, *holders: str) -> CheckpointRef:
         self.copies.append(KeptCopy(made, [made.peer, *map(peer, holders)]))
         self.copies.sort(key=lambda copy: copy.pointer.rank, reverse=True)
         return made

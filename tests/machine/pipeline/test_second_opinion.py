@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peerd.machine.pipeline.second_opinion import LoneWords, SecondOpinion
+from peerd.machine.pipeline.second_opinion import LoneReports, SecondOpinion
 
 
 def test_another_peer_is_asked_once_where_there_is_one() -> None:
@@ -36,8 +36,8 @@ def test_two_peers_agree_unless_one_peer_brought_both_the_input() -> None:
 
 
 def test_the_word_of_a_single_peer_counts_a_bounded_number_of_times_a_step() -> None:
-    words = LoneWords(16)
+    words = LoneReports(16)
     assert [words.take(0) for _ in range(10)] == [True] * 8 + [False] * 2
     assert words.take(1), "another step"
-    many = LoneWords(800)
+    many = LoneReports(800)
     assert sum(many.take(0) for _ in range(800)) == 100

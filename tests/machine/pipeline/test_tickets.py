@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peerd.core.errors import Overloaded, Refused
 from peerd.core.keys import Keypair
 from peerd.core.limits import MICROBATCHES
-from peerd.core.messages.handover import Pass, Ticket
+from peerd.core.messages.handover import PassRequest, Ticket
 from peerd.core.messages.proof import signed_ticket
 from peerd.machine.pipeline.tickets import Tickets
 
@@ -23,16 +23,16 @@ RUN = b"r" * 16
 BEFORE = {ROUTE[0]}  # of those who may hand on to stage 1
 
 
-def body(stage: int = 1, trainer: str = OWN, by: Keypair = TRAINER, run: bytes = RUN, **changes: Any) -> Pass:
+def body(stage: int = 1, trainer: str = OWN, by: Keypair = TRAINER, run: bytes = RUN, **changes: Any) -> PassRequest:
     bare = msgspec.structs.replace(Ticket(7, 5, 2, 0, 2, 0, ROUTE), **changes)
-    return Pass(run, stage, trainer, signed_ticket(by.sign, run, by.peer_id.text, bare), None)
+    return PassRequest(run, stage, trainer, signed_ticket(by.sign, run, by.peer_id.text, bare), None)
 
 
 def judge(stage: int = 1) -> Tickets:
     return Tickets(RUN, ROUTE[stage], stage, STAGES)
 
 
-def objection(shown: Pass, caller: str = ROUTE[0], tickets: Tickets | None = None, before: Any = None) -> str:
+def objection(shown: PassRequest, caller: str = ROUTE[0], tickets: Tickets | None = None, before: Any = None) -> str:
     found = (tickets or judge(shown.stage)).objection(caller, shown, BEFORE if before is None else before)
     assert found is None or isinstance(found, Refused | Overloaded)
     return "" if found is None else str(found)
@@ -71,7 +71,7 @@ def test_a_mate_may_take_what_was_meant_for_another_of_its_stage() -> None:
         (body(low=2, high=2, first=1, route=ROUTE[1:]), "a ticket's first peer is called by its trainer"),
     ],
 )
-def test_what_its_trainer_did_not_sign_for_this_stage_is_refused(shown: Pass, why: str) -> None:
+def test_what_its_trainer_did_not_sign_for_this_stage_is_refused(shown: PassRequest, why: str) -> None:
     assert why in objection(shown)
 
 
@@ -93,7 +93,7 @@ def test_no_change_of_what_was_signed_gets_by(data: st.DataObject) -> None:
 def test_attempts_never_go_back_whatever_was_let_in_before_its_frames_came(calls: list[tuple[int, bool]]) -> None:
     """Calls are judged, and begin later or never: what began last is the latest that was."""
     tickets = judge()
-    newest, waiting = -1, list[Pass]()
+    newest, waiting = -1, list[PassRequest]()
     for attempt, begins in calls:
         shown = body(attempt=attempt)
         refused = objection(shown, tickets=tickets)
@@ -124,7 +124,7 @@ def test_one_trainers_attempts_say_nothing_of_anothers() -> None:
 def test_what_is_remembered_is_bounded_and_ends_with_its_step() -> None:
     tickets = judge()
     for seq in range(3 * MICROBATCHES):
-        tickets.begin(Pass(RUN, 1, OWN, Ticket(7, seq, 1, 0, 2, 0, ROUTE), None))
+        tickets.begin(PassRequest(RUN, 1, OWN, Ticket(7, seq, 1, 0, 2, 0, ROUTE), None))
     assert len(tickets._newest) == 2 * MICROBATCHES
     assert "a later attempt" in objection(body(attempt=0, seq=3 * MICROBATCHES - 1), tickets=tickets)
     tickets.arrive(8)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.pipeline.wiring import Wiring
+from peerd.machine.pipeline.wiring import StochasticWiring
 
 
-def serve(wiring: Wiring, seconds: dict[str, float], tasks: int) -> Counter[str]:
+def serve(wiring: StochasticWiring, seconds: dict[str, float], tasks: int) -> Counter[str]:
     """One task after another: who served how many."""
     now, count = 0.0, Counter[str]()
     busy = dict.fromkeys(seconds, 0.0)
@@ -27,14 +27,14 @@ def serve(wiring: Wiring, seconds: dict[str, float], tasks: int) -> Counter[str]
 
 
 def test_two_to_one_speeds_get_two_thirds_and_one_third() -> None:
-    wiring = Wiring(random.Random(1))
+    wiring = StochasticWiring(random.Random(1))
     wiring.update(["fast", "slow"])
     count = serve(wiring, {"fast": 1.0, "slow": 2.0}, 3000)
     assert abs(count["fast"] - 2000) <= 20
 
 
 def test_a_newcomer_gets_a_task_soon_and_is_not_flooded() -> None:
-    wiring = Wiring(random.Random(1))
+    wiring = StochasticWiring(random.Random(1))
     wiring.update(["a", "b"])
     serve(wiring, {"a": 0.1, "b": 0.1}, 50)
     wiring.update(["a", "b", "new"])
@@ -44,14 +44,14 @@ def test_a_newcomer_gets_a_task_soon_and_is_not_flooded() -> None:
 
 
 def test_before_any_answer_shares_follow_published_rates() -> None:
-    wiring = Wiring(random.Random(1))
+    wiring = StochasticWiring(random.Random(1))
     wiring.update(["fast", "slow"], {"fast": 30.0, "slow": 15.0})
     count = Counter(wiring.pick(0.0, 1.0) for _ in range(300))
     assert abs(count["fast"] - 200) <= 2
 
 
 def test_a_newcomer_with_a_published_rate_gets_its_share_at_once_and_what_is_measured_counts_more() -> None:
-    wiring = Wiring(random.Random(1))
+    wiring = StochasticWiring(random.Random(1))
     rates = {"a": 10.0, "b": 10.0, "new": 5.0, "unknown": 0.0}
     wiring.update(["a", "b"], rates)
     serve(wiring, {"a": 0.1, "b": 0.1}, 50)
@@ -65,7 +65,7 @@ def test_a_newcomer_with_a_published_rate_gets_its_share_at_once_and_what_is_mea
 
 
 def test_a_failed_peer_rests_longer_each_time_and_returns() -> None:
-    wiring = Wiring(random.Random(1))
+    wiring = StochasticWiring(random.Random(1))
     wiring.update(["a"])
     wiring.failed("a", 0.0)
     assert wiring.pick(0.4, 1.0) is None
@@ -77,7 +77,7 @@ def test_a_failed_peer_rests_longer_each_time_and_returns() -> None:
 
 
 def test_an_avoided_peer_is_used_only_when_nobody_else_is_left() -> None:
-    wiring = Wiring(random.Random(1))
+    wiring = StochasticWiring(random.Random(1))
     wiring.update(["a", "b"])
     assert {wiring.pick(0.0, 1.0, avoid={"a"}) for _ in range(5)} == {"b"}
     wiring.failed("b", 0.0)
@@ -85,14 +85,14 @@ def test_an_avoided_peer_is_used_only_when_nobody_else_is_left() -> None:
 
 
 def test_nobody_is_picked_from_an_empty_stage() -> None:
-    wiring = Wiring(random.Random(1))
+    wiring = StochasticWiring(random.Random(1))
     assert wiring.pick(0.0, 1.0) is None
     assert wiring.wakes_at(0.0) is None
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.sampled_from([0.5, 1.0, 2.0]), min_size=1))
 def test_shares_follow_speed(seconds: dict[str, float]) -> None:
-    wiring = Wiring(random.Random(3))
+    wiring = StochasticWiring(random.Random(3))
     wiring.update(seconds)
     count = serve(wiring, seconds, 1200)
     whole = sum(1 / s for s in seconds.values())
@@ -101,7 +101,7 @@ def test_shares_follow_speed(seconds: dict[str, float]) -> None:
 
 
 def test_who_cannot_be_reached_is_not_picked_even_if_nobody_else_is_left() -> None:
-    wiring = Wiring(random.Random(1))
+    wiring = StochasticWiring(random.Random(1))
     wiring.update(["a", "b"])
     assert {wiring.pick(0.0, 1.0, never={"a"}) for _ in range(5)} == {"b"}
     assert wiring.pick(0.0, 1.0, avoid={"b"}, never={"a"}) == "b"
@@ -110,7 +110,7 @@ def test_who_cannot_be_reached_is_not_picked_even_if_nobody_else_is_left() -> No
 
 
 def test_a_peer_whose_failure_took_long_rests_for_longer() -> None:
-    wiring = Wiring(random.Random(1))
+    wiring = StochasticWiring(random.Random(1))
     wiring.update(["a", "b"])
     wiring.failed("a", 20.0, took_s=17.0)
     assert {wiring.pick(now, 1.0) for now in (21.0, 40.0, 60.0, 87.0)} == {"b"}
@@ -120,7 +120,7 @@ def test_a_peer_whose_failure_took_long_rests_for_longer() -> None:
 
 
 def test_a_peer_that_answered_others_while_one_call_failed_is_slow_and_not_lost() -> None:
-    wiring = Wiring(random.Random(1))
+    wiring = StochasticWiring(random.Random(1))
     wiring.update(["a", "b"])
     wiring.answered("a", 1.0, started=0.0, now=140.0)
     wiring.failed("a", 150.0, took_s=150.0)
@@ -131,7 +131,7 @@ def test_a_peer_that_answered_others_while_one_call_failed_is_slow_and_not_lost(
 
 
 def test_peers_that_seem_lost_are_tried_again_soon_when_nobody_else_is_left() -> None:
-    wiring = Wiring(random.Random(1))
+    wiring = StochasticWiring(random.Random(1))
     wiring.update(["a", "b"])
     wiring.failed("a", 60.0, took_s=60.0)
     assert {wiring.pick(61.0 + second, 1.0) for second in range(100)} == {"b"}
@@ -145,7 +145,7 @@ def test_peers_that_seem_lost_are_tried_again_soon_when_nobody_else_is_left() ->
 
 @pytest.mark.parametrize("ends", ["answer", "failure", "full", "nothing"])
 def test_one_call_shows_whether_a_held_peer_is_back_and_then_it_is_held_no_more(ends: str) -> None:
-    wiring = Wiring(random.Random(1))
+    wiring = StochasticWiring(random.Random(1))
     wiring.update(["a"])
     wiring.hold("a", 10.0, until=40.0)
     assert wiring.pick(11.0, 1.0) is None

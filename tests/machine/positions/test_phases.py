@@ -7,21 +7,21 @@ from collections.abc import Callable
 import pytest
 
 from peerd.core.messages.swarm import Position
-from peerd.machine.positions.phases import NEXT, Course, Phase
+from peerd.machine.positions.phases import NEXT, Phase, RunPhase
 from peerd.machine.swarm.roster import START
 
 AHEAD = Position(1, b"lineage ")
 
 
-def opened(*, delayed: bool = False) -> Course:
-    course = Course(delayed=delayed)
+def opened(*, delayed: bool = False) -> RunPhase:
+    course = RunPhase(delayed=delayed)
     course.move(START, ["a"], commits=False)
     course.moving.discard("a")
     course.arrive(0)
     return course
 
 
-def stepping(*, delayed: bool = False) -> Course:
+def stepping(*, delayed: bool = False) -> RunPhase:
     """A member of three has committed, one is on its way, one was not in time for the average."""
     course = opened(delayed=delayed)
     course.close(AHEAD.lineage)
@@ -59,14 +59,14 @@ def test_during_a_step_those_serve_who_go_along() -> None:
     assert course.serves("a", AHEAD)
     assert course.serves("b", START)
     assert not course.serves("c", START)
-    assert not Course().serves("a", START)
+    assert not RunPhase().serves("a", START)
 
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_microbatches_count_during_a_step_only_in_a_delayed_run(delayed: bool) -> None:
     assert opened(delayed=delayed).works
     assert stepping(delayed=delayed).works is delayed
-    assert not Course(delayed=delayed).works
+    assert not RunPhase(delayed=delayed).works
 
 
 def test_a_move_that_was_begun_is_not_forgotten_when_members_are_gathered() -> None:
@@ -84,10 +84,10 @@ def test_a_batch_that_is_not_whole_any_more_leads_nowhere() -> None:
     assert (course.phase, course.target) == (Phase.OPEN, None)
 
 
-@pytest.mark.parametrize("jump", [Course.reopen, Course.gather, lambda course: course.close(b"")])
-def test_a_phase_never_follows_one_that_the_table_does_not_name(jump: Callable[[Course], None]) -> None:
+@pytest.mark.parametrize("jump", [RunPhase.reopen, RunPhase.gather, lambda course: course.close(b"")])
+def test_a_phase_never_follows_one_that_the_table_does_not_name(jump: Callable[[RunPhase], None]) -> None:
     with pytest.raises(AssertionError):
-        jump(Course())
+        jump(RunPhase())
 
 
 def test_every_phase_can_be_reached_and_gathering_always_again() -> None:

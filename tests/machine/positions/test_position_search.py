@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from peerd.core.messages.swarm import Position
 from peerd.machine.positions import position_search
-from peerd.machine.positions.phases import Course
+from peerd.machine.positions.phases import RunPhase
 from peerd.machine.positions.position_search import PositionSearch
 from peerd.machine.swarm.events import ConductorConfig, MemberHello, Origin, SendMove
 from peerd.machine.swarm.roster import START, Roster, RosterEntry
@@ -25,7 +25,7 @@ def search(*hellos: MemberHello, own: str = "a") -> PositionSearch:
     roster = Roster(2)
     for one in hellos:
         roster.enter(one)
-    return PositionSearch(CONFIG, Origin(own=own), roster, Course(), 0.0)
+    return PositionSearch(CONFIG, Origin(own=own), roster, RunPhase(), 0.0)
 
 
 def heard(*others: MemberHello) -> PositionSearch:
@@ -34,7 +34,7 @@ def heard(*others: MemberHello) -> PositionSearch:
     roster = Roster(2)
     for one in others:
         roster.enter(one)
-    return PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=[OLD]), roster, Course(), 0.0)
+    return PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=[OLD]), roster, RunPhase(), 0.0)
 
 
 def stand(made: PositionSearch, position: Position) -> None:
@@ -86,7 +86,7 @@ def test_a_sum_that_few_have_is_stepped_with_where_going_back_costs_more_than_a_
         roster.enter(hello("a/0", OLD, prepared=NOW, digest=b"sum", saved=(long_ago,)))
         roster.enter(hello("e/1", NOW, stage=1, digest=b"other stage's", saved=(saved,)))
         seen = [long_ago, OLD]
-        return PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=seen), roster, Course(), 0.0)
+        return PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=seen), roster, RunPhase(), 0.0)
 
     made = left(saved=long_ago)
     assert made.best() == NOW
@@ -111,7 +111,7 @@ def test_strangers_do_not_outvote_the_sum_of_a_stages_members() -> None:
     for number in range(4):
         roster.enter(hello(f"x{number}/1", OLD, stage=1, prepared=NOW, digest=b"made up"))
     roster.enter(hello("a/0", NOW))
-    made = PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=[NOW]), roster, Course(), 0.0)
+    made = PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=[NOW]), roster, RunPhase(), 0.0)
     assert made.best() == NOW
     assert [order.peer for order in made.moves(NOW)] == ["c/1", "d/1"]
 
@@ -125,7 +125,7 @@ def test_a_stage_whose_peers_moved_away_goes_on_from_what_a_newcomer_has() -> No
         for one in (hello("new/0", START, saved=(NOW,)), hello("c/1", NOW, stage=1), *others):
             roster.enter(one)
         origin = Origin(own="other/0", established=before, seen=[NOW])
-        return PositionSearch(CONFIG, origin, roster, Course(), 0.0).best()
+        return PositionSearch(CONFIG, origin, roster, RunPhase(), 0.0).best()
 
     moved = [hello(f"{peer}/1", START, stage=1, saved=(NOW,)) for peer in "ab"]
     assert with_newcomer() is None, "a and b may come back with something newer"
@@ -186,7 +186,7 @@ def test_a_step_that_is_only_heard_of_counts_for_a_while_and_a_keeper_always() -
 def test_a_position_is_apart_where_the_conductor_would_have_seen_it_had_it_been_the_swarms() -> None:
     """One that was away for many steps has an older position than any that the conductor remembers."""
     seen = [Position(step, b"ours") for step in range(100, 164)]
-    made = PositionSearch(CONFIG, Origin(own="a", seen=seen), Roster(2), Course(), 0.0)
+    made = PositionSearch(CONFIG, Origin(own="a", seen=seen), Roster(2), RunPhase(), 0.0)
     stand(made, Position(164, b"ours"))
     assert not made.is_apart(Position(50, b"ours"))
     assert not made.is_apart(seen[10])

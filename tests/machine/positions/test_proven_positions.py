@@ -12,7 +12,7 @@ from peerd.core.messages.commits import CommitProof, Committed, ProofShown
 from peerd.core.messages.proof import commit_signature, has_committed
 from peerd.core.messages.swarm import Moved, Position
 from peerd.machine.positions.evidence import Evidence
-from peerd.machine.positions.proven_positions import Established, ProvenPositions
+from peerd.machine.positions.proven_positions import EstablishedMembers, ProvenPositions
 from peerd.machine.swarm.roster import START, Roster
 from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.rpc.rpc import Answer
@@ -26,7 +26,7 @@ NETWORKS = {"near": "n1", "far": "n2", "mate": "n1"}.__getitem__
 
 
 def proven(known: dict[str, int] | None = None, **more: Any) -> ProvenPositions:
-    return ProvenPositions("own/0", Established("own/0", KNOWN if known is None else known), **more)
+    return ProvenPositions("own/0", EstablishedMembers("own/0", KNOWN if known is None else known), **more)
 
 
 def members(**saw: Position) -> Roster:
@@ -76,7 +76,7 @@ def test_keepers_are_believed_in_two_networks_by_who_knows_nobody_else_or_if_the
 
 
 def test_a_member_that_is_long_gone_has_no_say_for_ever() -> None:
-    made = Established("own/0", KNOWN)
+    made = EstablishedMembers("own/0", KNOWN)
     made.step_made(1000)
     for step in (1100, 1300):
         made.add("own/0", 0, step)
@@ -97,7 +97,7 @@ def test_a_member_that_is_long_gone_has_no_say_for_ever() -> None:
 def test_newcomers_do_not_vouch_for_a_state_that_members_of_the_stage_had(
     claims: set[str], there: set[str], vouched: bool
 ) -> None:
-    assert Established("own/0", KNOWN).vouch(1, claims, there) is vouched
+    assert EstablishedMembers("own/0", KNOWN).vouch(1, claims, there) is vouched
 
 
 def signed(key: Keypair, position: Position = NOW, by: Keypair | None = None) -> Committed:

@@ -15,11 +15,11 @@ from peerd.machine.rate.send_buffer import (
     WAITING_BYTES_MAX,
     WAITING_BYTES_MIN,
     WAITING_S,
-    Draught,
+    SendBufferSizer,
 )
 
 
-def drained(draught: Draught, bytes_per_s: float, seconds: float, start_s: float = 0.0) -> int:
+def drained(draught: SendBufferSizer, bytes_per_s: float, seconds: float, start_s: float = 0.0) -> int:
     """A connection of that rate with one who always has more to send; how often the system was told a new limit."""
     now, told = start_s, 0
     draught.begin(now)
@@ -32,7 +32,7 @@ def drained(draught: Draught, bytes_per_s: float, seconds: float, start_s: float
 
 @pytest.mark.parametrize("bytes_per_s", [5e6, 62.5e6])
 def test_about_as_much_waits_as_leaves_in_some_milliseconds(bytes_per_s: float) -> None:
-    draught = Draught()
+    draught = SendBufferSizer()
     drained(draught, bytes_per_s, 1.0)
     assert draught.bytes_per_s == pytest.approx(bytes_per_s, rel=0.01)
     assert draught.waiting_bytes == pytest.approx(WAITING_S * bytes_per_s, rel=0.3)
@@ -41,19 +41,19 @@ def test_about_as_much_waits_as_leaves_in_some_milliseconds(bytes_per_s: float) 
 
 @pytest.mark.parametrize(("bytes_per_s", "waiting"), [(1e4, WAITING_BYTES_MIN), (1e10, WAITING_BYTES_MAX)])
 def test_very_slow_and_very_fast_lines_meet_the_bounds(bytes_per_s: float, waiting: int) -> None:
-    draught = Draught()
+    draught = SendBufferSizer()
     drained(draught, bytes_per_s, 1.0)
     assert draught.waiting_bytes == waiting
 
 
 def test_a_rate_that_stays_costs_no_more_system_calls() -> None:
-    draught = Draught()
+    draught = SendBufferSizer()
     drained(draught, 62.5e6, 1.0)
     assert drained(draught, 60e6, 10.0, 1.0) == 0
 
 
 def test_a_pause_of_the_sender_does_not_look_like_a_slow_line() -> None:
-    draught = Draught()
+    draught = SendBufferSizer()
     drained(draught, 62.5e6, 1.0)
     draught.end(1.0)
     draught.begin(20.0)
@@ -63,7 +63,7 @@ def test_a_pause_of_the_sender_does_not_look_like_a_slow_line() -> None:
 
 
 def test_who_never_meets_a_full_buffer_is_known_to_be_at_least_as_fast_as_it_sends() -> None:
-    draught = Draught()
+    draught = SendBufferSizer()
     now = 0.0
     for _ in range(100):
         draught.begin(now)
@@ -84,7 +84,7 @@ def test_who_never_meets_a_full_buffer_is_known_to_be_at_least_as_fast_as_it_sen
     ],
 )
 def test_where_the_rate_is_given_a_frame_may_wait_and_nothing_is_measured(bytes_per_s: float, waiting: int) -> None:
-    draught = Draught()
+    draught = SendBufferSizer()
     draught.keep(bytes_per_s)
     assert draught.waiting_bytes == waiting
     assert drained(draught, 3 * bytes_per_s, 1.0) == 0
@@ -96,7 +96,7 @@ def test_where_the_rate_is_given_a_frame_may_wait_and_nothing_is_measured(bytes_
 
 @given(st.lists(st.tuples(st.sampled_from(["begin", "took", "full", "end"]), st.floats(0, 5)), max_size=60))
 def test_no_sequence_of_events_leads_beyond_the_bounds(events: list[tuple[str, float]]) -> None:
-    draught, now = Draught(), 0.0
+    draught, now = SendBufferSizer(), 0.0
     for what, passed_s in events:
         now += passed_s
         if what == "took":

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.messages.swarm import PostLoad
-from peerd.machine.rebalance.beliefs import HEADROOM, Beliefs, by_chance
+from peerd.machine.rebalance.beliefs import HEADROOM, EstimatedRates, by_chance
 
 STEP_S = 10.0
 
 
 def beliefs(
     done: dict[str, int], steps: int = 6, work: tuple[float, ...] = (1.0, 1.0), busy: float = 0.0, **claims: float
-) -> Beliefs:
+) -> EstimatedRates:
     """After so many steps in each of which posts did so much."""
-    found = Beliefs(work)
+    found = EstimatedRates(work)
     for post, rate in claims.items():
         found.told(0.0, post.replace("_", "/"), PostLoad(rate, busy))
     for step in range(steps + 1):
@@ -72,7 +72,7 @@ def test_a_newcomer_counts_as_a_usual_device_until_it_has_served_a_step() -> Non
 
 
 def test_nothing_is_known_before_two_steps_and_after_a_fresh_start() -> None:
-    said = Beliefs((1.0,))
+    said = EstimatedRates((1.0,))
     said.step_made(0.0, {"a/0": 3}, ["a/0"])
     assert said.measured("a/0") is None
     assert said.rates(["a/0"]) == {"a/0": 0.0}
@@ -91,7 +91,7 @@ def test_posts_that_are_gone_are_forgotten() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.floats(0, 1e9)), min_size=1, max_size=20), st.integers(1, 12))
 def test_no_claim_leads_beyond_the_bounds(peers: list[tuple[int, float]], steps: int) -> None:
-    said, done = Beliefs((1.0, 2.0)), {f"p{i}/{i % 2}": count for i, (count, _) in enumerate(peers)}
+    said, done = EstimatedRates((1.0, 2.0)), {f"p{i}/{i % 2}": count for i, (count, _) in enumerate(peers)}
     for post, (_, claim) in zip(done, peers, strict=True):
         said.told(0.0, post, PostLoad(claim))
     for step in range(steps + 1):

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from peerd.machine.rebalance.loads import PeerLoad, Staffing, Transfer
+from peerd.machine.rebalance.loads import PeerLoad, StageLoads, Transfer
 from peerd.machine.rebalance.queue_rule import QueueRule
 from peerd.machine.rebalance.rebalancer import RebalanceConfig, Rebalancer
 from tests.kit.amount import some
@@ -121,14 +121,14 @@ def test_a_fast_peer_changes_places_with_a_slow_one() -> None:
     loads = [PeerLoad("fast", 0, 8.0), *(PeerLoad(f"slow{n}", 0, 1.0) for n in range(4)), PeerLoad("one", 1, 1.0)]
     moves = in_the_end(ours(2), loads)
     assert [one.peer for one in moves] == ["fast", "one"]
-    assert Staffing(moved(loads, moves), (1.0, 1.0)).throughput == 5.0
+    assert StageLoads(moved(loads, moves), (1.0, 1.0)).throughput == 5.0
 
 
 def test_a_stage_with_more_work_gets_more_peers() -> None:
     loads = [PeerLoad(f"a{n}", 0, 1.0) for n in range(6)] + [PeerLoad(f"b{n}", 1, 0.25) for n in range(2)]
     moves = in_the_end(ours(2, 1.0, 4.0), loads)
     assert {one.source for one in moves} == {0}
-    staffing = Staffing(loads, (1.0, 4.0))
+    staffing = StageLoads(loads, (1.0, 4.0))
     for one in moves:
         staffing.move(one)
     assert staffing.throughput > 0.5
@@ -156,7 +156,7 @@ def test_whatever_the_loads_moves_lift_the_throughput_and_leave_no_stage_empty(s
     ]
     moves = in_the_end(ours(stages, *work), loads)
     assert in_the_end(ours(stages, *work), rng.sample(loads, len(loads))) == moves  # in whatever order they are named
-    staffing = Staffing(loads, work)
+    staffing = StageLoads(loads, work)
     before, served = staffing.throughput, [bool(count) for count in staffing.count]
     for one in moves:
         assert loads[int(one.peer[1:])].stage == one.source

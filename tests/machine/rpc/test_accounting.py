@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.machine.budget.book import EVERYBODY, ShareAccount, User
-from peerd.machine.rpc.accounting import Crowd, MethodLoad, PendingCalls, method_name
+from peerd.machine.rpc.method_load import Crowd, MethodLoad, PendingCalls, method_name
 from tests.kit.declared import declared
 
 

@@ -13,8 +13,8 @@ from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolat
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_BODY_BYTES, RPC_DEADLINE_S, RPC_FRAMES, RPC_ROUND_DEADLINE_S
-from peerd.machine.rpc import codec
-from peerd.machine.rpc.codec import (
+from peerd.machine.rpc import message_codec
+from peerd.machine.rpc.message_codec import (
     MessageParser,
     RpcMessage,
     decode_failure,
@@ -33,10 +33,10 @@ Seen = tuple[int, int, bytes, bytes, int, tuple[bytes, ...] | None]
 
 def with_frames(kind: int, call_id: int, body: bytes, frames: tuple[TensorFrame, ...] = FRAMES) -> bytes:
     headers, payloads = encode_frames(frames)
-    if kind in (codec.REQUEST, codec.OPEN):
+    if kind in (message_codec.REQUEST, message_codec.OPEN):
         start = encode_call(kind, call_id, b"do", 1.5, body, headers, len(frames))
     else:
-        start = codec.encode_message(kind, call_id, body, headers, len(frames))
+        start = message_codec.encode_message(kind, call_id, body, headers, len(frames))
     return start + b"".join(payloads)
 
 
@@ -44,15 +44,15 @@ def conversation() -> bytes:
     """One message of each kind, with and without frames."""
     return b"".join(
         [
-            encode_call(codec.REQUEST, 1, b"find", 10.0, b"who?"),
-            with_frames(codec.REQUEST, 2, b"take"),
-            codec.encode_message(codec.CANCEL, 1),
-            codec.encode_message(codec.REPLY, 1, b"me"),
-            with_frames(codec.OPEN, 3, b""),
-            with_frames(codec.PART, 3, b"more"),
-            codec.encode_message(codec.PART, 3),
-            codec.encode_message(codec.END, 3),
-            with_frames(codec.REPLY, 2, b"done"),
+            encode_call(message_codec.REQUEST, 1, b"find", 10.0, b"who?"),
+            with_frames(message_codec.REQUEST, 2, b"take"),
+            message_codec.encode_message(message_codec.CANCEL, 1),
+            message_codec.encode_message(message_codec.REPLY, 1, b"me"),
+            with_frames(message_codec.OPEN, 3, b""),
+            with_frames(message_codec.PART, 3, b"more"),
+            message_codec.encode_message(message_codec.PART, 3),
+            message_codec.encode_message(message_codec.END, 3),
+            with_frames(message_codec.REPLY, 2, b"done"),
             encode_failure(3, Overloaded("full", 0.25)),
         ]
     )
@@ -102,17 +102,17 @@ def test_one_message_of_each_kind_is_read() -> None:
     data = tuple(bytes(frame.payload) for frame in FRAMES)
     assert CLEAN
     assert WHOLE[:-1] == [
-        (codec.REQUEST, 1, b"who?", b"find", 10_000, None),
-        (codec.REQUEST, 2, b"take", b"do", 1500, data),
-        (codec.CANCEL, 1, b"", b"", 0, None),
-        (codec.REPLY, 1, b"me", b"", 0, None),
-        (codec.OPEN, 3, b"", b"do", 1500, data),
-        (codec.PART, 3, b"more", b"", 0, data),
-        (codec.PART, 3, b"", b"", 0, None),
-        (codec.END, 3, b"", b"", 0, None),
-        (codec.REPLY, 2, b"done", b"", 0, data),
+        (message_codec.REQUEST, 1, b"who?", b"find", 10_000, None),
+        (message_codec.REQUEST, 2, b"take", b"do", 1500, data),
+        (message_codec.CANCEL, 1, b"", b"", 0, None),
+        (message_codec.REPLY, 1, b"me", b"", 0, None),
+        (message_codec.OPEN, 3, b"", b"do", 1500, data),
+        (message_codec.PART, 3, b"more", b"", 0, data),
+        (message_codec.PART, 3, b"", b"", 0, None),
+        (message_codec.END, 3, b"", b"", 0, None),
+        (message_codec.REPLY, 2, b"done", b"", 0, data),
     ]
-    assert WHOLE[-1][:2] == (codec.ERROR, 3)
+    assert WHOLE[-1][:2] == (message_codec.ERROR, 3)
 
 
 def test_the_wire_has_the_bytes_that_were_agreed() -> None:
@@ -145,19 +145,22 @@ def test_skipped_payloads_do_not_disturb_what_follows() -> None:
 
 
 def test_the_rest_of_a_payload_can_be_skipped_half_way() -> None:
-    parser, data = MessageParser(), with_frames(codec.REPLY, 1, b"") + codec.encode_message(codec.END, 1)
+    parser, data = (
+        MessageParser(),
+        with_frames(message_codec.REPLY, 1, b"") + message_codec.encode_message(message_codec.END, 1),
+    )
     wall = len(data) - 14 - 11 + 3  # three payload bytes in
     (message,) = parser.feed(data[:wall])
     parser.accept()
     assert (message.payload_bytes, parser.wanted) == (11, 8)
     parser.skip()
     parser.fill(data[wall : wall + 8])
-    assert [m.kind for m in parser.feed(data[wall + 8 :])] == [codec.END]
+    assert [m.kind for m in parser.feed(data[wall + 8 :])] == [message_codec.END]
 
 
 def test_nothing_is_allocated_before_the_driver_accepts() -> None:
     parser = MessageParser()
-    (message,) = parser.feed(with_frames(codec.REQUEST, 1, b"")[:-11])
+    (message,) = parser.feed(with_frames(message_codec.REQUEST, 1, b"")[:-11])
     assert message.payload_bytes == 11
     assert not parser.clean
     with pytest.raises(LocalError):
@@ -177,21 +180,21 @@ def head(size: int, kind: int, frames: int = 0) -> bytes:
         head(0, 0),
         head(0, 8),
         head(0, 255),
-        head(1, codec.END),
-        head(0, codec.END, 1),
-        head(1, codec.CANCEL),
-        head(0, codec.ERROR, 1),
-        head(5000, codec.ERROR),
-        head(RPC_BODY_BYTES + 1, codec.REPLY),
-        head(RPC_BODY_BYTES + 1, codec.PART),
-        head(0xFFFFFFFF, codec.REQUEST),
-        head(0xFFFFFFFF, codec.REPLY, 1),
-        head(100, codec.REPLY, RPC_FRAMES + 1),
-        head(4, codec.REQUEST) + bytes(4),  # no room for a name
-        head(5, codec.REQUEST) + bytes([0, 0, 0, 1, 9]),  # the name is longer than the block
-        head(60, codec.REQUEST) + bytes([0, 0, 0, 1, 40]) + bytes(55),  # a name above the limit
-        head(3, codec.REPLY, 1) + bytes(3),  # a frame header that does not fit
-        head(12, codec.REPLY, 1) + bytes(12),  # no magic
+        head(1, message_codec.END),
+        head(0, message_codec.END, 1),
+        head(1, message_codec.CANCEL),
+        head(0, message_codec.ERROR, 1),
+        head(5000, message_codec.ERROR),
+        head(RPC_BODY_BYTES + 1, message_codec.REPLY),
+        head(RPC_BODY_BYTES + 1, message_codec.PART),
+        head(0xFFFFFFFF, message_codec.REQUEST),
+        head(0xFFFFFFFF, message_codec.REPLY, 1),
+        head(100, message_codec.REPLY, RPC_FRAMES + 1),
+        head(4, message_codec.REQUEST) + bytes(4),  # no room for a name
+        head(5, message_codec.REQUEST) + bytes([0, 0, 0, 1, 9]),  # the name is longer than the block
+        head(60, message_codec.REQUEST) + bytes([0, 0, 0, 1, 40]) + bytes(55),  # a name above the limit
+        head(3, message_codec.REPLY, 1) + bytes(3),  # a frame header that does not fit
+        head(12, message_codec.REPLY, 1) + bytes(12),  # no magic
     ],
 )
 def test_malformed_messages_are_violations(data: bytes) -> None:
@@ -204,7 +207,7 @@ def test_frames_that_are_too_much_together_are_a_violation() -> None:
     packed = raw_header(9, 0, (200 << 20,), 5 * 200, flags=1)  # little to send, much to unpack
     for frame in (plain, packed):
         with pytest.raises(ProtocolViolation, match="in one message"):
-            MessageParser().feed(head(2 * len(frame), codec.REPLY, 2) + frame + frame)
+            MessageParser().feed(head(2 * len(frame), message_codec.REPLY, 2) + frame + frame)
     with pytest.raises(LocalError, match="allowed"):
         encode_frames([TensorFrame("uint8", (0,), b"")] * (RPC_FRAMES + 1))
     with pytest.raises(LocalError, match="allowed"):
@@ -213,7 +216,7 @@ def test_frames_that_are_too_much_together_are_a_violation() -> None:
 
 def test_a_packed_frame_counts_as_what_it_unpacks_to() -> None:
     frame = TensorFrame("uint8", (3 << 20,), bytes(100), lossless=True)
-    (message,) = MessageParser().feed(with_frames(codec.REPLY, 1, b"", (frame, *FRAMES)))
+    (message,) = MessageParser().feed(with_frames(message_codec.REPLY, 1, b"", (frame, *FRAMES)))
     assert (message.payload_bytes, message.frame_bytes) == (111, (3 << 20) + 11)
 
 
@@ -246,6 +249,6 @@ def test_a_reason_is_cut_cleaned_and_bounded() -> None:
 
 
 def test_an_endless_time_out_travels_as_the_longest() -> None:
-    (message,) = MessageParser().feed(encode_call(codec.REQUEST, 1, b"x", float("inf"), b""))
+    (message,) = MessageParser().feed(encode_call(message_codec.REQUEST, 1, b"x", float("inf"), b""))
     assert isinstance(message, RpcMessage)
     assert message.timeout_ms == RPC_ROUND_DEADLINE_S * 1000

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from peerd.core.errors import ProtocolViolation
-from peerd.machine.secure.multistream import HEADER, NOT_AVAILABLE, Selector, encode_line
+from peerd.machine.secure.multistream import HEADER, NOT_AVAILABLE, MultistreamSelector, encode_line
 
 
 @pytest.mark.parametrize("optimistic", [b"\xff" * 100, bytes(40), b"\x05hello", encode_line("/other") * 50])
 def test_data_after_a_refused_proposal_is_passed_over(optimistic: bytes) -> None:
     for size in (1, 7, 1000):
-        selector = Selector(lambda name: name == "/spoken")
+        selector = MultistreamSelector(lambda name: name == "/spoken")
         data, answers = HEADER + encode_line("/unknown") + optimistic, b""
         for at in range(0, len(data), size):
             answer, chosen, _ = selector.feed(data[at : at + size])
@@ -22,4 +22,4 @@ def test_data_after_a_refused_proposal_is_passed_over(optimistic: bytes) -> None
 
 def test_rubbish_before_any_proposal_is_a_violation() -> None:
     with pytest.raises(ProtocolViolation):
-        Selector(lambda name: True).feed(b"\xff" * 100)
+        MultistreamSelector(lambda name: True).feed(b"\xff" * 100)

@@ -18,7 +18,7 @@ from peerd.machine.secure.noise import (
     PLAIN_BYTES,
     SEALED_BYTES,
     TAG_BYTES,
-    Handshake,
+    NoiseHandshake,
     Opener,
     Sealer,
     Secrets,
@@ -36,16 +36,16 @@ def side(
     expected: PeerId | None = None,
     muxers: tuple[str, ...] = MUXERS,
     aes: bool = False,
-) -> Handshake:
+) -> NoiseHandshake:
     secrets = Secrets(who, b"s" * 31 + who.seed[:1]).fresh(b"e" * 31 + who.seed[:1])
-    return Handshake(secrets, initiator=initiator, muxers=muxers, expected=expected, aes=aes)
+    return NoiseHandshake(secrets, initiator=initiator, muxers=muxers, expected=expected, aes=aes)
 
 
-def in_pieces(to: Handshake, data: bytes, piece_bytes: int) -> bytes:
+def in_pieces(to: NoiseHandshake, data: bytes, piece_bytes: int) -> bytes:
     return b"".join(to.feed(data[at : at + piece_bytes]) for at in range(0, len(data), piece_bytes))
 
 
-def shake(alice: Handshake, bob: Handshake, piece_bytes: int = 1 << 20) -> None:
+def shake(alice: NoiseHandshake, bob: NoiseHandshake, piece_bytes: int = 1 << 20) -> None:
     """Run to the end; `alice` initiates."""
     second = in_pieces(bob, alice.start(), piece_bytes)
     third = in_pieces(alice, second, piece_bytes)
@@ -127,7 +127,7 @@ def test_a_stolen_identity_without_its_signature_is_refused() -> None:
     stolen.identity = BOB
     for signature in (secrets.signature, Secrets(BOB, b"u" * 32).signature, b"", bytes(64)):
         stolen.signature = signature
-        mallory = Handshake(stolen, initiator=False, muxers=MUXERS)
+        mallory = NoiseHandshake(stolen, initiator=False, muxers=MUXERS)
         alice = side(ALICE, initiator=True)
         second = mallory.feed(alice.start())
         with pytest.raises(ProtocolViolation, match="without its signature"):
@@ -140,7 +140,7 @@ def test_a_key_of_another_length_is_refused() -> None:
         Secrets(ALICE, bytes(31))
     for ephemeral in (b"", bytes(31), bytes(33)):
         with pytest.raises(ValueError, match="ephemeral key has 32 bytes"):
-            Handshake(Secrets(ALICE, bytes(32)).fresh(ephemeral), initiator=True, muxers=MUXERS)
+            NoiseHandshake(Secrets(ALICE, bytes(32)).fresh(ephemeral), initiator=True, muxers=MUXERS)
 
 
 def test_any_flipped_bit_ends_the_handshake_or_its_proof() -> None:

@@ -15,7 +15,7 @@ from peerd.core.limits import STATE_DONORS
 from peerd.core.messages.swarm import Position
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.download import Download
-from peerd.machine.state.quorum import GATHER_S, PATIENCE_S, Claim, Poll, camps
+from peerd.machine.state.quorum import GATHER_S, PATIENCE_S, Claim, StateQuorum, camps
 
 TRUTH = Claim(Position(7, b"x"), b"t" * 32)
 OTHER = Claim(Position(7, b"x"), b"o" * 32)
@@ -133,7 +133,7 @@ class World:
             claim = TRUTH if told.catches_up and self.claims[ask.donor] > 1 else told.claim
             if told.step_s:
                 return self.stepping(ask, told)
-            return dl.Vouched(ask.ask, claim), self.now + told.manifest_s
+            return dl.ClaimReceived(ask.ask, claim), self.now + told.manifest_s
         if self.now >= told.gone_at:
             return dl.DonorFailed(ask.ask, "no such copy", gone=True), self.now + 0.01
         if ask.piece == dl.DIGESTS:
@@ -153,7 +153,7 @@ class World:
         else:
             at += self.rng.uniform(0.0, told.copies_in_s)
         step = told.stands_at(at)
-        return dl.Vouched(ask.ask, Claim(Position(step, b"x"), step.to_bytes(32, "big"))), at + told.manifest_s
+        return dl.ClaimReceived(ask.ask, Claim(Position(step, b"x"), step.to_bytes(32, "big"))), at + told.manifest_s
 
 
 def world(pieces: int = 40, **behaviours: Behaviour) -> World:
@@ -170,7 +170,7 @@ def test_the_largest_camp_is_the_best_then_the_newest_then_the_greatest_root() -
 
 
 def test_a_camp_that_cannot_be_beaten_is_chosen_at_once() -> None:
-    poll = Poll(0.0)
+    poll = StateQuorum(0.0)
     assert poll.decide(0.0, {"a": TRUTH}, 2).camp is None
     assert poll.decide(0.1, {"a": TRUTH, "b": TRUTH}, 2).camp is None
     chosen = poll.decide(0.2, {"a": TRUTH, "b": TRUTH}, 1).camp
@@ -179,29 +179,29 @@ def test_a_camp_that_cannot_be_beaten_is_chosen_at_once() -> None:
 
 
 def test_silent_donors_are_waited_for_only_so_long() -> None:
-    poll = Poll(0.0)
+    poll = StateQuorum(0.0)
     claims = {"a": TRUTH, "b": TRUTH}
     assert poll.decide(1.0, claims, 5).camp is None
     assert poll.due == 1.0 + GATHER_S
     assert poll.decide(1.0 + GATHER_S, claims, 5).camp is not None
-    alone = Poll(0.0)
+    alone = StateQuorum(0.0)
     assert alone.decide(11.0, {"a": TRUTH}, 1).camp is None
     assert alone.due == PATIENCE_S
     assert alone.decide(PATIENCE_S, {"a": TRUTH}, 1).camp is not None
 
 
 def test_donors_are_waited_for_as_long_as_they_copy_a_large_state() -> None:
-    """A state of 4 GB that each donor copies and hashes in three minutes."""
+    """Each donor copies and hashes a state of 4 GB in three minutes."""
     w = World({name: Behaviour(manifest_s=180.0, piece_s=0.01) for name in "abc"}, 4000)
     w.run()
     assert isinstance(w.last, dl.Downloaded), w.last
 
 
 def test_the_digests_of_a_large_state_may_take_their_time() -> None:
-    """A state of 100 GB on a line of 32 KiB/s: its digests take 98 s."""
+    """The digests of a state of 100 GB take 98 s on a line of 32 KiB/s."""
     download = Download(0.0, 100_000, random.Random(1), ["a"])
     asked = download.wake(0.0)
-    asked = download.handle(1.0, dl.Vouched(asked[0].ask, TRUTH))
+    asked = download.handle(1.0, dl.ClaimReceived(asked[0].ask, TRUTH))
     (digests,) = [one for one in asked if isinstance(one, dl.AskDonor) and one.piece == dl.DIGESTS]
     assert digests.timeout_s > 98.0
 
@@ -378,8 +378,8 @@ def test_answers_that_nobody_waits_for_change_nothing() -> None:
     assert isinstance(ask, dl.AskDonor)
     assert download.handle(0.1, dl.Arrived(99)) == []
     assert download.handle(0.1, dl.Wrong(99, "")) == []
-    assert any(isinstance(output, dl.Chosen) for output in download.handle(0.2, dl.Vouched(ask.ask, TRUTH)))
-    assert download.handle(0.3, dl.Vouched(ask.ask, OTHER)) == []
+    assert any(isinstance(output, dl.Chosen) for output in download.handle(0.2, dl.ClaimReceived(ask.ask, TRUTH)))
+    assert download.handle(0.3, dl.ClaimReceived(ask.ask, OTHER)) == []
 
 
 def test_no_more_donors_are_asked_than_allowed() -> None:

@@ -20,7 +20,7 @@ from peerd.machine.swarm.placement import (
     Move,
     Need,
     Seat,
-    Vacancies,
+    VacancyWatch,
     place,
 )
 
@@ -99,7 +99,7 @@ OLD, NEW = member("old", 0, since=1.0), member("new", 0, since=2.0)
 
 def first_move(own: str, members: list[MemberInfo], stages: int = 2, until: float = 60.0) -> tuple[float, Move] | None:
     """The first second at which it moves, with the move."""
-    watch = Vacancies(own, stages)
+    watch = VacancyWatch(own, stages)
     for now in itertools.count():
         if now > until:
             return None
@@ -120,7 +120,7 @@ def test_the_latest_of_the_best_staffed_stage_moves_first_and_the_next_only_when
 
 def test_it_stays_where_the_stage_has_peers_or_fills_in_time() -> None:
     assert first_move("new", [OLD, NEW, member("one", 1)]) is None
-    watch = Vacancies("new", 2)
+    watch = VacancyWatch("new", 2)
     assert watch.look(0.0, [OLD, NEW]) is None
     assert watch.look(4.0, [OLD, NEW, member("one", 1)]) is None
     assert watch.look(6.0, [OLD, NEW]) is None, "it is empty anew, from now on"
@@ -148,7 +148,7 @@ def test_a_helper_is_no_peer_of_a_stage_and_a_peer_of_two_posts_stays() -> None:
 
 def test_the_turn_stays_with_a_peer_that_is_on_its_way() -> None:
     third = member("third", 0, since=3.0)
-    watch = Vacancies("new", 2)
+    watch = VacancyWatch("new", 2)
     watch.look(0.0, [OLD, NEW, third])
     assert watch.look(EMPTY_S, [OLD, NEW, third]) is None, "it is the third's turn"
     assert watch.look(EMPTY_S + 3, [OLD, NEW]) is None, "it has left, and has not arrived"
@@ -156,7 +156,7 @@ def test_the_turn_stays_with_a_peer_that_is_on_its_way() -> None:
 
 
 def test_a_peer_that_has_moved_stays_for_a_while_whatever_the_list_says() -> None:
-    watch = Vacancies("new", 2)
+    watch = VacancyWatch("new", 2)
     watch.look(0.0, [OLD, NEW])
     assert watch.look(EMPTY_S, [OLD, NEW]) is not None
     watch.moved(EMPTY_S)
@@ -172,7 +172,7 @@ def test_exactly_one_peer_moves_to_each_empty_stage_and_none_is_emptied(seed: in
     stages = rng.randint(2, 6)
     where = {f"p{i}": rng.randrange(stages) for i in range(rng.randint(stages + 1, 14))}
     since = {peer: rng.uniform(1, 100) for peer in where}
-    watches = {peer: Vacancies(peer, stages) for peer in where}
+    watches = {peer: VacancyWatch(peer, stages) for peer in where}
     staffed = set(where.values())
     under_way: dict[str, tuple[float, int]] = {}
     moves: list[Move] = []

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.swarm.revisions import Versions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 
 READERS = ("a", "b", "c")
 
 
 def test_a_change_for_one_is_none_for_the_others() -> None:
-    versions = Versions()
+    versions = ReaderVersions()
     a, b = versions.of("a"), versions.of("b")
     versions.change("a")
     assert versions.of("a") > a
@@ -20,7 +20,7 @@ def test_a_change_for_one_is_none_for_the_others() -> None:
 
 @given(st.lists(st.sampled_from([None, *READERS])))
 def test_a_version_grows_with_each_change_that_its_reader_sees_and_with_no_other(changes: list[str | None]) -> None:
-    versions = Versions()
+    versions = ReaderVersions()
     for changed in changes:
         before = {reader: versions.of(reader) for reader in READERS}
         versions.change(changed) if changed else versions.change_all()
@@ -30,7 +30,7 @@ def test_a_version_grows_with_each_change_that_its_reader_sees_and_with_no_other
 
 
 def test_readers_with_news_are_told_once_and_no_others() -> None:
-    versions = Versions()
+    versions = ReaderVersions()
     versions.concerned()
     versions.change("a")
     versions.change("b")

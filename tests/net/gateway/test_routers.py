@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from peerd.net.gateway.natpmp import NatPmp, external_request, map_request, parse_external, parse_mapped
 from peerd.net.gateway.router import Mapped, NoMapping
-from peerd.net.gateway.upnp import Igd
+from peerd.net.gateway.upnp import UpnpRouter
 from tests.worlds.processes.fakerouter import igd_router, natpmp_router
 
 needs_library = pytest.mark.skipif(
@@ -76,7 +76,7 @@ async def test_natpmp_maps_and_takes_back_though_packets_are_lost() -> None:
 async def test_a_natpmp_router_that_promises_nothing_is_not_believed(port: int, lease_s: int) -> None:
     async with natpmp_router() as router:
         router.promise = port, lease_s
-        with trio.fail_after(30), pytest.raises(NoMapping, match="no port, or no time"):
+        with trio.fail_after(30), pytest.raises(NoMapping, match="no port, or no lease"):
             await NatPmp(lambda: "127.0.0.1", router.port).map(4001, 3600)
 
 
@@ -94,7 +94,7 @@ async def test_without_a_natpmp_router_it_says_so() -> None:
 @pytest.mark.socket
 async def test_upnp_maps_and_takes_back() -> None:
     with igd_router() as router, trio.fail_after(30):
-        client = Igd(random.Random(1), router.url)
+        client = UpnpRouter(random.Random(1), router.url)
         assert await client.map(4001, 3600) == Mapped(PUBLIC, 4001, 3600)
         assert router.mapped == {4001: (4001, 3600)}
         await client.unmap(4001)
@@ -106,7 +106,7 @@ async def test_upnp_maps_and_takes_back() -> None:
 async def test_upnp_takes_another_port_where_the_first_is_taken_and_keeps_to_it() -> None:
     with igd_router() as router, trio.fail_after(30):
         router.faults[4001] = "718 ConflictInMappingEntry"
-        client = Igd(random.Random(1), router.url)
+        client = UpnpRouter(random.Random(1), router.url)
         mapped = await client.map(4001, 3600)
         assert mapped.port != 4001
         assert router.mapped == {mapped.port: (4001, 3600)}
@@ -118,7 +118,7 @@ async def test_upnp_takes_another_port_where_the_first_is_taken_and_keeps_to_it(
 async def test_upnp_makes_do_with_a_router_that_maps_for_ever_only() -> None:
     with igd_router() as router, trio.fail_after(30):
         router.for_ever_only = True
-        assert (await Igd(random.Random(1), router.url).map(4001, 3600)).lease_s == 0
+        assert (await UpnpRouter(random.Random(1), router.url).map(4001, 3600)).lease_s == 0
         assert router.mapped == {4001: (4001, 0)}
 
 
@@ -128,10 +128,10 @@ async def test_upnp_tells_the_routers_reason() -> None:
     with igd_router() as router, trio.fail_after(30):
         router.faults[4001] = "606 ActionNotAuthorized"
         with pytest.raises(NoMapping, match="Action not authorized"):
-            await Igd(random.Random(1), router.url).map(4001, 3600)
+            await UpnpRouter(random.Random(1), router.url).map(4001, 3600)
         router.faults.clear()
         router.ip = ""
         with pytest.raises(NoMapping, match=r"UPnP"):
-            await Igd(random.Random(1), router.url).map(4001, 3600)
+            await UpnpRouter(random.Random(1), router.url).map(4001, 3600)
     with pytest.raises(NoMapping, match=r"UPnP"):
-        await Igd(random.Random(1), router.url).map(4001, 3600)
+        await UpnpRouter(random.Random(1), router.url).map(4001, 3600)

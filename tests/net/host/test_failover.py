@@ -8,7 +8,7 @@ from trio.testing import MockClock as Clock
 
 from peerd.core.addr import ip_of
 from peerd.core.errors import Unreachable
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.host.host import Host, PeerDown, PeerUp
 from peerd.net.link.link import Link
 from tests.worlds.network.hosts import Hosts, ask, echoing
@@ -28,7 +28,7 @@ def cut(hosts: Hosts, link: Link) -> None:
 
 async def used_and_cut(hosts: Hosts, a: Host, b: Host) -> Link:
     """A link from `a` on which a stream is open, and nothing was said for two seconds when it went dead."""
-    link, _ = await join(hosts, a, b, Way.DIRECT)
+    link, _ = await join(hosts, a, b, PathKind.DIRECT)
     stream = await link.open("/echo/1")
     await stream.send(b"x")
     assert await stream.receive_exactly(1) == b"x"
@@ -58,7 +58,7 @@ async def test_a_silent_peer_is_found_on_another_path_before_its_link_is_given_u
 
 async def test_a_path_that_stands_by_is_taken_without_a_dial(autojump_clock: Clock) -> None:
     async with echoing("a", "b", latency_s=0.01) as (hosts, a, b):
-        relayed, _ = await join(hosts, a, b, Way.RELAYED)
+        relayed, _ = await join(hosts, a, b, PathKind.RELAYED)
         dead = await used_and_cut(hosts, a, b)
         assert a.links.best(b.id) is dead
         dead.doubt()
@@ -83,7 +83,7 @@ async def test_without_another_path_a_silent_link_keeps_its_time(autojump_clock:
 
 async def test_a_link_that_is_heard_again_is_used_again(autojump_clock: Clock) -> None:
     async with echoing("a", "b", latency_s=0.01) as (hosts, a, b):
-        relayed, _ = await join(hosts, a, b, Way.RELAYED)
+        relayed, _ = await join(hosts, a, b, PathKind.RELAYED)
         direct = await used_and_cut(hosts, a, b)
         direct.doubt()
         await trio.sleep(1.1)
@@ -109,7 +109,7 @@ async def test_a_peer_that_answers_late_is_not_looked_for(autojump_clock: Clock)
 async def test_a_peer_that_is_asked_again_has_its_moment_again(autojump_clock: Clock) -> None:
     """The first question was answered at once; the second one just before anybody looked what became of the first."""
     async with echoing("a", "b", latency_s=0.01) as (hosts, a, b):
-        link, _ = await join(hosts, a, b, Way.DIRECT, latency_s=0.1)
+        link, _ = await join(hosts, a, b, PathKind.DIRECT, latency_s=0.1)
         await trio.sleep(5)
         assert link.rtt_s == pytest.approx(0.4, abs=0.05)
         link.doubt()
@@ -125,7 +125,7 @@ async def test_what_the_same_cut_took_is_found_at_the_same_time(autojump_clock: 
     """Only the first is missed by anybody; of an idle link that lives nobody takes notice."""
     async with echoing("a", "b", "c", "d", latency_s=0.01) as (hosts, a, b, c, d):
         first, second = await used_and_cut(hosts, a, b), await used_and_cut(hosts, a, c)
-        alive, _ = await join(hosts, a, d, Way.DIRECT)
+        alive, _ = await join(hosts, a, d, PathKind.DIRECT)
         stream = await alive.open("/echo/1")
         await stream.send(b"x")
         await trio.sleep(1.5)

@@ -10,7 +10,7 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.addr import tcp_addr
-from peerd.net.host.inbound import Reception
+from peerd.net.host.inbound import InboundGate
 from peerd.net.transport import RawLink
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
@@ -61,7 +61,7 @@ async def wait(raw: RawLink) -> None:
 async def reception(within_s: float) -> AsyncIterator[Door]:
     door = Door()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Reception(PLACES, within_s, wait).serve, door)
+        nursery.start_soon(InboundGate(PLACES, within_s, wait).serve, door)
         yield door
         nursery.cancel_scope.cancel()
 

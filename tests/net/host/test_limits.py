@@ -21,7 +21,7 @@ from peerd.net.host.host import Host, HostConfig, PeerDown, PeerUp
 from peerd.net.host.link_table import LinkLimits
 from peerd.net.link.config import LinkConfig
 from peerd.net.link.stream import Stream
-from peerd.net.link.upgrade import Secured, upgrade
+from peerd.net.link.upgrade import UpgradedLink, upgrade
 from peerd.net.transport import RawLink
 from tests.worlds.network.hosts import Hosts, ask, echo, keypair, running_hosts
 from tests.worlds.network.virtual import transport
@@ -42,7 +42,7 @@ async def stranger(hosts: Hosts, name: str) -> RawLink:
     return await transport(hosts.net, name).dial(hosts.addr("host"))
 
 
-async def authenticated(hosts: Hosts, name: str) -> Secured:
+async def authenticated(hosts: Hosts, name: str) -> UpgradedLink:
     """A peer that has passed the hand-shake and then does as the test wants."""
     secrets = noise.Secrets(keypair(name), name.encode().ljust(32, b"s")).fresh(name.encode().ljust(32, b"e"))
     secured = await upgrade(await stranger(hosts, name), secrets, initiator=True)
@@ -50,7 +50,7 @@ async def authenticated(hosts: Hosts, name: str) -> Secured:
     return secured
 
 
-async def send_sealed(peer: Secured, plain: bytes) -> None:
+async def send_sealed(peer: UpgradedLink, plain: bytes) -> None:
     frame = memoryview(bytearray(noise.SEALED_BYTES))
     await peer.raw.send_all(frame[: peer.session.sealer.seal(plain, frame)])
 

@@ -7,7 +7,7 @@ import trio
 from trio.testing import MockClock as Clock
 
 from peerd.core.addr import ip_of
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.host.host import Host, PeerUp
 from peerd.net.link.stream import Stream
 from tests.worlds.network.hosts import ask, echoing
@@ -17,10 +17,10 @@ from tests.worlds.network.ways import join
 async def test_new_streams_take_the_better_link_and_open_ones_end_where_they_are(autojump_clock: Clock) -> None:
     async with echoing("a", "b") as (hosts, a, b):
         with a.watch() as events:
-            relayed, _ = await join(hosts, a, b, Way.RELAYED, latency_s=0.05)
+            relayed, _ = await join(hosts, a, b, PathKind.RELAYED, latency_s=0.05)
             old = await a.open_stream(b.id, "/echo/1")
             await old.send(b"x")
-            punched, _ = await join(hosts, a, b, Way.PUNCHED)
+            punched, _ = await join(hosts, a, b, PathKind.PUNCHED)
             new = await a.open_stream(b.id, "/echo/1")
             assert old.superseded
             assert (new.link, new.superseded) == (punched, False)
@@ -42,8 +42,8 @@ async def test_new_streams_take_the_better_link_and_open_ones_end_where_they_are
 async def test_when_the_better_link_is_lost_the_other_carries_on(autojump_clock: Clock) -> None:
     async with echoing("a", "b") as (hosts, a, b):
         with a.watch() as events:
-            relayed, _ = await join(hosts, a, b, Way.RELAYED)
-            punched, _ = await join(hosts, a, b, Way.PUNCHED)
+            relayed, _ = await join(hosts, a, b, PathKind.RELAYED)
+            punched, _ = await join(hosts, a, b, PathKind.PUNCHED)
             assert relayed.superseded_at is not None
             punched.abort("the router forgot us")
             await trio.sleep(0.1)
@@ -60,30 +60,32 @@ async def test_a_direct_link_that_only_one_side_knows_to_be_dead_ends_soon_after
     autojump_clock: Clock,
 ) -> None:
     async with echoing("a", "b") as (hosts, a, b):
-        given_up, dead = await join(hosts, a, b, Way.DIRECT)
+        given_up, dead = await join(hosts, a, b, PathKind.DIRECT)
         assert dead.local is not None
         ends = [hosts.net.node_at(str(ip_of(addr))) for addr in (dead.local, dead.remote)]
         hosts.net.block(*(end.name for end in ends if end is not None))
         given_up.abort("its router has forgotten it")
         await trio.sleep(5)
         assert b.links.best(a.id) is dead
-        await join(hosts, a, b, Way.RELAYED)
+        await join(hosts, a, b, PathKind.RELAYED)
         assert b.links.best(a.id) is dead
         await trio.sleep(6)
-        assert [link.way for link in b.links] == [Way.RELAYED]
+        assert [link.way for link in b.links] == [PathKind.RELAYED]
 
 
 async def test_a_peer_that_dials_again_though_its_link_lives_keeps_it(autojump_clock: Clock) -> None:
     async with echoing("a", "b") as (hosts, a, b):
-        _, direct = await join(hosts, a, b, Way.DIRECT)
+        _, direct = await join(hosts, a, b, PathKind.DIRECT)
         await trio.sleep(5)
-        await join(hosts, a, b, Way.RELAYED)
+        await join(hosts, a, b, PathKind.RELAYED)
         await trio.sleep(60)
         assert list(b.links) == [direct]
 
 
-@pytest.mark.parametrize("ways", [(Way.DIRECT, Way.PUNCHED, Way.RELAYED), (Way.RELAYED, Way.LOCAL, Way.DIRECT)])
-async def test_however_links_come_the_best_one_stays(autojump_clock: Clock, ways: tuple[Way, ...]) -> None:
+@pytest.mark.parametrize(
+    "ways", [(PathKind.DIRECT, PathKind.PUNCHED, PathKind.RELAYED), (PathKind.RELAYED, PathKind.LOCAL, PathKind.DIRECT)]
+)
+async def test_however_links_come_the_best_one_stays(autojump_clock: Clock, ways: tuple[PathKind, ...]) -> None:
     async with echoing("a", "b") as (hosts, a, b):
         for number, way in enumerate(ways):
             one, other = (a, b) if number % 2 else (b, a)
@@ -126,9 +128,9 @@ async def test_links_dialed_from_both_ends_at_once_become_one_without_breaking_s
 
 async def test_a_relay_that_floods_a_peer_with_links_cannot_push_the_direct_one_out(autojump_clock: Clock) -> None:
     async with echoing("a", "b") as (hosts, a, b):
-        direct, _ = await join(hosts, a, b, Way.DIRECT)
+        direct, _ = await join(hosts, a, b, PathKind.DIRECT)
         for _ in range(6):
-            await join(hosts, b, a, Way.RELAYED)
+            await join(hosts, b, a, PathKind.RELAYED)
             await trio.sleep(0.1)
         assert a.links.best(b.id) is direct
         assert await ask(a, b, b"x") == b"x"

@@ -10,7 +10,7 @@ import trio
 
 from peerd.core.addr import tcp_addr
 from peerd.core.errors import RemoteError, Unreachable
-from peerd.machine.budget.book import BOUNDS, Bounds, Means
+from peerd.machine.budget.book import BOUNDS, Bounds, Resource
 from peerd.net.host.host import Host, HostConfig
 from peerd.net.host.link_table import LinkLimits
 from peerd.net.link.stream import Stream
@@ -85,7 +85,7 @@ async def test_a_crowd_at_one_address_replaces_only_its_own() -> None:
             with suppress(Unreachable):
                 await here.hold(f"crowd {number}", "81.2.0.1", host)
         assert all([await works(stream) for stream in honest])
-        assert host.book.used(Means.LINKS) == 6
+        assert host.book.used(Resource.LINKS) == 6
 
 
 async def test_a_crowd_of_addresses_in_one_region_keeps_nobody_out() -> None:
@@ -124,7 +124,7 @@ async def test_connections_that_we_dialed_end_for_nobody_who_comes_in() -> None:
 
 async def test_streams_are_bounded_by_place_over_all_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     few = Bounds(total=40, peer=8, place=10, region=20, reserved=10)
-    monkeypatch.setitem(BOUNDS, Means.STREAMS, few)  # type: ignore[arg-type]
+    monkeypatch.setitem(BOUNDS, Resource.STREAMS, few)  # type: ignore[arg-type]
     async with town() as (here, host):
         streams = []
         for number in range(5):
@@ -141,17 +141,17 @@ async def test_streams_are_bounded_by_place_over_all_its_connections(monkeypatch
         for stream in streams:
             await stream.aclose()
         await trio.sleep(5)
-        assert host.book.used(Means.STREAMS) == 0
+        assert host.book.used(Resource.STREAMS) == 0
 
 
 async def test_streams_of_connections_that_end_are_given_back() -> None:
     async with town() as (here, host):
         stream = await here.hold("peer", "81.2.0.1", host)
-        assert host.book.used(Means.STREAMS) == 1
+        assert host.book.used(Resource.STREAMS) == 1
         stream.link.abort("gone")
         await trio.sleep(5)
-        assert host.book.used(Means.STREAMS) == 0
-        assert host.book.used(Means.LINKS) == 0
+        assert host.book.used(Resource.STREAMS) == 0
+        assert host.book.used(Resource.LINKS) == 0
 
 
 @pytest.mark.slow
@@ -164,6 +164,6 @@ async def test_one_address_has_a_quarter_of_the_places_and_a_private_one_half() 
                 with suppress(Unreachable):
                     await peer.connect(host.id)
             await trio.sleep(5)
-        (places,) = [use for use in host.book.told() if use.means is Means.LINKS]
-        assert places.used == BOUNDS[Means.LINKS].place + BOUNDS[Means.LINKS].region
-        assert places.place == ("10.0.0.1", BOUNDS[Means.LINKS].region)
+        (places,) = [use for use in host.book.told() if use.means is Resource.LINKS]
+        assert places.used == BOUNDS[Resource.LINKS].place + BOUNDS[Resource.LINKS].region
+        assert places.place == ("10.0.0.1", BOUNDS[Resource.LINKS].region)

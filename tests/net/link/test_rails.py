@@ -19,9 +19,9 @@ from peerd.machine.secure.noise import Secrets
 from peerd.net.host.host import Host
 from peerd.net.link.link import Link
 from peerd.net.link.rails import Rail
-from peerd.net.link.sealing import Sealing
+from peerd.net.link.sealing import FrameSealer
 from peerd.net.link.stream import Stream
-from peerd.net.link.upgrade import Secured, upgrade
+from peerd.net.link.upgrade import UpgradedLink, upgrade
 from peerd.net.tcp_info import TcpInfo
 from peerd.sim.memory import MemoryLink
 from peerd.sim.simnet import NetConfig
@@ -277,18 +277,18 @@ async def test_a_rail_that_breaks_ends_its_link_and_peers_meet_again(autojump_cl
         assert not [each for each in hosts.net.nodes["a"].links if each in (first, *others)]
 
 
-async def rail_of(hosts: Hosts, name: str) -> Secured:
+async def rail_of(hosts: Hosts, name: str) -> UpgradedLink:
     """A connection to b that wants to be a rail, by a peer of that name."""
     raw = await transport(hosts.net, f"{name}2", latency_s=ONE_WAY_S).dial(hosts.addr("b"))
     secrets = Secrets(keypair(name), bytes(32), bytes(range(32)))
     return await upgrade(raw, secrets, initiator=True, muxers=(RAIL,))
 
 
-async def say(secured: Secured, plain: bytes) -> None:
-    await secured.raw.send_all(Sealing(secured.session.sealer, memoryview(b""), None).one(plain))
+async def say(secured: UpgradedLink, plain: bytes) -> None:
+    await secured.raw.send_all(FrameSealer(secured.session.sealer, memoryview(b""), None).one(plain))
 
 
-async def is_closed(secured: Secured) -> bool:
+async def is_closed(secured: UpgradedLink) -> bool:
     with trio.move_on_after(60):
         try:
             return await secured.raw.receive_some(10) == b""

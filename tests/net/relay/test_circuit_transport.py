@@ -14,9 +14,18 @@ from peerd.core import limits
 from peerd.core.addr import circuit_addr, parse_addr, with_peer
 from peerd.core.errors import ConfigError, ProtocolViolation, Refused, Unreachable
 from peerd.core.ids import PeerId
-from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Promise, Status, StopKind, StopMessage
+from peerd.core.protobuf.circuit import (
+    HOP,
+    STOP,
+    HopKind,
+    HopMessage,
+    ReservationMessage,
+    Status,
+    StopKind,
+    StopMessage,
+)
 from peerd.core.protobuf.voucher import Voucher
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.relay import RelayConfig
 from peerd.net.host.host import Host, HostConfig
 from peerd.net.host.link_table import LinkLimits, PeerDown
@@ -109,7 +118,7 @@ async def test_a_peer_behind_a_relay_is_reached_and_both_know_the_way(autojump_c
         assert await ask(a.host, b.host, data) == data
         (near,) = [link for link in a.host.links if link.peer == b.host.id]
         (far,) = [link for link in b.host.links if link.peer == a.host.id]
-        assert (near.way, far.way) == (Way.RELAYED, Way.RELAYED)
+        assert (near.way, far.way) == (PathKind.RELAYED, PathKind.RELAYED)
         assert (near.remote, far.remote) == (addr, addr)
         assert service.traffic().circuits == 1
         assert service.traffic().carried_bytes > 2 * len(data)
@@ -183,7 +192,7 @@ async def test_a_relay_is_never_reached_over_a_relay(autojump_clock: trio.testin
         for one, other in ((first, second), (second, first)):
             a.host.learn(one.id, [circuit_addr(None, other.id)])
         begin = trio.current_time()
-        with pytest.raises(Unreachable, match="not reached over a relay"):
+        with pytest.raises(Unreachable, match="cannot be reached over a relay"):
             await a.host.connect(keypair("b").peer_id, [circuit_addr(None, first.id)])
         assert trio.current_time() - begin < 1
 
@@ -191,9 +200,9 @@ async def test_a_relay_is_never_reached_over_a_relay(autojump_clock: trio.testin
 async def test_a_relay_reached_over_a_relay_gives_nothing(autojump_clock: trio.testing.MockClock) -> None:
     async with relayed() as (_, relay, _, a, b):
         await a.host.connect(b.host.id, b.circuits.reservations[relay.id].addrs)
-        with pytest.raises(Unreachable, match="only reached over a relay"):
+        with pytest.raises(Unreachable, match="only reachable over a relay"):
             await a.circuits.reserve(b.host.id)
-        with pytest.raises(Unreachable, match="only reached over a relay"):
+        with pytest.raises(Unreachable, match="only reachable over a relay"):
             await a.host.connect(keypair("c").peer_id, [circuit_addr(None, b.host.id)])
 
 
@@ -219,12 +228,12 @@ async def answering(hosts: Hosts, answer: HopMessage | None) -> tuple[Host, Clie
     [
         (HopMessage(kind=HopKind.STATUS, status=Status.RESERVATION_REFUSED), Refused, "reservation refused"),
         (HopMessage(kind=HopKind.STATUS, status=777), Refused, "status 777"),
-        (HopMessage(kind=HopKind.RESERVE), ProtocolViolation, "answers with RESERVE"),
+        (HopMessage(kind=HopKind.RESERVE), ProtocolViolation, "answered with RESERVE"),
         (
             HopMessage(
                 kind=HopKind.STATUS,
                 status=Status.OK,
-                promise=Promise(
+                promise=ReservationMessage(
                     int(EPOCH_S) + 100,
                     voucher=Voucher(keypair("r").peer_id, keypair("x").peer_id, 1).seal(keypair("r")),
                 ),
@@ -233,7 +242,7 @@ async def answering(hosts: Hosts, answer: HopMessage | None) -> tuple[Host, Clie
             "another peer",
         ),
         (
-            HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=Promise(0, voucher=b"\x08\x01")),
+            HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=ReservationMessage(0, voucher=b"\x08\x01")),
             ProtocolViolation,
             "public key is a number",
         ),
@@ -258,7 +267,7 @@ async def test_the_way_that_led_to_the_relay_is_announced_whatever_it_says_of_it
         claims = ["/ip4/198.51.100.9/tcp/1", "/ip4/0.0.0.0/tcp/1", f"/ip4/198.51.100.9/tcp/2/p2p/{other}"]
         nested = with_peer(circuit_addr(None, other), keypair("r").peer_id)
         addrs = (*(parse_addr(claim).to_bytes() for claim in claims), nested.to_bytes(), b"nonsense")
-        promise = Promise(int(EPOCH_S) + 1000, addrs)
+        promise = ReservationMessage(int(EPOCH_S) + 1000, addrs)
         relay, a = await answering(hosts, HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=promise))
         held = await a.circuits.reserve(relay.id)
         ways = [*relay.listen_addrs(), parse_addr(claims[0])]  # what led us there comes first, whatever it claims
@@ -269,7 +278,7 @@ async def test_the_way_that_led_to_the_relay_is_announced_whatever_it_says_of_it
 async def test_a_silent_relay_costs_a_bounded_wait(autojump_clock: trio.testing.MockClock) -> None:
     async with running_hosts() as hosts:
         relay, a = await answering(hosts, None)
-        with pytest.raises(Unreachable, match="no answer"):
+        with pytest.raises(Unreachable, match="did not answer"):
             await a.circuits.reserve(relay.id)
         assert trio.current_time() < limits.CIRCUIT_ANSWER_S + 1
 
@@ -301,9 +310,9 @@ async def test_a_relay_that_brings_another_than_it_says_brings_nobody(autojump_c
         liar = await relay.open_stream(b.host.id, STOP)
         await send_message(liar, StopMessage(kind=StopKind.CONNECT, peer=keypair("x").peer_id).encode())
         assert StopMessage.decode(await receive_message(liar, limits.CIRCUIT_MESSAGE_BYTES)).status == Status.OK
-        await relay.join(CircuitLink(liar, circuit_addr(None, relay.id), None), Way.RELAYED, initiator=True)
+        await relay.join(CircuitLink(liar, circuit_addr(None, relay.id), None), PathKind.RELAYED, initiator=True)
         await trio.sleep(1)
-        assert [link.way for link in b.host.links if link.peer == relay.id] != [Way.RELAYED]
+        assert [link.way for link in b.host.links if link.peer == relay.id] != [PathKind.RELAYED]
         assert len(b.host.links) == len(relay.links) == 1
 
 
@@ -331,7 +340,7 @@ async def test_nobody_listens_on_a_circuit_address(autojump_clock: trio.testing.
         addr = circuit_addr(None, keypair("r").peer_id)
         with pytest.raises(ConfigError, match="reservation"):
             await a.circuits.listen(addr)
-        with pytest.raises(Unreachable, match="no peer beyond"):
+        with pytest.raises(Unreachable, match="no destination peer"):
             await a.host.connect_addr(addr)
 
 

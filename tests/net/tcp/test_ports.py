@@ -16,7 +16,7 @@ from peerd.core.addr import parse_addr, tcp_addr, tcp_place
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.machine.secure.noise import Secrets
-from peerd.net.link.upgrade import Secured, upgrade
+from peerd.net.link.upgrade import UpgradedLink, upgrade
 from peerd.net.tcp import tcp_transport
 from peerd.net.tcp.tcp_transport import TcpLink, TcpTransport
 from peerd.net.transport import Listener
@@ -135,7 +135,7 @@ async def deaf_port() -> AsyncIterator[int]:
 async def test_two_that_dial_each_other_at_once_share_one_connection_and_agree_on_who_is_who() -> None:
     names = [Keypair.from_seed(bytes([number]) * 32) for number in (1, 2)]
     ends: dict[int, TcpLink] = {}
-    secured: dict[int, Secured] = {}
+    secured: dict[int, UpgradedLink] = {}
     async with listening(HERE) as (near, own, port), deaf_port() as there:
         places = [(HERE, port), (THERE, there)]
         await own.aclose()  # nobody listens here: only the crossing can connect them

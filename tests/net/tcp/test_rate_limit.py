@@ -14,14 +14,14 @@ from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import LimitsSection
-from peerd.core.work import ReadInTurn, read_at_once
+from peerd.core.work import RateLimitedRead, read_at_once
 from peerd.machine.rate.limiter import SLACK_S
 from peerd.net import tcp_info
 from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.link.stream import Stream
 from peerd.net.tcp import rate_limit
-from peerd.net.tcp.rate_limit import LimitedLine, LinePace, LineTurn, PacedLink
+from peerd.net.tcp.rate_limit import LimitedLine, LinePace, LineTurn, RateLimitedLink
 from peerd.net.tcp.tcp_transport import TcpLink, TcpTransport
 from peerd.net.transport import LendingLink
 from tests.kit.amount import thorough
@@ -113,7 +113,7 @@ async def test_what_passes_in_half_a_second_is_what_the_limits_allow(
                 for end in got:
                     fill(ends, end, got, nursery, 1 << 16)
         passed_s = trio.current_time() - began
-        assert isinstance(ends.near, PacedLink)
+        assert isinstance(ends.near, RateLimitedLink)
     for count, mbit in ((got["far"], 20), (got["near"], 40)):
         assert 0.5 * mbit < count * MBIT / passed_s < mbit * (1 + 0.06 / passed_s) + 0.5
 
@@ -220,7 +220,7 @@ async def test_a_slow_line_is_given_small_batches() -> None:
 @pytest.mark.alone
 async def test_the_system_counts_what_a_connection_costs() -> None:
     async with two_ends(LimitsSection(upload_mbit=1000)) as ends:
-        assert isinstance(ends.near, PacedLink)
+        assert isinstance(ends.near, RateLimitedLink)
         before = tcp_info.tcp_info(ends.near._socket)
         if before is None:
             pytest.skip("this system has no TCP_INFO")
@@ -237,7 +237,7 @@ async def test_the_system_counts_what_a_connection_costs() -> None:
         assert after.header_bytes <= into <= 3 * after.header_bytes
 
 
-async def seconds_to_read(reads: ReadInTurn, total: int, most: int, given: Callable[[int], int]) -> float:
+async def seconds_to_read(reads: RateLimitedRead, total: int, most: int, given: Callable[[int], int]) -> float:
     """Until a thread has read so many bytes; `given`: how many of those that it may bring have come."""
     began, came = trio.current_time(), 0
 

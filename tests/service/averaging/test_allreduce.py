@@ -22,7 +22,7 @@ from peerd.core.limits import RPC_OUTBOX_BYTES
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import AverageKey
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.service.averaging.allreduce import METHOD, Averaging, PartCoder, PlainParts, Vector
+from peerd.service.averaging.allreduce import METHOD, AllReduceService, PartCoder, PlainParts, Vector
 from peerd.service.rpc.rpc import Rpc
 from tests.worlds.machines.fakehost import FakeNet, TrioClock, fake_net
 from tests.worlds.machines.workers import InlineWorker
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class Node:
     id: PeerId
     rpc: Rpc
-    averaging: Averaging
+    averaging: AllReduceService
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def group(count: int) -> AsyncIterator[tuple[FakeNet, list[Node]]]:
             host = net.host(f"peer {i}")
             rpc = Rpc(host, TrioClock())
             await nursery.start(rpc.run)
-            nodes.append(Node(host.id, rpc, Averaging(rpc, host.id)))
+            nodes.append(Node(host.id, rpc, AllReduceService(rpc, host.id)))
         yield net, sorted(nodes, key=lambda node: node.id.text)
         nursery.cancel_scope.cancel()
 
@@ -133,13 +133,13 @@ async def test_a_silent_member_ends_the_round_and_is_named(autojump_clock: MockC
 async def test_a_member_whose_answer_queues_on_a_full_line_is_not_named_in_place_of_a_silent_one(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer, slow = Averaging._alive, set[str]()
+    answer, slow = AllReduceService._alive, set[str]()
 
-    async def late(self: Averaging, call: Any) -> Any:
+    async def late(self: AllReduceService, call: Any) -> Any:
         await trio.sleep(1.0 if self._own in slow else 0.0)
         return await answer(self, call)
 
-    monkeypatch.setattr(Averaging, "_alive", late)
+    monkeypatch.setattr(AllReduceService, "_alive", late)
     async with group(3) as (_, nodes):
         slow.update(node.id.text for node in nodes[:2])
         results = await run_all(nodes[:2], [np.ones(3000, dtype="float32")] * 2, plan(nodes))

@@ -13,23 +13,23 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from peerd.compute.codec.powersgd import LowRank, Vector
-from peerd.compute.flat import Layout
+from peerd.compute.codec.powersgd import PowerSgd, Vector
+from peerd.compute.flat import FlatLayout
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import AverageKey, Mbs, Party, Prepare
 from peerd.core.run.runfile import AveragingSection, RunFile
 from peerd.machine.averaging.allreduce import RoundFailed
-from peerd.machine.averaging.topology import Grouping
-from peerd.machine.averaging.work_split import Lines
-from peerd.service.averaging.allreduce import Averaging
+from peerd.machine.averaging.topology import GroupTopology
+from peerd.machine.averaging.work_split import WorkSplitter
+from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.rpc.rpc import CallStream
-from peerd.service.run_services import Carries
-from peerd.training.stage.averaging import Rounds, Total
+from peerd.service.run_services import LineSpeeds
+from peerd.training.stage.averaging import AveragingRounds, Total
 from tests.service.averaging.test_allreduce import Node, group, send_part
 from tests.worlds.machines.grids import attempt_name, order_of, rounds_of
 from tests.worlds.machines.workers import InlineWorker
 
-LAYOUT = Layout(("a", "b", "c"), (torch.Size((60, 40)), torch.Size((60,)), torch.Size((33, 21))))
+LAYOUT = FlatLayout(("a", "b", "c"), (torch.Size((60, 40)), torch.Size((60,)), torch.Size((33, 21))))
 RANK = 3
 FIRST, SECOND = RANK * (60 + 33) + 60, RANK * (40 + 21)
 RUN = RunFile(
@@ -39,12 +39,12 @@ RUN = RunFile(
 
 @dataclass
 class Services:
-    """The part of a run's services that `Rounds` uses."""
+    """The part of a run's services that `AveragingRounds` uses."""
 
-    averaging: Averaging
+    averaging: AllReduceService
 
-    def carries(self) -> Carries:
-        return Carries(0.0, 0.0, True, True, True)
+    def carries(self) -> LineSpeeds:
+        return LineSpeeds(0.0, 0.0, True, True, True)
 
 
 class Member:
@@ -53,8 +53,8 @@ class Member:
     def __init__(self, node: Node, number: int) -> None:
         self.node, self.number = node, number
         self.worker = InlineWorker()
-        self.rounds = Rounds(RUN, cast("Any", Services(node.averaging)), self.worker, node.id)
-        self.code = LowRank(LAYOUT, RANK, torch.float32, 0)
+        self.rounds = AveragingRounds(RUN, cast("Any", Services(node.averaging)), self.worker, node.id)
+        self.code = PowerSgd(LAYOUT, RANK, torch.float32, 0)
 
     def gradient(self, step: int) -> Vector:
         drawn = np.random.default_rng(100 * step + self.number).standard_normal(LAYOUT.count)
@@ -172,7 +172,7 @@ async def test_a_helper_sums_both_vectors(autojump_clock: MockClock) -> None:
 async def test_all_end_with_the_same_bits_also_over_the_rounds_of_a_grid(autojump_clock: MockClock, count: int) -> None:
     async with group(count) as (_, nodes):
         found, together = members(nodes), members(nodes)
-        grouping, names = Grouping(Lines(), 3), tuple(node.id.text for node in nodes)
+        grouping, names = GroupTopology(WorkSplitter(), 3), tuple(node.id.text for node in nodes)
         rounds = rounds_of(grouping, names)
         for step in range(2):
             totals, brings = dict[int, Total](), dict[str, bytes]()

@@ -18,9 +18,9 @@ from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import AverageKey, LineInfo
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.machine.averaging.member_plan import Terms, plan_of
-from peerd.machine.averaging.topology import Grouping
-from peerd.machine.averaging.work_split import Lines
+from peerd.machine.averaging.member_plan import MemberTerms, plan_of
+from peerd.machine.averaging.topology import GroupTopology
+from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.service.averaging.allreduce import METHOD, PartCoder, Vector
 from tests.service.averaging.test_allreduce import Node, group
 from tests.worlds.machines.fakehost import FakeNet
@@ -81,15 +81,15 @@ class Swarm:
 
 
 def ordered(
-    nodes: list[Node], size: int, terms: Terms, rates: Sequence[float] = (), length: int = 7001
+    nodes: list[Node], size: int, terms: MemberTerms, rates: Sequence[float] = (), length: int = 7001
 ) -> dict[str, tuple[AveragingPlan, ...]]:
     """Each member's plans by a conductor's orders."""
-    names, lines = tuple(node.id.text for node in nodes), Lines()
+    names, lines = tuple(node.id.text for node in nodes), WorkSplitter()
     for name, rate in zip(names, rates, strict=False):
         mode = "node" if rate else "client"
         lines.tell(name, 0, LineInfo(mode, rate or 1e6, rate or 1e6, length, "float32"))  # type: ignore[arg-type]
     plans: dict[str, list[AveragingPlan]] = {name: [] for name in names}
-    for number, groups in enumerate(rounds_of(Grouping(lines, size), names)):
+    for number, groups in enumerate(rounds_of(GroupTopology(lines, size), names)):
         for at, one in enumerate(groups):
             order = order_of(one, attempt_name(number, at), None, TIMEOUT_S, last=True)
             for peer in one.meeting.peers:
@@ -102,7 +102,7 @@ async def swarm(
     count: int, size: int = 3, align: int = 1, rates: Sequence[float] = (), length: int = 7001
 ) -> AsyncIterator[Swarm]:
     async with group(count) as (net, nodes):
-        yield Swarm(net, nodes, ordered(nodes, size, Terms(1024, PATIENCE_S, align), rates, length))
+        yield Swarm(net, nodes, ordered(nodes, size, MemberTerms(1024, PATIENCE_S, align), rates, length))
 
 
 def vectors_of(count: int, length: int, dtype: str = "float32") -> list[Vector]:
@@ -217,7 +217,7 @@ async def test_a_member_that_dies_in_the_second_round_is_named_at_once_and_the_o
         assert [error.lost for error in s.failed] == [(dead.id.text,)]
         assert trio.current_time() - began < 1.0
         rest = [node for node in s.nodes if node is not dead]
-        again = Swarm(s.net, rest, ordered(rest, 3, Terms(1024, PATIENCE_S)))
+        again = Swarm(s.net, rest, ordered(rest, 3, MemberTerms(1024, PATIENCE_S)))
         left = [vector for node, vector in zip(s.nodes, vectors, strict=True) if node is not dead]
         await again.sum_all(left)
         assert len(again.sums) == 8

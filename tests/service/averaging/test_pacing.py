@@ -11,19 +11,19 @@ from trio.testing import MockClock
 
 from peerd.core.ids import PeerId
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.service.averaging.allreduce import Averaging
-from peerd.service.averaging.pacing import Evenly
+from peerd.service.averaging.allreduce import AllReduceService
+from peerd.service.averaging.pacing import RoundPacing
 from tests.service.averaging.test_allreduce import Node, group, run_all
 
 Rates = dict[str, list[float]]  # by peer, one after the other
 
 
-def recorded() -> tuple[Rates, Evenly]:
+def recorded() -> tuple[Rates, RoundPacing]:
     """Of the first of four peers that own equal shares of a round."""
     names = tuple(PeerId(bytes([0, 36, 8, 1, 18, 32]) + bytes([i]) * 32).text for i in range(4))
     rates: Rates = {}
     plan = AveragingPlan(b"a" * 16, names, 1024, 5.0, shares=(0.25,) * 4, s_per_byte=1e-6)
-    return rates, Evenly(lambda peer, rate: rates.setdefault(peer.text, []).append(rate), plan, names[0])
+    return rates, RoundPacing(lambda peer, rate: rates.setdefault(peer.text, []).append(rate), plan, names[0])
 
 
 def test_each_peer_is_told_once_and_in_the_end_nothing_is_held_back() -> None:
@@ -61,7 +61,7 @@ async def test_each_connection_of_a_round_is_paced_and_let_go(
         taking = nodes[:2] if fails else nodes
         results = await run_all(taking, [np.ones(3000, dtype="float32") for _ in taking], how)
         assert all(isinstance(result, RoundFailed) for result in results) == fails
-        assert isinstance(first.averaging, Averaging)
+        assert isinstance(first.averaging, AllReduceService)
         others = {node.id.text for node in nodes[1:]}
         assert set(rates) == (others if s_per_byte else set())  # whoever never came could be called, too
         assert all(found[0] < math.inf and found[-1] == math.inf for found in rates.values())

@@ -9,7 +9,7 @@ from trio.testing import MockClock
 
 from peerd.core.messages.swarm import Forecast, MemberInfo
 from peerd.net.host.host import Host
-from peerd.service.averaging.preconnect import Assembling
+from peerd.service.averaging.preconnect import Preconnector
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.swarm.directory import Directory
@@ -49,7 +49,7 @@ async def test_in_a_grid_links_are_made_to_the_own_groups_only(autojump_clock: M
         hosts = sorted((net.host(f"peer {number}") for number in range(10)), key=lambda host: host.id.text)
         helper = hosts.pop()
         own, follows = Net(hosts[0]), following(hosts[0])
-        nursery.start_soon(Assembling(cast(Host, own), follows, group_size=3).run, 0)
+        nursery.start_soon(Preconnector(cast(Host, own), follows, group_size=3).run, 0)
         members = [MemberInfo(host.id.text, 0, [], host is not helper) for host in (*hosts, helper)]
         follows.note_members(members)
         await trio.sleep(10.0)
@@ -61,7 +61,7 @@ async def test_links_are_made_before_the_step_is_due(autojump_clock: MockClock) 
     async with fake_net() as net, trio.open_nursery() as nursery:
         hosts = sorted((net.host(f"peer {number}") for number in range(4)), key=lambda host: host.id.text)
         own, follows = Net(hosts[0]), following(hosts[0])
-        nursery.start_soon(Assembling(cast(Host, own), follows).run, 1)
+        nursery.start_soon(Preconnector(cast(Host, own), follows).run, 1)
         began = trio.current_time()
         follows.note_forecast(Forecast(100.0, 103.0))
         follows.note_members([MemberInfo(host.id.text, int(host is not hosts[3]), [], True) for host in hosts])
@@ -78,7 +78,7 @@ async def test_a_new_list_of_members_is_acted_on_at_once_when_nobody_knows_the_e
     async with fake_net() as net, trio.open_nursery() as nursery:
         hosts = sorted((net.host(f"peer {number}") for number in range(2)), key=lambda host: host.id.text)
         own, follows = Net(hosts[0]), following(hosts[0])
-        nursery.start_soon(Assembling(cast(Host, own), follows).run, 0)
+        nursery.start_soon(Preconnector(cast(Host, own), follows).run, 0)
         await trio.sleep(0.5)
         follows.note_members([MemberInfo(host.id.text, 0, [], True) for host in hosts])
         began = trio.current_time()

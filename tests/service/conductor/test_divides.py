@@ -9,11 +9,11 @@ import pytest
 import trio
 
 from peerd.core.messages.swarm import LineInfo
-from peerd.machine.averaging.topology import Grouping
-from peerd.machine.averaging.work_split import Lines, Split
+from peerd.machine.averaging.topology import GroupTopology
+from peerd.machine.averaging.work_split import Split, WorkSplitter
 from peerd.machine.conductor.conductor import ConductorConfig
 from peerd.machine.swarm.events import SendPrepare
-from peerd.service.conductor.orders import ConductingConfig, Orders, Reign
+from peerd.service.conductor.orders import ConductingConfig, OrderContext, Orders
 from tests.worlds.machines.grids import attempt_name, rounds_of
 
 T = TypeVar("T")
@@ -31,11 +31,11 @@ class Counting:
 
 
 def orders(pairs: dict[tuple[str, str], float]) -> list[SendPrepare]:
-    lines = Lines()
+    lines = WorkSplitter()
     for name in NAMES:
         lines.tell(name, 0, LineInfo("node", 1e7, 1e7, 1000, "float32"))
     lines.limit_pairs(pairs)
-    groups = rounds_of(Grouping(lines, 3), NAMES)
+    groups = rounds_of(GroupTopology(lines, 3), NAMES)
     found = [one for made in groups for one in made]
     return [
         SendPrepare(one.meeting.peers[0], attempt_name(0, at), b"", one.meeting.peers, (), one.split)
@@ -50,13 +50,13 @@ async def divided(given: list[SendPrepare]) -> tuple[list[Split | None], int]:
     orders.solver = solver = Counting()
     told: dict[bytes, Split | None] = {}
 
-    async def prepare(order: SendPrepare, reign: Reign) -> None:
+    async def prepare(order: SendPrepare, reign: OrderContext) -> None:
         await trio.lowlevel.checkpoint()
         told[order.attempt] = order.split
 
     orders._prepare = prepare  # type: ignore[method-assign]
     async with trio.open_nursery() as nursery:
-        orders.begin(nursery, given, Reign(1, 1, lambda event: None))
+        orders.begin(nursery, given, OrderContext(1, 1, lambda event: None))
     return [told[order.attempt] for order in given], solver.jobs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peerd.core.keys import Keypair
 from peerd.core.messages.proof import is_granted
-from peerd.service.conductor.grants import Granting
+from peerd.service.conductor.grants import GrantSigner
 
 RUN = b"r" * 16
 CONDUCTOR = Keypair.from_seed(b"conductor".ljust(32, b"."))
@@ -21,7 +21,7 @@ class Signing:
 
 def test_a_grant_holds_for_its_trainer_alone_and_is_signed_anew_only_when_it_changes() -> None:
     sign = Signing()
-    granting = Granting(RUN, sign)
+    granting = GrantSigner(RUN, sign)
     assert granting.grant(3, 7, "t", []) is None
     first = granting.grant(3, 7, "t", [4, 5, 9])
     assert first is not None

@@ -9,11 +9,11 @@ from peerd.core.run.runfile import LimitsSection, RunFile
 from peerd.machine.rate.access_line import Count
 from peerd.net.clock import RealClock
 from peerd.service.peer_stack import peer_stack
-from peerd.service.run_services import Carries, RunServices
+from peerd.service.run_services import LineSpeeds, RunServices
 from peerd.training.stage.line_info import own_line
 
 
-async def carries(limits: LimitsSection, takes_inbound: bool = True, *, busy: bool = True) -> Carries:
+async def carries(limits: LimitsSection, takes_inbound: bool = True, *, busy: bool = True) -> LineSpeeds:
     keypair, clock = Keypair.from_seed(bytes(32)), RealClock(1)
     stack = peer_stack(keypair, clock, [])
     stack.host.takes_inbound = takes_inbound

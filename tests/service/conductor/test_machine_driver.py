@@ -36,7 +36,7 @@ async def test_the_machine_wakes_in_time_and_its_decisions_become_orders(autojum
         machine = scene.driver.machine
         assert machine is not None
         assert machine.phase is Phase.OPEN
-        assert "the swarm stands at step 0" in scene.notes
+        assert "the swarm is at step 0" in scene.notes
         scene.feed(TrainerReport("t", 0, (1,), ()))
         scene.feed(TrainerReport("t", 0, (), (Done(1, [POST]),)))
         (prepare,), reign = scene.orders.prepares, scene.orders.reign

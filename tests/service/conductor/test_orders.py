@@ -11,7 +11,7 @@ from trio.testing import MockClock
 from peerd.core.errors import TooSlow
 from peerd.core.messages.swarm import Position
 from peerd.machine.swarm.events import ConductorConfig, Event, MoveEnded, SendMove
-from peerd.service.conductor.orders import ConductingConfig, Orders, Reign
+from peerd.service.conductor.orders import ConductingConfig, OrderContext, Orders
 from peerd.sim.heapsim import StandInSigner
 
 POST = f"{StandInSigner(b'm' * 32).peer_id.text}/0"
@@ -35,5 +35,5 @@ async def test_a_member_is_slow_by_this_peers_clock_and_not_by_its_own_word(
     ended: list[Event] = []
     config = ConductingConfig(bytes(16), ConductorConfig(stages=1, microbatches=1), 8, 60.0)
     orders = Orders(config, cast(Any, Member(after_s)))
-    await orders.move(SendMove(POST, Position(5, b"now"), commit=False), Reign(1, 4, ended.append))
+    await orders.move(SendMove(POST, Position(5, b"now"), commit=False), OrderContext(1, 4, ended.append))
     assert ended == [MoveEnded(POST, None, slow=slow)]

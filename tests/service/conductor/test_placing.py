@@ -13,9 +13,9 @@ from peerd.core.errors import Overloaded
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.swarm import PostsHeld, WhichPosts
 from peerd.machine.swarm.placement import Move
-from peerd.service.conductor.placing import Placing
 from peerd.service.conductor.rivals import POSTS
-from peerd.service.rpc.types import Answer, Incoming
+from peerd.service.conductor.stage_finder import StageFinder
+from peerd.service.rpc.rpc_types import Answer, Incoming
 from peerd.service.run_services import RunServices
 from peerd.service.swarm.directory import StagePeer
 from peerd.sim.programs import swarm
@@ -26,7 +26,7 @@ from tests.kit.exact import run_file, write_texts
 HERE, ELSEWHERE = 0, 1
 
 
-async def mates(world: World, nursery: trio.Nursery, folder: Path) -> list[tuple[Node, Placing]]:
+async def mates(world: World, nursery: trio.Nursery, folder: Path) -> list[tuple[Node, StageFinder]]:
     """Two peers that serve one stage and are connected."""
     run = run_file("sgd", "float32", write_texts(folder))
     found = []
@@ -56,7 +56,7 @@ async def test_two_mates_that_ask_at_once_both_stay(tmp_path: Path, autojump_clo
         (one, first), (other, second) = await mates(world, nursery, tmp_path)
         told: list[bool] = []
 
-        async def ask(placing: Placing, mate: Node) -> None:
+        async def ask(placing: StageFinder, mate: Node) -> None:
             told.append(await placing.may_leave(HERE, [mate.id.text]))
 
         async with trio.open_nursery() as at_once:

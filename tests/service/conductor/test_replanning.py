@@ -15,8 +15,8 @@ from trio.testing import MockClock
 from peerd.machine.network.network_map import PairView
 from peerd.machine.placement.problem import PlacementProblem, StageWork
 from peerd.machine.rebalance.loads import PeerLoad
-from peerd.service.conductor import replanning
-from peerd.service.conductor.replanning import Replanning
+from peerd.service.conductor import replanner
+from peerd.service.conductor.replanner import Replanner
 from tests.worlds.machines.workers import InlineWorker
 
 STAGES = [StageWork(4e6, 1e5, 1e12)] * 2
@@ -32,14 +32,14 @@ async def planned(monkeypatch: pytest.MonkeyPatch, loads: Sequence[PeerLoad]) ->
         found.append(problem)
         return {}
 
-    monkeypatch.setattr(replanning, "replanned", search)
+    monkeypatch.setattr(replanner, "replanned", search)
     roster = SimpleNamespace(lines=SimpleNamespace(rates=lambda post: (1e8, 1e8)))
     machine = SimpleNamespace(rebalancing=SimpleNamespace(loads=loads, price_s=1.0), roster=roster)
     network = SimpleNamespace(view=lambda now, one, other: PairView(0.01, 1e8, 1e8))
     driver: Any = SimpleNamespace(tenure=SimpleNamespace(machine=machine, network=network))
     clock: Any = SimpleNamespace(rng=Random)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Replanning(driver, clock, STAGES, 64, InlineWorker()).run)
+        nursery.start_soon(Replanner(driver, clock, STAGES, 64, InlineWorker()).run)
         await trio.sleep(30)
         nursery.cancel_scope.cancel()
     (problem,) = found

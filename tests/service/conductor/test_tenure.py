@@ -11,7 +11,7 @@ from peerd.core.limits import WAITS_CHARS
 from peerd.core.messages.proof import is_granted
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.swarm.events import ConductorConfig, MemberGone
-from peerd.service.conductor.grants import Granting
+from peerd.service.conductor.grants import GrantSigner
 from peerd.service.conductor.tenure import Tenure
 from tests.worlds.machines.conducting import hello
 
@@ -21,7 +21,7 @@ OWN = Keypair.from_seed(b"conductor".ljust(32, b"."))
 
 def tenure(stages: int = 1) -> Tenure:
     machine = Conductor(ConductorConfig(stages=stages, microbatches=1), random.Random(1), 0.0)
-    return Tenure(3, machine, Granting(RUN, OWN.sign), random.Random(2))
+    return Tenure(3, machine, GrantSigner(RUN, OWN.sign), random.Random(2))
 
 
 async def test_members_are_told_by_their_peers_and_once(autojump_clock: MockClock) -> None:

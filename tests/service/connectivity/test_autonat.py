@@ -9,19 +9,19 @@ import trio
 import trio.testing
 
 from peerd.core.addr import ip_of, parse_addr
-from peerd.core.protobuf.autonat import AUTONAT, Dialed, DialMe, DialStatus
+from peerd.core.protobuf.autonat import AUTONAT, DialRequest, DialResponse, DialStatus
 from peerd.machine.connectivity.reachability import Kind
 from peerd.net.host.host import Host
 from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.link.stream import Stream
-from peerd.service.connectivity.autonat import Reach
+from peerd.service.connectivity.autonat import AutoNat
 from peerd.sim import nat as sim
 from tests.worlds.network.internet import PORT, internet
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 
 
-async def verdict(reach: Reach) -> tuple[Kind, float]:
+async def verdict(reach: AutoNat) -> tuple[Kind, float]:
     """The first verdict, and after how many seconds it came."""
     began, told = trio.current_time(), trio.Event()
     reach.on_change(lambda finding: told.set() if finding.kind != Kind.UNKNOWN else None)
@@ -139,10 +139,10 @@ async def test_a_port_that_is_opened_is_noticed_at_the_next_look_or_when_the_mac
         assert reach.finding.kind == Kind.REACHABLE
 
 
-async def ask(host: Host, other: Host, question: DialMe) -> Dialed:
+async def ask(host: Host, other: Host, question: DialRequest) -> DialResponse:
     stream = await host.open_stream(other.id, AUTONAT)
     await send_message(stream, question.encode())
-    return Dialed.decode(await receive_message(stream, 4096))
+    return DialResponse.decode(await receive_message(stream, 4096))
 
 
 async def test_the_server_dials_the_asker_and_nobody_else() -> None:
@@ -154,10 +154,10 @@ async def test_the_server_dials_the_asker_and_nobody_else() -> None:
         asker, server, victim = (peers.hosts[name] for name in ("asker", "server", "victim"))
         bad = parse_addr(peers.outside("victim")).to_bytes()
         good = parse_addr(peers.outside("asker")).to_bytes()
-        assert (await ask(asker, server, DialMe(peer=asker.id, addrs=(bad,)))).status == DialStatus.DIAL_REFUSED
-        assert (await ask(asker, server, DialMe(peer=victim.id, addrs=(good,)))).status == DialStatus.BAD_REQUEST
-        both = await ask(asker, server, DialMe(peer=asker.id, addrs=(bad, good)))
+        assert (await ask(asker, server, DialRequest(peer=asker.id, addrs=(bad,)))).status == DialStatus.DIAL_REFUSED
+        assert (await ask(asker, server, DialRequest(peer=victim.id, addrs=(good,)))).status == DialStatus.BAD_REQUEST
+        both = await ask(asker, server, DialRequest(peer=asker.id, addrs=(bad, good)))
         assert (both.status, both.addr) == (DialStatus.OK, good)
         assert len(victim.links) == 0
-        statuses = [(await ask(asker, server, DialMe(peer=asker.id, addrs=(good,)))).status for _ in range(8)]
+        statuses = [(await ask(asker, server, DialRequest(peer=asker.id, addrs=(good,)))).status for _ in range(8)]
         assert statuses[-1] == DialStatus.DIAL_REFUSED

@@ -16,7 +16,7 @@ from peerd.core.errors import RemoteError, Unreachable
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
 from peerd.core.protobuf.identity import Identify
 from peerd.machine.connectivity.hole_punch import FIRST_PAUSE_S
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.host.identify import IDENTIFY_PUSH, send_identify
 from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.link.stream import Stream
@@ -153,7 +153,7 @@ async def test_who_proposes_over_a_direct_link_or_out_of_turn_is_sent_away(
         relay = around.relay.host
         over_relay = a.host.links.best(b.host.id)
         assert over_relay is not None
-        assert over_relay.way == Way.RELAYED
+        assert over_relay.way == PathKind.RELAYED
         with caplog.at_level(logging.WARNING, logger="peerd.net"):
             direct = await a.host.open_stream(relay.id, DCUTR)
             await say(direct, PunchKind.CONNECT, [])

@@ -11,7 +11,7 @@ import trio.testing
 from peerd.core.addr import is_relayed, parse_addr, with_peer
 from peerd.core.ids import Key
 from peerd.core.protobuf.circuit import HOP
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.reachability import Kind
 from peerd.service.swarm.directory import Directory
 from peerd.sim import nat as sim
@@ -59,7 +59,7 @@ async def test_an_unreachable_peer_soon_holds_places_at_two_relays_and_is_reache
         assert await ask(peers.hosts["other"], new, b"hello") == b"hello"
         link = peers.hosts["other"].links.best(new.id)
         assert link is not None
-        assert link.way == Way.RELAYED
+        assert link.way == PathKind.RELAYED
         assert other.reach.finding.kind in (Kind.UNKNOWN, Kind.SYMMETRIC)
 
 

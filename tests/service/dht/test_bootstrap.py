@@ -17,7 +17,7 @@ from peerd.core.addr import split_peer, tcp_addr, with_peer
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.service.dht.bootstrap import KEPT, EntryPoints
+from peerd.service.dht.bootstrap import KEPT, BootstrapPeers
 
 
 def address(number: int) -> Multiaddr:
@@ -56,7 +56,7 @@ class Scene:
         self.host: Any = FakeHost()
         self.host.dead.update(dead)
         self.met = trio.Event()
-        self.points = EntryPoints(self.host, lambda *_: self.met.set(), 1.0, 30.0, random.Random(seed))
+        self.points = BootstrapPeers(self.host, lambda *_: self.met.set(), 1.0, 30.0, random.Random(seed))
         self.points.start(nursery, addrs)
 
     async def lose(self, peer: PeerId) -> None:

@@ -24,7 +24,7 @@ from peerd.core.limits import (
 from peerd.core.record import Record
 from peerd.machine.dht.store import Verdict
 from peerd.service.dht import codec as wire
-from peerd.service.rpc.types import Answer, Incoming
+from peerd.service.rpc.rpc_types import Answer, Incoming
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, World

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from peerd.core.errors import LocalError, TooFewExperts, Unreachable
-from peerd.core.experts.contract import ExpertAsk, ExpertCaller, ExpertReply, Served
+from peerd.core.experts.expert_network import ExpertCall, ExpertCaller, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid
 from peerd.service.experts.blocking import BlockingExperts
 from tests.worlds.network.expertworld import asks_for, frame
@@ -32,14 +32,14 @@ class Network:
         await trio.lowlevel.checkpoint()
         return [[A] * k for _ in range(scores[0].shape[0])]
 
-    async def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+    async def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
         self.waiting += 1
         if self.waiting == self.together:
             self.all_wait.set()
         await self.all_wait.wait()
-        return [ExpertReply(ask.frames[0], Served("host", 0, samples)) for ask in asks]
+        return [ExpertReply(ask.frames[0], ServedBy("host", 0, samples)) for ask in asks]
 
-    async def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+    async def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
         await trio.lowlevel.checkpoint()
         raise TooFewExperts("sample 0 has none")
 
@@ -56,7 +56,7 @@ async def test_threads_wait_for_their_own_calls_many_at_once() -> None:
         async with trio.open_nursery() as nursery:
             for number in range(8):
                 nursery.start_soon(trio.to_thread.run_sync, one, number)
-    assert found == {n: [ExpertReply(frame(2), Served("host", 0, n))] for n in range(8)}
+    assert found == {n: [ExpertReply(frame(2), ServedBy("host", 0, n))] for n in range(8)}
 
 
 async def test_what_a_call_raises_is_raised_in_its_thread() -> None:
@@ -120,7 +120,7 @@ def test_a_call_after_the_trio_run_has_ended_is_told_so_and_one_under_way_ends_w
 
 
 async def test_a_call_in_the_thread_of_the_trio_run_itself_is_refused_rather_than_waited_for() -> None:
-    with pytest.raises(LocalError, match="in the very thread"):
+    with pytest.raises(LocalError, match="in the trio thread"):
         BlockingExperts(Network()).choose(0, SCORES, 1)
     token = trio.lowlevel.current_trio_token()
     given = BlockingExperts(Network(), token)

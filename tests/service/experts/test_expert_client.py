@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from peerd.core.errors import LocalError, Overloaded, Refused, TooFewExperts
-from peerd.core.experts.contract import ExpertAsk, ExpertReply, Served
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid
 from peerd.core.messages.experts import Backward, Gradient
 from peerd.service.rpc.rpc import Answer, Incoming
@@ -38,10 +38,10 @@ def given(reply: ExpertReply | None) -> ExpertReply:
     return reply
 
 
-def after(ask: ExpertAsk, reply: ExpertReply | None, gradient: float = 1.0) -> ExpertAsk:
+def after(ask: ExpertCall, reply: ExpertReply | None, gradient: float = 1.0) -> ExpertCall:
     """The backward that belongs to a forward."""
     rows = len(ask.samples)
-    return ExpertAsk(ask.uid, ask.samples, (*ask.frames, frame(rows, gradient)), given(reply).served)
+    return ExpertCall(ask.uid, ask.samples, (*ask.frames, frame(rows, gradient)), given(reply).served)
 
 
 def failed(peer: ExpertPeer) -> dict[str, int]:
@@ -73,11 +73,11 @@ def test_a_forward_and_its_backward_bring_outputs_gradients_and_one_update() -> 
         asks = asks_for([A, C])
         replies = await caller.client.forward(asks, 2)
         assert [values_of(given(reply).frame) for reply in replies] == [[2.0], [2.0]]
-        assert given(replies[0]).served == Served(one.node.id.text, 3, 0)
+        assert given(replies[0]).served == ServedBy(one.node.id.text, 3, 0)
         backs = await caller.client.backward([after(a, r, 5.0) for a, r in zip(asks, replies, strict=True)])
         assert [values_of(given(reply).frame) for reply in backs] == [[15.0], [15.0]]
         assert (one.updates, two.updates) == ({A: 1}, {C: 1})
-        assert given(backs[0]).served == Served(one.node.id.text, 3, 1)
+        assert given(backs[0]).served == ServedBy(one.node.id.text, 3, 1)
         assert given(backs[0]).stale == 0
         status = caller.client.status()
         assert (status["forwards"], status["backwards"], status["failed"], status["stale"]) == (2, 2, {}, 0.0)
@@ -188,7 +188,7 @@ def test_a_sample_with_too_few_answers_is_an_error_that_names_the_experts_and_th
         await host.host(A, B)
         await caller.client.choose(0, scores(), 4)
         host.experts.remove(B)
-        asks = [*asks_for([A], 1), ExpertAsk(B, (0, 1), (frame(2),))]
+        asks = [*asks_for([A], 1), ExpertCall(B, (0, 1), (frame(2),))]
         with pytest.raises(TooFewExperts) as caught:
             await caller.client.forward(asks, 2)
         text = str(caught.value)
@@ -242,7 +242,7 @@ def test_a_backward_whose_link_is_lost_is_repeated_under_the_same_id_at_the_same
         (ask,) = asks_for([A])
         (reply,) = await caller.client.forward([ask], 2)
         (back,) = await caller.client.backward([after(ask, reply)])
-        assert given(back).served == Served(host.node.id.text, 0, 1)
+        assert given(back).served == ServedBy(host.node.id.text, 0, 1)
         assert (host.updates, len(kept), caller.client.figures.repeats) == ({A: 1}, 1, 1)
         assert other.seen == [], "no other host is asked"
 
@@ -277,7 +277,7 @@ def test_updates_that_an_expert_lost_with_its_host_are_counted() -> None:
         await caller.directory.read([A.prefix])
         for _ in range(2):
             (again,) = await caller.client.forward([ask], 2)
-            assert given(again).served == Served(second.node.id.text, 1, 30)
+            assert given(again).served == ServedBy(second.node.id.text, 1, 30)
         assert caller.client.status()["lost_updates"] == 11
 
     in_expert_world(main, experts_run())
@@ -328,7 +328,7 @@ def test_many_rounds_in_flight_do_not_disturb_each_other() -> None:
 
         async def batch(number: int) -> None:
             (uids,) = await caller.client.choose(0, scores(), 3)
-            asks = [ExpertAsk(uid, (0,), (frame(1, number),)) for uid in uids]
+            asks = [ExpertCall(uid, (0,), (frame(1, number),)) for uid in uids]
             replies = await caller.client.forward(asks, 1)
             backs = await caller.client.backward([after(a, r, number) for a, r in zip(asks, replies, strict=True)])
             assert [values_of(given(reply).frame) for reply in replies] == [[2.0 * number]] * 3
@@ -353,11 +353,11 @@ def test_calls_that_cannot_be_made_are_our_own_fault() -> None:
             with pytest.raises(LocalError, match="no expert of the grid"):
                 await client.forward(asks_for([uid]), 2)
         with pytest.raises(LocalError, match=r"3 samples for expert 0\.1\.2"):
-            await client.forward([ExpertAsk(A, (0, 1, 2), (frame(2),))], 3)
+            await client.forward([ExpertCall(A, (0, 1, 2), (frame(2),))], 3)
         with pytest.raises(LocalError, match="sample 7 of 2"):
-            await client.forward([ExpertAsk(A, (7, 0), (frame(2),))], 2)
-        with pytest.raises(LocalError, match="without what answered"):
-            await client.backward([ExpertAsk(A, (0, 1), (frame(2), frame(2)))])
+            await client.forward([ExpertCall(A, (7, 0), (frame(2),))], 2)
+        with pytest.raises(LocalError, match="without the host that answered"):
+            await client.backward([ExpertCall(A, (0, 1), (frame(2), frame(2)))])
         assert host.seen == []
 
     in_expert_world(main, experts_run(), count=2)

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertAsk
+from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.experts import Output
@@ -64,7 +64,7 @@ def with_frames(*frames: TensorFrame, **numbers: Any) -> Callable[[Incoming[Any]
 GOOD = frame(2)
 ANSWERS: dict[str, tuple[tuple[TensorFrame, ...], str]] = {
     "other rows": ((frame(3),), "frames of 36 bytes; allowed: 32"),
-    "fewer rows": ((frame(1),), "an answer of float32 [1, 3]; asked was float32 [2, 3]"),
+    "fewer rows": ((frame(1),), "an answer of float32 [1, 3]; expected float32 [2, 3]"),
     "another width": ((frame(2, width=2),), "an answer of float32 [2, 2]"),
     "a flat shape": ((TensorFrame("float32", (6,), bytes(24)),), "an answer of float32 [6]"),
     "another dtype": ((TensorFrame("int32", (2, 3), bytes(24)),), "an answer of int32 [2, 3]"),
@@ -133,7 +133,7 @@ def test_a_gradient_other_than_asked_counts_as_a_constant(
         (ask,) = asks_for([A])
         (reply,) = await caller.client.forward([ask], 2)
         assert reply is not None
-        back = ExpertAsk(A, ask.samples, (*ask.frames, frame(2)), reply.served)
+        back = ExpertCall(A, ask.samples, (*ask.frames, frame(2)), reply.served)
         assert await caller.client.backward([back]) == [None]
         assert len(named(caplog, liar)) == 1
         assert liar.updates == {A: 1}, "a lie is not asked for again"
@@ -148,7 +148,7 @@ def test_a_silent_host_costs_the_deadline_once_and_is_named(caplog: pytest.LogCa
         await honest.host(B)
         silent.forward = never
         await scored(caller)
-        asks = [ExpertAsk(A, (0,), (frame(1),)), ExpertAsk(B, (1,), (frame(1),))]
+        asks = [ExpertCall(A, (0,), (frame(1),)), ExpertCall(B, (1,), (frame(1),))]
         began = trio.current_time()
         with pytest.raises(TooFewExperts, match=r"sample 0 has 0 of 1 answers: expert 0\.1\.2 .*"):
             await caller.client.forward(asks, 2)
@@ -178,7 +178,7 @@ def test_a_host_that_the_grace_cuts_off_again_and_again_is_chosen_no_more(caplog
             assert [reply is None for reply in replies] == [False, True]
             assert trio.current_time() - began < 1.0
         (line,) = named(caplog, silent)
-        assert "4 answers in a row came late, or never" in line
+        assert "4 answers in a row came late or never" in line
         assert await scored(caller) == [B]
 
     in_expert_world(main, experts_run())

@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from peerd.core.errors import Overloaded, Refused, TooFewExperts
-from peerd.core.experts.contract import ExpertAsk
+from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Uid
 from peerd.core.messages.experts import Output
 from peerd.service.rpc.rpc import Answer, Incoming
@@ -49,7 +49,7 @@ async def one_round(caller: ExpertPeer, scores: np.random.Generator) -> str:
     for sample, uids in enumerate(chosen):
         for uid in uids:
             rows.setdefault(uid, []).append(sample)
-    asks = [ExpertAsk(uid, tuple(samples), (frame(len(samples), 7.0),)) for uid, samples in rows.items()]
+    asks = [ExpertCall(uid, tuple(samples), (frame(len(samples), 7.0),)) for uid, samples in rows.items()]
     began = trio.current_time()
     try:
         replies = await caller.client.forward(asks, SAMPLES)
@@ -60,7 +60,7 @@ async def one_round(caller: ExpertPeer, scores: np.random.Generator) -> str:
     answered = [(ask, reply) for ask, reply in zip(asks, replies, strict=True) if reply is not None]
     assert {sample for ask, _ in answered for sample in ask.samples} == set(range(SAMPLES))
     assert all(values_of(reply.frame) == [14.0] for _, reply in answered)
-    backs = [ExpertAsk(a.uid, a.samples, (*a.frames, frame(len(a.samples), 2.0)), r.served) for a, r in answered]
+    backs = [ExpertCall(a.uid, a.samples, (*a.frames, frame(len(a.samples), 2.0)), r.served) for a, r in answered]
     began = trio.current_time()
     gradients = await caller.client.backward(backs)
     assert trio.current_time() - began <= TIMEOUT_S + 0.01

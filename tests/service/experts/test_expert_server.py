@@ -340,7 +340,7 @@ async def test_a_fault_of_the_host_itself_ends_one_batch_and_no_more(autojump_cl
     async with scene() as s:
         s.experts[X].model.crashes = True
         request = request_id()
-        with pytest.raises(Refused, match=r"a backward of expert 0\.1\.2 failed here, by no fault of yours"):
+        with pytest.raises(Refused, match=r"a backward of expert 0\.1\.2 failed here, not by the caller's fault"):
             await s.backward(request=request)
         assert [str(error) for _, error in s.host.crashes] == ["the device is on fire"]
         s.experts[X].model.crashes = False

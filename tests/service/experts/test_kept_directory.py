@@ -15,7 +15,7 @@ from peerd.core.addr import Multiaddr, parse_addr
 from peerd.core.experts.grid import Uid, bitmap, grid_of, prefix_key
 from peerd.core.ids import Key, PeerId
 from peerd.core.messages.encoding import encode
-from peerd.core.messages.experts import Announced, HolderOffer, Name, Pointer
+from peerd.core.messages.experts import Announced, CheckpointRef, HolderOffer, Name
 from peerd.machine.owners.lineage import SettledOwner
 from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.service.experts.kept_directory import _SAID_AGAIN_S, CustodyView, KeptDirectory
@@ -63,7 +63,7 @@ def test_holders_behind_relays_of_many_networks_share_one_voice() -> None:
 
 def copy(owner: str, generation: int, *holders: str) -> KeptCopy:
     """A checkpoint; who signed it was checked before."""
-    made = Pointer(bytes(16), Name.of(UID), generation, 40, bytes(32), 1000, peer(owner).public_key)
+    made = CheckpointRef(bytes(16), Name.of(UID), generation, 40, bytes(32), 1000, peer(owner).public_key)
     return KeptCopy(made, [made.peer, *map(peer, holders)])
 
 
@@ -134,8 +134,8 @@ async def test_a_fault_of_a_peer_is_a_warning_once_in_ten_minutes_for_ever(
 
 
 async def test_a_signature_that_was_found_false_is_not_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, verified = Connected().directory(), list[Pointer]()
-    monkeypatch.setattr(Pointer, "is_signed", lambda pointer: bool(verified.append(pointer)))
+    directory, verified = Connected().directory(), list[CheckpointRef]()
+    monkeypatch.setattr(CheckpointRef, "is_signed", lambda pointer: bool(verified.append(pointer)))
     for _ in range(5):
         assert await directory._copies([(peer("liar"), copy("a", 0).pointer)]) == {}
     assert len(verified) == 1

@@ -17,7 +17,7 @@ from peerd.core.errors import ProtocolViolation, Refused, RemoteError, Unreachab
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.experts import HolderOffer, Keep, PieceWanted, Pointer
+from peerd.core.messages.experts import CheckpointRef, HolderOffer, Keep, PieceWanted
 from peerd.service.experts import vault_disk, vault_fetch
 from peerd.service.experts.vault import KEEP
 from peerd.service.experts.vault_disk import digests_of
@@ -34,7 +34,7 @@ RUN = expert_run()
 UID = Uid(0, (1, 2))
 
 
-async def own(peer: ExpertPeer, data: bytes, **facts: Any) -> Pointer:
+async def own(peer: ExpertPeer, data: bytes, **facts: Any) -> CheckpointRef:
     """A checkpoint of `peer` on its own disk."""
     pointer = pointer_to(data, peer.name, RUN, facts.pop("uid", UID), **facts)
     await peer.vault.put(pointer, digests_of(data), data)
@@ -290,7 +290,7 @@ async def test_a_file_that_rots_is_held_no_more(
         with pytest.raises(ValueError, match="damaged"):
             await host.vault.read(pointer)
         assert host.vault.held == []
-        assert "held no more" in caplog.text
+        assert "is dropped" in caplog.text
         with pytest.raises(Refused):
             await other.vault.fetch(pointer, [host.id])
 
@@ -305,7 +305,7 @@ async def test_a_pointer_that_its_owner_did_not_sign_does_not_count_whoever_show
         await liar.vault.directory.announce([forged, good], HolderOffer(0, False, []))
         view = await other.vault.directory.look([UID.prefix])
         assert [copy.pointer for copy in view.kept[UID]] == [good]
-        assert f"peer {liar.id} shows" in caplog.text
+        assert f"published by peer {liar.id}" in caplog.text
 
 
 async def test_a_peer_that_is_there_answers_and_one_that_is_not_does_not(

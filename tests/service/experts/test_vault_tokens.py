@@ -11,7 +11,7 @@ import trio
 
 from peerd.core.errors import Refused, Untrusted
 from peerd.core.experts.grid import Uid
-from peerd.core.messages.experts import Name, Pointer, state_root
+from peerd.core.messages.experts import CheckpointRef, Name, state_root
 from peerd.core.run.runfile import ExpertsSection, fingerprint
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
@@ -36,10 +36,10 @@ async def vault_of(member: Member, folder: Path, nursery: trio.Nursery) -> Vault
     return vault
 
 
-def checkpoint(member: Member, data: bytes, version: int = 1) -> Pointer:
+def checkpoint(member: Member, data: bytes, version: int = 1) -> CheckpointRef:
     """A checkpoint that `member` signs."""
     owner, root = member.id.public_key, state_root(digests_of(data))
-    return Pointer(fingerprint(RUN), Name.of(UID), 0, version, root, len(data), owner).signed(member.node.keypair)
+    return CheckpointRef(fingerprint(RUN), Name.of(UID), 0, version, root, len(data), owner).signed(member.node.keypair)
 
 
 @pytest.mark.slow

@@ -16,14 +16,14 @@ from trio.testing import MockClock
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.network import MappedPair, NetworkMapAsk, NetworkPart, NetworkReport, PairFigures
+from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
 from peerd.core.messages.swarm import LineInfo
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.network.pair_meter import OwnLine
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
-from peerd.service.conductor.grants import Granting
-from peerd.service.conductor.network_desk import FILLED_PEERS, REPORT_PAUSE_S, NetworkDesk
+from peerd.service.conductor.grants import GrantSigner
+from peerd.service.conductor.network_map_server import FILLED_PEERS, REPORT_PAUSE_S, NetworkMapServer
 from peerd.service.conductor.tenure import Tenure
 from peerd.service.network.link_watch import LinkWatch, ReadMap
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
@@ -97,12 +97,12 @@ def pairs_of(read: ReadMap) -> dict[tuple[str, str], MappedPair]:
 @asynccontextmanager
 async def swarm() -> AsyncIterator[Swarm]:
     machine = Conductor(ConductorConfig(stages=1, microbatches=1), random.Random(1), trio.current_time())
-    tenure = Tenure(1, machine, Granting(RUN, keypair("c").sign), random.Random(2))
+    tenure = Tenure(1, machine, GrantSigner(RUN, keypair("c").sign), random.Random(2))
     async with running_hosts() as hosts:
         driver = SimpleNamespace(tenure=tenure, heard={})
         made = Swarm(hosts, tenure, driver)
         conductor = await made.start("c", latency_s=0.005)
-        NetworkDesk(RUN, conductor.rpc, cast(Any, driver)).serve()
+        NetworkMapServer(RUN, conductor.rpc, cast(Any, driver)).serve()
         yield made
 
 
@@ -168,7 +168,7 @@ async def test_only_those_that_report_here_are_heard_and_only_now_and_then(autoj
             await report(b"x" * 16)
         made.driver.heard.pop(f"{one.host.id.text}/0")
         await trio.sleep(REPORT_PAUSE_S)
-        with pytest.raises(Refused, match="no stage peer"):
+        with pytest.raises(Refused, match="as a stage peer"):
             await report(RUN)
         made.driver.tenure = None
         with pytest.raises(Refused, match="does not conduct"):
@@ -218,7 +218,7 @@ async def test_a_narrow_path_between_two_counts_in_averaging_and_a_narrow_end_do
         assert all(1e6 <= limit <= 1.4e6 for _, limit in found.pairs)  # what fills buffers counts as sent here
 
 
-Serve = Callable[[Incoming[NetworkMapAsk]], Awaitable[Answer[NetworkPart]]]
+Serve = Callable[[Incoming[NetworkMapRequest]], Awaitable[Answer[NetworkPart]]]
 
 
 async def test_a_map_without_end_or_with_pairs_of_nobody_costs_the_reader_little(autojump_clock: MockClock) -> None:
@@ -226,17 +226,17 @@ async def test_a_map_without_end_or_with_pairs_of_nobody_costs_the_reader_little
         one, other = await made.start("a"), await made.start("b")
         part = NetworkPart(["x", "y"], [MappedPair(0, 1, 0.0, 0.0, 0.0, 0.0)], 9, True)
 
-        async def endless(call: Incoming[NetworkMapAsk]) -> Answer[NetworkPart]:
+        async def endless(call: Incoming[NetworkMapRequest]) -> Answer[NetworkPart]:
             return Answer(part)
 
-        async def wrong(call: Incoming[NetworkMapAsk]) -> Answer[NetworkPart]:
+        async def wrong(call: Incoming[NetworkMapRequest]) -> Answer[NetworkPart]:
             return Answer(NetworkPart(["x"], part.pairs, 9, True))
 
-        other.rpc.serve("network/1/map", NetworkMapAsk, endless, declared=ANY)
+        other.rpc.serve("network/1/map", NetworkMapRequest, endless, declared=ANY)
         read = await one.watch.read_map(other.host.id)
         assert read.more
         assert len(read.pairs) == 8
         other.rpc.unserve("network/1")
-        other.rpc.serve("network/1/map", NetworkMapAsk, wrong, declared=ANY)
+        other.rpc.serve("network/1/map", NetworkMapRequest, wrong, declared=ANY)
         with pytest.raises(ProtocolViolation):
             await one.watch.read_map(other.host.id)

@@ -12,14 +12,14 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import Overloaded, Refused, TooSlow, Unreachable
-from peerd.core.messages.handover import Broken, Passed, Ticket
+from peerd.core.messages.handover import Broken, PassAnswer, Ticket
 from peerd.core.messages.proof import is_ticket_of
 from peerd.core.messages.swarm import Receipt
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.service.pipeline.direct import DirectPipeline
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS
-from peerd.service.pipeline.stage_client import TrainerPapers
+from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
 from tests.worlds.machines.handing import (
@@ -52,10 +52,10 @@ class Training:
 
     def __init__(self, *names: str) -> None:
         self.peers = Peers()
-        papers = TrainerPapers(OWN, lambda seq: None, TRAINER.sign)
+        papers = TrainerCredentials(OWN, lambda seq: None, TRAINER.sign)
         self.pipeline = DirectPipeline(RUN, self.peers, SimClock(1, "t"), Ways(), papers)  # type: ignore[arg-type]
         self.pipeline.update(members(*(names or ALL)))
-        self.load = Load(frame(SAMPLES, TOKENS), frame(SAMPLES, TOKENS))
+        self.load = Microbatch(frame(SAMPLES, TOKENS), frame(SAMPLES, TOKENS))
 
     async def train(self, seq: int = SEQ) -> list[str]:
         return names(await self.pipeline.train(STEP, seq, self.load))
@@ -81,7 +81,7 @@ def names(holdings: list[Holding]) -> list[str]:
 
 
 def broken(stage: int, reason: str = "it is gone") -> Any:
-    return lambda asked: Answer(Passed(broken=Broken(stage, "", reason)))
+    return lambda asked: Answer(PassAnswer(broken=Broken(stage, "", reason)))
 
 
 async def test_a_microbatch_goes_over_one_peer_of_each_stage_by_a_signed_ticket(autojump_clock: MockClock) -> None:
@@ -147,7 +147,7 @@ async def test_a_way_that_broke_is_tried_with_another_peer_there(
     for seq in range(20):
         assert await one.train(seq) == ["a0", "a1", "b2"]
     assert sum(over(shown, 2) == "a2" for shown in one.tickets) == 1
-    assert f"…{peer('a1')[-8:]} and …{peer('a2')[-8:]}: it is gone" in caplog.text
+    assert f"from …{peer('a1')[-8:]} to …{peer('a2')[-8:]} failed: it is gone" in caplog.text
     await trio.sleep(31)
     for seq in range(20):
         await one.train(seq)
@@ -155,7 +155,7 @@ async def test_a_way_that_broke_is_tried_with_another_peer_there(
 
 
 async def test_two_that_found_no_way_to_each_other_are_left_apart_for_a_while(autojump_clock: MockClock) -> None:
-    def first(asked: Asked) -> Answer[Passed]:
+    def first(asked: Asked) -> Answer[PassAnswer]:
         took = [hop("a0", asked.body, instead_of=peer("a1")), hop("b1", asked.body)]
         return done(asked, *took) if over(asked.body.ticket, 1) == "a1" else done(asked)
 
@@ -195,7 +195,7 @@ async def test_who_says_again_and_again_that_ways_break_is_avoided_itself(autoju
 
 
 async def test_who_in_the_middle_says_that_ways_break_is_avoided_itself(autojump_clock: MockClock) -> None:
-    def first(asked: Asked) -> Answer[Passed]:
+    def first(asked: Asked) -> Answer[PassAnswer]:
         return broken(2)(asked) if NAMES[asked.body.ticket.peer_of(1)] == "a1" else done(asked)
 
     for _ in range(4):
@@ -205,7 +205,7 @@ async def test_who_in_the_middle_says_that_ways_break_is_avoided_itself(autojump
             assert (await one.train())[1] == "b1"
 
 
-def _holders_receipt(asked: Asked) -> Answer[Passed]:
+def _holders_receipt(asked: Asked) -> Answer[PassAnswer]:
     mine = [hop(name, asked.body) for name in ("a0", "a1", "a2")]
     return done(asked, *mine[:2], msgspec.structs.replace(mine[2], receipt=mine[1].receipt))
 
@@ -216,8 +216,8 @@ def _holders_receipt(asked: Asked) -> Answer[Passed]:
         broken(0),
         broken(3),
         broken(1023),
-        lambda asked: Answer(Passed()),
-        lambda asked: Answer(Passed([hop("a0", asked.body)])),
+        lambda asked: Answer(PassAnswer()),
+        lambda asked: Answer(PassAnswer([hop("a0", asked.body)])),
         lambda asked: Answer(done(asked).body, (GRADIENT,)),
         lambda asked: done(asked, hop("a0", asked.body, receipt=Receipt(3, b"x" * 64))),
         lambda asked: done(asked, hop("a0", asked.body, peer="no peer at all")),
@@ -326,7 +326,7 @@ async def test_where_the_holder_after_is_gone_its_stage_is_done_again_too(autoju
     one = Training("b0", "b1", "b2")
     one.held_by("a0", "a1", "a2")
 
-    def first(asked: Asked) -> Answer[Passed]:
+    def first(asked: Asked) -> Answer[PassAnswer]:
         last = asked.body.ticket.last
         return broken(last)(asked) if NAMES[asked.body.ticket.peer_of(last)][0] == "a" else done(asked)
 
@@ -397,7 +397,7 @@ async def test_what_a_hop_says_of_others_changes_the_choice_of_peers_alone(autoj
     """Nor that, where it says it of peers that its way does not lead over."""
     one = Training("a0", "a1", "a2", "b2")
 
-    def first(asked: Asked) -> Answer[Passed]:
+    def first(asked: Asked) -> Answer[PassAnswer]:
         return done(
             asked, *(hop(n, asked.body, instead_of=peer("stranger"), way="trainer") for n in ("a0", "a1", "a2"))
         )

@@ -14,9 +14,9 @@ from trio.testing import MockClock
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages.handover import Broken, Pass, Passed, Ticket
+from peerd.core.messages.handover import Broken, PassAnswer, PassRequest, Ticket
 from peerd.core.messages.swarm import Receipt
-from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, RELAY, NextStage, Onward
+from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, RELAY, HandOnResult, NextStage
 from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
 from tests.worlds.machines.handing import (
@@ -50,13 +50,13 @@ class Hopping:
         self.next = NextStage(RUN, 0, self.peers, SimClock(1, "t"), self.ways, lambda peer: "direct")  # type: ignore[arg-type]
         self.next.peers.update(members(*names))
 
-    async def hand_on(self, shown: Ticket = WHOLE, within_s: float = PASS_TIMEOUT_S) -> Onward:
+    async def hand_on(self, shown: Ticket = WHOLE, within_s: float = PASS_TIMEOUT_S) -> HandOnResult:
         frames: Sequence[TensorFrame] = [frame(SAMPLES, TOKENS, WIDTH)] if shown.is_done_at(1) else []
-        body = Pass(MARK, 0, OWN, shown, None)
+        body = PassRequest(MARK, 0, OWN, shown, None)
         return await self.next.hand_on(body, frames, (SAMPLES, TOKENS), trio.current_time() + within_s)
 
 
-def broken_of(onward: Onward) -> Broken:
+def broken_of(onward: HandOnResult) -> Broken:
     assert onward.passed.broken is not None
     assert (onward.passed.hops, onward.gradient) == ([], None)
     return onward.passed.broken
@@ -169,7 +169,7 @@ async def test_microbatches_that_wait_for_room_together_all_get_it(autojump_cloc
     one.peers.doing["a1"] = lambda asked: (
         done(asked) if trio.current_time() - since > 2.0 else Overloaded("full", 0.01 + trio.current_time() % 0.3)
     )
-    found: list[Onward] = []
+    found: list[HandOnResult] = []
 
     async def hand_on(after_s: float) -> None:
         await trio.sleep(after_s)
@@ -278,7 +278,7 @@ async def test_a_peer_that_takes_long_and_gives_signs_of_life_is_waited_for(auto
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
-def _other_receipt(asked: Asked) -> Answer[Passed]:
+def _other_receipt(asked: Asked) -> Answer[PassAnswer]:
     mine = hop("a1", asked.body)
     return done(asked, msgspec.structs.replace(mine, receipt=hop("b1", asked.body).receipt))
 
@@ -289,8 +289,8 @@ BAD: dict[str, Any] = {
     "another shape": lambda asked: Answer(done(asked).body, (frame(SAMPLES, TOKENS, WIDTH + 1),)),
     "fewer samples": lambda asked: Answer(done(asked).body, (frame(1, TOKENS, WIDTH),)),
     "another dtype": lambda asked: Answer(done(asked).body, (frame(SAMPLES, TOKENS, WIDTH, dtype="float64"),)),
-    "no hops": lambda asked: Answer(Passed(), (GRADIENT,)),
-    "a hop too few": lambda asked: Answer(Passed([hop("a1", asked.body)]), (GRADIENT,)),
+    "no hops": lambda asked: Answer(PassAnswer(), (GRADIENT,)),
+    "a hop too few": lambda asked: Answer(PassAnswer([hop("a1", asked.body)]), (GRADIENT,)),
     "a hop too many": lambda asked: done(asked, *[hop(name, asked.body) for name in ("a1", "a2", "a2")]),
     "another's hop": lambda asked: done(asked, hop("b1", asked.body)),
     "another's receipt": _other_receipt,
@@ -305,10 +305,10 @@ BAD: dict[str, Any] = {
     "no peer": lambda asked: done(asked, hop("a1", asked.body), hop("a2", asked.body, peer="x")),
     "no text": lambda asked: done(asked, hop("a1", asked.body), hop("a2", asked.body, peer="\0" * 52)),
     "broken with hops": lambda asked: done(asked, broken=Broken(2, "", "")),
-    "broken with a gradient": lambda asked: Answer(Passed(broken=Broken(2, "", "")), (GRADIENT,)),
-    "broken at itself": lambda asked: Answer(Passed(broken=Broken(1, "", ""))),
-    "broken before it": lambda asked: Answer(Passed(broken=Broken(0, "", ""))),
-    "broken beyond the route": lambda asked: Answer(Passed(broken=Broken(3, "", ""))),
+    "broken with a gradient": lambda asked: Answer(PassAnswer(broken=Broken(2, "", "")), (GRADIENT,)),
+    "broken at itself": lambda asked: Answer(PassAnswer(broken=Broken(1, "", ""))),
+    "broken before it": lambda asked: Answer(PassAnswer(broken=Broken(0, "", ""))),
+    "broken beyond the route": lambda asked: Answer(PassAnswer(broken=Broken(3, "", ""))),
 }
 
 
@@ -329,7 +329,7 @@ async def test_a_bad_answer_is_its_givers_fault_and_a_mate_is_asked(
 
 async def test_what_the_trainer_carries_wrongly_is_no_peers_fault(autojump_clock: MockClock) -> None:
     one = Hopping()
-    one.peers.doing["trainer"] = lambda asked: Answer(Passed(), (GRADIENT,))
+    one.peers.doing["trainer"] = lambda asked: Answer(PassAnswer(), (GRADIENT,))
     reason = broken_of(await one.hand_on(ticket(0, 2, 0, "a0", "a1", "a2"))).reason
     assert PeerId.parse(OWN).short in reason
 
@@ -337,7 +337,7 @@ async def test_what_the_trainer_carries_wrongly_is_no_peers_fault(autojump_clock
 async def test_a_way_that_broke_further_on_is_passed_on_as_it_is(autojump_clock: MockClock) -> None:
     one = Hopping("a1", "b1")
     told = Broken(2, peer("a2"), "it is gone")
-    one.peers.doing["a1"] = lambda asked: Answer(Passed(broken=told))
+    one.peers.doing["a1"] = lambda asked: Answer(PassAnswer(broken=told))
     assert broken_of(await one.hand_on()) == told
     assert one.peers.names == ["a1"]
 
@@ -350,7 +350,7 @@ async def test_who_gave_a_gradient_of_no_use_is_named(
     onward = await one.hand_on()
     passed = one.next.spoilt(onward, ProtocolViolation("it has values that are not finite"))
     assert passed.broken == Broken(1, peer("a1"), "it has values that are not finite")
-    assert f"…{peer('a1')[-8:]} of stage 1 is of no use" in caplog.messages[-1]
+    assert f"…{peer('a1')[-8:]} of stage 1 is unusable" in caplog.messages[-1]
 
 
 async def test_lines_are_known_of_those_that_serve(autojump_clock: MockClock) -> None:

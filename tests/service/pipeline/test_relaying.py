@@ -11,10 +11,10 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
-from peerd.core.messages.handover import CarryOn, Pass, Passed, Ticket
+from peerd.core.messages.handover import PassAnswer, PassRequest, RelayRequest, Ticket
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.service.pipeline.next_stage import PASS
-from peerd.service.pipeline.relaying import Relaying
+from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.machines.handing import GRADIENT, MARK, OWN, RUN, SAMPLES, TOKENS, WIDTH, Peers, frame, peer, ticket
 
@@ -28,15 +28,15 @@ class Relayed:
 
     def __init__(self) -> None:
         self.peers = Peers()
-        self.relaying = Relaying(self.peers, SERVES, MicrobatchShapes(RUN))  # type: ignore[arg-type]
+        self.relaying = TrainerRelay(self.peers, SERVES, MicrobatchShapes(RUN))  # type: ignore[arg-type]
 
     def objection(self, caller: str = "a0", to: str = "a1", stage: int = 1, shown: Ticket = TICKET) -> str:
-        body = CarryOn(peer(to), Pass(MARK, stage, OWN, shown, None))
+        body = RelayRequest(peer(to), PassRequest(MARK, stage, OWN, shown, None))
         found: PeerdError | None = self.relaying._objection(PeerId.parse(peer(caller)), body)
         return "" if found is None else str(found)
 
     async def call(self, stage: int = 1, to: str = "a1", within_s: float = 50.0) -> Answer[Any]:
-        body = CarryOn(peer(to), Pass(MARK, stage, OWN, TICKET, None))
+        body = RelayRequest(peer(to), PassRequest(MARK, stage, OWN, TICKET, None))
         deadline = trio.current_time() + within_s
         return await self.relaying._relay(Incoming(PeerId.parse(peer("a0")), body, (INPUT,), deadline))
 
@@ -49,7 +49,7 @@ async def test_a_hop_of_an_attempt_under_way_is_carried(autojump_clock: MockCloc
     (asked,) = one.peers.asked
     assert (asked.name, asked.method, asked.body.stage, list(asked.frames)) == ("a1", PASS, 1, [INPUT])
     assert asked.timeout_s <= 50.0
-    assert isinstance(answer.body, Passed)
+    assert isinstance(answer.body, PassAnswer)
     assert answer.frames == (GRADIENT,)
     assert (one.relaying.relayed, one.relaying.relayed_bytes) == (1, 2 * len(INPUT.payload))
 

@@ -17,9 +17,9 @@ from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb, MemberInfo, StageAnswer, StageBackward, StageForward
 from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile, fingerprint
 from peerd.machine.pipeline.routes import FixedRoute, Route
-from peerd.service.pipeline.load import Load
-from peerd.service.pipeline.schedule import Pipeline
-from peerd.service.pipeline.stage_client import TrainerPapers
+from peerd.service.pipeline.microbatch import Microbatch
+from peerd.service.pipeline.schedule import MicrobatchSchedule
+from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
 
@@ -72,7 +72,7 @@ def members(keys: list[Keypair]) -> list[MemberInfo]:
     return [MemberInfo(key.peer_id.text, stage, [], True) for stage, key in enumerate(keys)]
 
 
-def pipeline(stages: Any, route: Route | None = None) -> Pipeline:
+def pipeline(stages: Any, route: Route | None = None) -> MicrobatchSchedule:
     class Ways:
         def linked(self, peer: PeerId) -> bool:
             return True
@@ -80,13 +80,15 @@ def pipeline(stages: Any, route: Route | None = None) -> Pipeline:
         def doubt(self, peer: PeerId) -> float:
             return 0.0
 
-    made = Pipeline(RUN, stages, SimClock(1, "t"), Ways(), TrainerPapers(OWN, lambda seq: None, TRAINER.sign), route)
+    made = MicrobatchSchedule(
+        RUN, stages, SimClock(1, "t"), Ways(), TrainerCredentials(OWN, lambda seq: None, TRAINER.sign), route
+    )
     made.update(members(PEERS))
     return made
 
 
-def load() -> Load:
-    return Load(frame(1.0, 2, 4), frame(2.0, 2, 4))
+def load() -> Microbatch:
+    return Microbatch(frame(1.0, 2, 4), frame(2.0, 2, 4))
 
 
 async def test_a_microbatch_goes_forward_through_all_stages_and_back(autojump_clock: MockClock) -> None:

@@ -16,9 +16,9 @@ from peerd.core.keys import Keypair
 from peerd.core.messages.proof import grant, receipt
 from peerd.core.messages.swarm import Grant, GrantStatement, Mb, MemberInfo, Receipt, Seqs, StageAnswer, StageBackward
 from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile, fingerprint
-from peerd.service.pipeline.load import Load
-from peerd.service.pipeline.schedule import Pipeline
-from peerd.service.pipeline.stage_client import TrainerPapers
+from peerd.service.pipeline.microbatch import Microbatch
+from peerd.service.pipeline.schedule import MicrobatchSchedule
+from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
 
@@ -67,16 +67,16 @@ def admitted(term: int) -> Grant:
     return grant(CONDUCTOR.sign, GrantStatement(MARK, term, 3, OWN, Seqs.of([7])))
 
 
-def pipeline(stages: Any, grants: Any, *peers: Keypair) -> Pipeline:
-    made = Pipeline(RUN, stages, SimClock(1, "t"), Ways(), TrainerPapers(OWN, grants, TRAINER.sign))
+def pipeline(stages: Any, grants: Any, *peers: Keypair) -> MicrobatchSchedule:
+    made = MicrobatchSchedule(RUN, stages, SimClock(1, "t"), Ways(), TrainerCredentials(OWN, grants, TRAINER.sign))
     made.update(MemberInfo(peer.peer_id.text, 0, [], True) for peer in peers)
     return made
 
 
-def load() -> Load:
+def load() -> Microbatch:
     tokens = np.zeros((2, 4), "uint8")
     frame = TensorFrame("uint8", tokens.shape, tokens.data.cast("B"))
-    return Load(frame, frame)
+    return Microbatch(frame, frame)
 
 
 @pytest.mark.parametrize("bad", [lambda body: None, signed(B), signed(A, stage=1)])

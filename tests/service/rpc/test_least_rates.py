@@ -8,7 +8,7 @@ import trio
 
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S, RPC_STEP_BYTES
 from peerd.core.messages.encoding import Empty
-from peerd.machine.budget.book import Means
+from peerd.machine.budget.book import Resource
 from peerd.machine.rpc.declaration import Shows
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.kit.declared import ANY
@@ -36,7 +36,7 @@ async def test_who_does_not_take_an_answers_frames_loses_its_stream_but_not_in_t
         await trio.sleep(RPC_MESSAGE_S + MB / RPC_LEAST_BYTES_PER_S + 1)
         closed = {name: stream.closed for name, stream in streams.items()}
         assert closed == {"stranger": True, "member": True, "granted": False}
-        assert s.used() == {Means.CALLS: 1}
+        assert s.used() == {Resource.CALLS: 1}
 
 
 async def test_frames_that_stall_are_given_up_long_before_their_deadline_but_not_in_the_round_under_way(
@@ -62,5 +62,5 @@ async def test_frames_that_stall_are_given_up_long_before_their_deadline_but_not
                 call_id, why = await error_of(streams[name])
                 assert (call_id, "too slowly" in why) == (1, True)
             await trio.sleep(200)
-            assert s.used()[Means.CALLS] == 2
+            assert s.used()[Resource.CALLS] == 2
             nursery.cancel_scope.cancel()

@@ -18,8 +18,8 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S
 from peerd.core.messages.encoding import Empty, encode
-from peerd.machine.budget.book import BOUNDS, Bounds, Means, shared_out
-from peerd.machine.rpc import codec as wire
+from peerd.machine.budget.book import BOUNDS, Bounds, Resource, shared_out
+from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming
@@ -226,7 +226,7 @@ async def test_too_many_rows_are_refused_by_the_frames_header(autojump_clock: Mo
 async def test_calls_whose_proofs_do_not_hold_count_against_who_makes_them(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(cast(dict[Means, Bounds], BOUNDS), Means.UNPROVEN, shared_out(32, 4))
+    monkeypatch.setitem(cast(dict[Resource, Bounds], BOUNDS), Resource.UNPROVEN, shared_out(32, 4))
     looked_at = 0
 
     def objection(peer: PeerId, body: Text) -> RemoteError | None:

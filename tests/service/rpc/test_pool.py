@@ -11,7 +11,7 @@ import trio.testing
 from peerd.core.errors import Refused
 from peerd.core.limits import RPC_IDLE_S, RPC_LANES
 from peerd.machine.budget.book import Book, User
-from peerd.machine.rpc import codec as wire
+from peerd.machine.rpc import message_codec as wire
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.room import Room, Share
 from peerd.service.rpc.rpc import CallStream, Encoded

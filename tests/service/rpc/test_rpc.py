@@ -10,8 +10,8 @@ from peerd.core.errors import LocalError, Overloaded, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_IDLE_S, RPC_PENDING
 from peerd.core.messages.encoding import Empty, encode
-from peerd.machine.rpc import codec as wire
-from peerd.service.rpc.loopback import LocalStream
+from peerd.machine.rpc import message_codec as wire
+from peerd.service.rpc.loopback import LoopbackStream
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from tests.kit.declared import ANY, declared
 from tests.worlds.machines.fakehost import TrioClock, fake_net
@@ -188,7 +188,7 @@ HOSTILE_CALLERS = {
 }
 
 
-async def read_all(stream: LocalStream) -> None:
+async def read_all(stream: LoopbackStream) -> None:
     while await stream.receive_some(1000):
         pass
 

@@ -12,9 +12,9 @@ import trio.testing
 from peerd.core.errors import LocalError, PeerdError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import encode
-from peerd.machine.rpc import codec as wire
-from peerd.service.rpc.loopback import LocalStream, local_pair
-from peerd.service.rpc.outbox import Growing, Outbox
+from peerd.machine.rpc import message_codec as wire
+from peerd.service.rpc.loopback import LoopbackStream, local_pair
+from peerd.service.rpc.outbox import GrowingPayload, Outbox
 from peerd.service.rpc.rpc import Answer, Encoded, Incoming, Rpc
 from tests.worlds.machines.fakehost import FakeHost, TrioClock
 from tests.worlds.machines.rpc_cases import FRAMES, Held, Pair, Text, echo
@@ -30,7 +30,7 @@ def request(name: bytes, call_id: int = 1, timeout_s: float = 600.0) -> bytes:
 
 
 @asynccontextmanager
-async def growing_answer(timeout_s: float = 600.0) -> AsyncIterator[tuple[Pair, FakeHost, Making, LocalStream]]:
+async def growing_answer(timeout_s: float = 600.0) -> AsyncIterator[tuple[Pair, FakeHost, Making, LoopbackStream]]:
     """Two peers, the server's host, its answer, which grows, and the stream on which it was asked for."""
     async with fake_pair() as (pair, _, a_host, b_host):
         making = Making(ready=1000)
@@ -44,7 +44,7 @@ async def growing_answer(timeout_s: float = 600.0) -> AsyncIterator[tuple[Pair, 
         yield pair, b_host, making, stream
 
 
-async def read_all(stream: LocalStream) -> bytes:
+async def read_all(stream: LoopbackStream) -> bytes:
     got = bytearray()
     while data := await stream.receive_some(1 << 16):
         got += data
@@ -154,11 +154,11 @@ async def test_an_idle_stream_is_used_again_after_a_payload_that_grew(autojump_c
 # The outbox by itself.
 
 
-def growing(making: Making) -> Growing:
-    return Growing(memoryview(making.buffer), making)
+def growing(making: Making) -> GrowingPayload:
+    return GrowingPayload(memoryview(making.buffer), making)
 
 
-def outbox_and_reader(nursery: trio.Nursery) -> tuple[Outbox, LocalStream, LocalStream]:
+def outbox_and_reader(nursery: trio.Nursery) -> tuple[Outbox, LoopbackStream, LoopbackStream]:
     ours, theirs = local_pair(ONE, OTHER, "/peerd/t/1")
     outbox = Outbox()
     nursery.start_soon(outbox.run, ours)
@@ -269,6 +269,6 @@ async def test_any_schedule_of_makers_and_readers_delivers_the_same_bytes(seed: 
 
 
 async def test_a_part_for_many_calls_is_whole() -> None:
-    with pytest.raises(LocalError, match="not whole"):
+    with pytest.raises(LocalError, match="not complete"):
         Encoded(Text("x"), (Making(ready=1000).frame,))
     assert Encoded(Text("x"), (Making(ready=3 << 20).frame,)).count == 1

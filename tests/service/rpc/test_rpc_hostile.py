@@ -17,14 +17,14 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STEP_BYTES
 from peerd.core.messages.encoding import Empty, encode
-from peerd.machine.budget.book import BOUNDS, Book, Bounds, Means
-from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.accounting import MethodName
+from peerd.machine.budget.book import BOUNDS, Book, Bounds, Resource
+from peerd.machine.rpc import message_codec as wire
+from peerd.machine.rpc.method_load import MethodName
 from peerd.service.rpc.channel import Channel
-from peerd.service.rpc.loopback import LocalStream, local_pair
+from peerd.service.rpc.loopback import LoopbackStream, local_pair
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
-from peerd.service.rpc.types import RpcStream
+from peerd.service.rpc.rpc_types import RpcStream
 from tests.kit.declared import ANY, declared
 from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 from tests.worlds.machines.rpc_cases import BIG, Held, Text, echo
@@ -51,11 +51,11 @@ class Scene:
     def book(self) -> Book:
         return self.host.book
 
-    def used(self) -> dict[Means, int]:
+    def used(self) -> dict[Resource, int]:
         self.book.check()
-        return {means: used for means in Means if (used := self.book.used(means))}
+        return {means: used for means in Resource if (used := self.book.used(means))}
 
-    async def stream(self, name: str) -> LocalStream:
+    async def stream(self, name: str) -> LoopbackStream:
         return await self.net.host(name).open_stream(self.host.id, "/peerd/t/1")
 
     async def honest(self, name: str = "honest") -> Rpc:
@@ -68,7 +68,7 @@ class Scene:
 async def scene(**bounds: int) -> AsyncIterator[Scene]:
     async with fake_net() as net:
         host = net.host("served")
-        host.book = Book({**BOUNDS, **{Means[name]: little(total) for name, total in bounds.items()}})
+        host.book = Book({**BOUNDS, **{Resource[name]: little(total) for name, total in bounds.items()}})
         rpc = Rpc(host, TrioClock())
         rpc.serve("t/1/echo", Text, echo, declared=LARGE)
         await net.nursery.start(rpc.run)
@@ -86,7 +86,7 @@ async def ask(rpc: Rpc, peer: PeerId, text: str = "hi", frames: Iterable[TensorF
     return await rpc.call(peer, "t/1/echo", Text(text), Text, frames=tuple(frames), timeout_s=5)
 
 
-async def push(stream: LocalStream, data: bytes) -> None:
+async def push(stream: LoopbackStream, data: bytes) -> None:
     """Send as much as the other side takes."""
     with suppress(Unreachable):
         await stream.send(data)
@@ -122,7 +122,7 @@ async def test_answers_that_nobody_reads_are_bounded_and_others_get_theirs(autoj
             await stream.send(b"".join(call(number, "large") for number in range(1, 65)))
         await trio.testing.wait_all_tasks_blocked()
         assert queued_bytes() <= MB + 8 * (20 << 10)  # its share, and what is counted with each stream
-        assert s.used() == {Means.ANSWERS: pytest.approx(MB, rel=0.2)}
+        assert s.used() == {Resource.ANSWERS: pytest.approx(MB, rel=0.2)}
         before = began
         with pytest.raises(Overloaded, match="unread"):
             await (await s.honest("greedy")).call(s.host.id, "t/1/large", Text(""), Text, timeout_s=5)
@@ -203,7 +203,7 @@ async def test_a_message_that_comes_byte_by_byte_is_given_up_and_one_that_keeps_
         slow, drip = await s.stream("slow"), await s.stream("drip")
         whole = call(1, body=encode(Text("x" * (512 << 10))))
 
-        async def trickle(stream: LocalStream, bytes_per_s: int) -> None:
+        async def trickle(stream: LoopbackStream, bytes_per_s: int) -> None:
             for at in range(0, len(whole), bytes_per_s):
                 await stream.send(whole[at : at + bytes_per_s])
                 await trio.sleep(1)
@@ -246,7 +246,7 @@ class Gatekeeper:
         return None
 
 
-async def error_of(stream: LocalStream) -> tuple[int, str]:
+async def error_of(stream: LoopbackStream) -> tuple[int, str]:
     """The call that the next message answers, and how it failed."""
     parser = wire.MessageParser()
     while not (messages := parser.feed(await stream.receive_some(1 << 20))):
@@ -296,7 +296,7 @@ async def test_what_is_announced_takes_no_room_and_an_honest_callers_frames_come
             stream = await s.stream(name)
             await stream.send(call(1, frames=1) + bytes(100))
         await trio.testing.wait_all_tasks_blocked()
-        assert s.used()[Means.RECEIVING] == 2 * RPC_STEP_BYTES
+        assert s.used()[Resource.RECEIVING] == 2 * RPC_STEP_BYTES
         answer = await ask(await s.honest(), s.host.id, frames=[BIG])
         assert bytes(answer.frames[0].payload) == BIG.payload
 
@@ -309,7 +309,7 @@ async def test_strangers_leave_room_for_members(autojump_clock: Clock) -> None:
                 stream = await s.stream(f"stranger {number}")
                 nursery.start_soon(push, stream, call(1, frames=1) + bytes(4 * MB - 1))
             await trio.sleep(1)
-            assert s.used()[Means.RECEIVING] == 12 * MB
+            assert s.used()[Resource.RECEIVING] == 12 * MB
             with pytest.raises(Overloaded) as caught:
                 await ask(await s.honest("another stranger"), s.host.id, frames=[BIG])
             assert caught.value.retry_after_s > 0
@@ -328,7 +328,7 @@ async def test_running_calls_are_bounded_by_peer_over_all_methods_and_streams(au
             await stream.send(b"".join(call(number + 1, f"held{number}") for number in range(3)))
         await trio.testing.wait_all_tasks_blocked()
         assert sum(handler.entries for handler in held) == 8
-        assert s.used() == {Means.CALLS: 8}
+        assert s.used() == {Resource.CALLS: 8}
         assert "too many calls are running: this peer has 8" in (await error_of(streams[2]))[1]
         await ask(await s.honest(), s.host.id)
         for stream in streams:
@@ -337,7 +337,7 @@ async def test_running_calls_are_bounded_by_peer_over_all_methods_and_streams(au
         assert s.used() == {}
 
 
-class Broken(LocalStream):
+class Broken(LoopbackStream):
     """A stream that fails by an error of ours, in whatever does what `fails` names."""
 
     fails = ""
@@ -400,7 +400,7 @@ async def test_an_error_of_ours_ends_one_stream_and_no_other_call(fails: str, au
         assert any(isinstance(error, LocalError) for _, error in s.host.crashes)
 
 
-async def read_to_the_end(stream: LocalStream) -> None:
+async def read_to_the_end(stream: LoopbackStream) -> None:
     stream.reset()
     while await stream.receive_some(1000):
         pass

@@ -10,8 +10,8 @@ from peerd.core.addr import parse_addr
 from peerd.core.frame import TensorFrame, encode_header
 from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import encode
-from peerd.machine.budget.book import Means
-from peerd.machine.rpc import codec as wire
+from peerd.machine.budget.book import Resource
+from peerd.machine.rpc import message_codec as wire
 from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
@@ -56,16 +56,16 @@ async def test_strangers_that_announce_all_and_read_nothing_keep_nobody_else_out
                 for number in range(1, 65):
                     body = encode(Text(""))
                     await greedy.send(wire.encode_call(wire.REQUEST, number, b"large", 3600.0, body))
-            while served.book.used(Means.RECEIVING) < 6 << 20 or not served.book.used(Means.ANSWERS):
+            while served.book.used(Resource.RECEIVING) < 6 << 20 or not served.book.used(Resource.ANSWERS):
                 await trio.lowlevel.checkpoint()
             answer = await caller.call(served.id, "t/1/echo", Text("hi"), Text, frames=(BIG,), timeout_s=10)
             assert (answer.body.text, bytes(answer.frames[0].payload)) == ("hi", BIG.payload)
-            assert served.book.used(Means.RECEIVING) <= 7 << 20  # the honest call's may not be given back yet
-            assert served.book.used(Means.ANSWERS) <= 2 * 64 * 125_000
+            assert served.book.used(Resource.RECEIVING) <= 7 << 20  # the honest call's may not be given back yet
+            assert served.book.used(Resource.ANSWERS) <= 2 * 64 * 125_000
             for link in list(served.links):
                 if link.peer != honest.id:
                     link.abort("the test cut it")
-            while any(served.book.used(means) for means in (Means.RECEIVING, Means.ANSWERS, Means.CALLS)):
+            while any(served.book.used(means) for means in (Resource.RECEIVING, Resource.ANSWERS, Resource.CALLS)):
                 await trio.lowlevel.checkpoint()
         assert served.faults.total == 0
         nursery.cancel_scope.cancel()

@@ -11,7 +11,7 @@ from trio.testing import MockClock as Clock
 
 from peerd.core.errors import TooSlow
 from peerd.core.messages.encoding import Empty
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.host.host import Host
 from peerd.net.link.link import Link
 from peerd.service.rpc.rpc import Rpc
@@ -28,7 +28,7 @@ async def relayed_pair() -> AsyncIterator[tuple[Hosts, Pair, Host, Host, Link]]:
     async with running_hosts() as hosts:
         a, b = await hosts.start("a"), await hosts.start("b")
         pair = Pair(Rpc(a, SimClock(1, "a")), Rpc(b, SimClock(1, "b")), a, b, [], lambda: None)
-        relayed, _ = await join(hosts, a, b, Way.RELAYED, latency_s=0.1)
+        relayed, _ = await join(hosts, a, b, PathKind.RELAYED, latency_s=0.1)
         await hosts.nursery.start(pair.a.run)
         await hosts.nursery.start(pair.b.run)
         pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
@@ -58,7 +58,7 @@ async def test_calls_after_the_better_link_stands_travel_on_it(autojump_clock: C
 
             nursery.start_soon(under_way)
             await held.entered.wait()
-            punched, _ = await join(hosts, a, b, Way.PUNCHED)
+            punched, _ = await join(hosts, a, b, PathKind.PUNCHED)
             await trio.sleep(1)
             sent = relayed.bytes_out
             began = trio.current_time()
@@ -78,7 +78,7 @@ async def test_a_streaming_call_goes_on_where_it_began_and_then_the_old_link_end
     async with relayed_pair() as (hosts, pair, a, b, relayed):
         async with pair.a.stream(b.id, "t/1/repeat", Text("first"), timeout_s=200) as parts:
             assert (await parts.receive(Text)) is not None
-            punched, _ = await join(hosts, a, b, Way.PUNCHED)
+            punched, _ = await join(hosts, a, b, PathKind.PUNCHED)
             await trio.sleep(60)
             assert relayed in list(a.links)
             await parts.send(Text("second"))
@@ -106,7 +106,7 @@ async def test_a_call_left_on_the_old_link_still_meets_its_deadline(autojump_clo
 
             nursery.start_soon(late)
             await held.entered.wait()
-            punched, _ = await join(hosts, a, b, Way.PUNCHED)
+            punched, _ = await join(hosts, a, b, PathKind.PUNCHED)
             await ask(pair)
         await trio.sleep(30)
         assert list(a.links) == [punched]
@@ -116,7 +116,7 @@ async def test_a_call_left_on_the_old_link_still_meets_its_deadline(autojump_clo
 async def test_when_the_better_link_is_lost_calls_return_to_the_other(autojump_clock: Clock) -> None:
     async with relayed_pair() as (hosts, pair, a, b, relayed):
         await ask(pair)
-        punched, _ = await join(hosts, a, b, Way.PUNCHED)
+        punched, _ = await join(hosts, a, b, PathKind.PUNCHED)
         await ask(pair)
         punched.abort("the router forgot us")
         await trio.sleep(0.1)

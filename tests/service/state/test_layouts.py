@@ -12,9 +12,9 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.state import StateItem, StateLayout, StateRequest, TensorSpec
 from peerd.core.messages.swarm import Position
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
-from peerd.service.state.serve import DECLARED, Giving
-from peerd.service.state.serve import LAYOUT as LAYOUT_METHOD
-from peerd.service.state.snapshot import Fetcher
+from peerd.service.state.snapshot import SnapshotFetcher
+from peerd.service.state.state_server import DECLARED, StateServer
+from peerd.service.state.state_server import LAYOUT as LAYOUT_METHOD
 from tests.service.state.test_snapshot import RUN, outline, peers
 from tests.worlds.machines.workers import InlineWorker
 
@@ -45,15 +45,15 @@ async def test_a_donor_names_the_tensors_of_its_state(autojump_clock: MockClock)
         return outline()
 
     async with peers(2) as (_, [(giver, rpc), (_, keeper)]):
-        giving = Giving(rpc)
+        giving = StateServer(rpc)
         with pytest.raises(Refused):
-            await Fetcher(keeper).layout(giver, REQUEST, WANTED)
+            await SnapshotFetcher(keeper).layout(giver, REQUEST, WANTED)
         giving.offer(RUN, 1, no_copy, InlineWorker(), lambda: Position(7, b"x"), no_step, told)
-        assert await Fetcher(keeper).layout(giver, REQUEST, WANTED) == outline()
+        assert await SnapshotFetcher(keeper).layout(giver, REQUEST, WANTED) == outline()
         with pytest.raises(ProtocolViolation, match="wrong digest"):
-            await Fetcher(keeper).layout(giver, REQUEST, (bytes(32), len(LAYOUT.text)))
+            await SnapshotFetcher(keeper).layout(giver, REQUEST, (bytes(32), len(LAYOUT.text)))
         with pytest.raises(Refused):
-            await Fetcher(keeper).layout(giver, StateRequest(RUN, 2), WANTED)
+            await SnapshotFetcher(keeper).layout(giver, StateRequest(RUN, 2), WANTED)
 
 
 async def no_step(step: int) -> None:
@@ -65,5 +65,5 @@ async def test_a_donor_that_gives_another_text_is_named(text: bytes, autojump_cl
     async with peers(2) as (_, [(giver, rpc), (_, keeper)]):
         Namer(rpc, text)
         with pytest.raises(ProtocolViolation) as caught:
-            await Fetcher(keeper).layout(giver, REQUEST, WANTED)
+            await SnapshotFetcher(keeper).layout(giver, REQUEST, WANTED)
         assert caught.value.peer == giver

@@ -21,8 +21,8 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.state import StateDigests, StateManifest, StatePiece, StateRequest, TensorSpec
 from peerd.core.messages.swarm import Position
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
-from peerd.service.state.serve import Giving
 from peerd.service.state.snapshot import Donors, Snapshots, StateItem
+from peerd.service.state.state_server import StateServer
 from peerd.signals import Signal
 from tests.worlds.machines.fakehost import FakeNet, TrioClock, fake_net
 from tests.worlds.machines.still import Still
@@ -82,7 +82,7 @@ class Donor(Snapshots):
         return Position(self.step, b"x"), Still(self._items)
 
 
-class Counting(Giving):
+class Counting(StateServer):
     """The donor's side, with what a test wants to see and to spoil."""
 
     def __init__(self, donor: Donor) -> None:
@@ -292,7 +292,7 @@ async def test_two_donors_that_contradict_each_other_give_nothing(autojump_clock
 
 
 async def test_digests_that_do_not_make_up_the_root_are_a_lie(autojump_clock: MockClock) -> None:
-    class Liar(Giving):
+    class Liar(StateServer):
         async def _give_manifest(self, call: Incoming[StateRequest]) -> Answer[StateManifest]:
             answer = await super()._give_manifest(call)
             manifest = StateManifest(answer.body.position, answer.body.layout, b"?" * 32)

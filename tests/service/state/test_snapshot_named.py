@@ -1,4 +1,4 @@
-"""Named offers of donors: the totals of steps, and kept checkpoints; and where what is fetched lies."""
+"""Named offers of donors (totals of steps, and kept checkpoints), and where a fetched state is stored."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from peerd.core.limits import STATE_NAMED_COPIES
 from peerd.core.messages.state import StateItem, StateManifest, StateRequest, TensorSpec
 from peerd.core.messages.swarm import Position
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.serve import STATE, Methods
-from peerd.service.state.snapshot import Fetcher, Giving
+from peerd.service.state.snapshot import SnapshotFetcher, StateServer
+from peerd.service.state.state_server import STATE, Methods
 from tests.service.state.test_snapshot import RUN, peers, state
 from tests.worlds.machines.workers import InlineWorker
 
@@ -33,9 +33,9 @@ def at(step: int) -> Position:
     return Position(step, b"x")
 
 
-def giver(rpc: Rpc, value: int = 1, skips: int = 1, methods: Methods = STATE) -> Giving:
+def giver(rpc: Rpc, value: int = 1, skips: int = 1, methods: Methods = STATE) -> StateServer:
     """Gives one and the same total for every step, and says that it leads `skips` steps on."""
-    giving = Giving(rpc, methods)
+    giving = StateServer(rpc, methods)
 
     async def named(of: Position) -> tuple[Position, list[StateItem]] | None:
         await trio.lowlevel.checkpoint()
@@ -47,8 +47,8 @@ def giver(rpc: Rpc, value: int = 1, skips: int = 1, methods: Methods = STATE) ->
 
 async def fetch(
     rpc: Rpc, donors: list[PeerId], of: int = 7, methods: Methods = STATE
-) -> tuple[Fetcher, Position, bytes]:
-    fetcher = Fetcher(rpc, methods=methods)
+) -> tuple[SnapshotFetcher, Position, bytes]:
+    fetcher = SnapshotFetcher(rpc, methods=methods)
     position, (item,) = await fetcher.fetch(donors, StateRequest(RUN, 1, of=at(of)), TOTAL, WORKER)
     return fetcher, position, bytes(item.payload)
 
@@ -110,7 +110,7 @@ async def test_after_a_swarm_went_back_the_step_that_it_made_then_is_given(autoj
         return made[0] if made else None
 
     async with peers(2) as (_, [(donor, rpc), (_, joiner)]):
-        Giving(rpc, STATE).offer_named(RUN, 1, named, WORKER)
+        StateServer(rpc, STATE).offer_named(RUN, 1, named, WORKER)
         assert (await fetch(joiner, [donor]))[1] == Position(8, b"before")
         del made[0]
         _, position, data = await fetch(joiner, [donor])
@@ -125,7 +125,7 @@ async def test_what_is_not_kept_is_refused(autojump_clock: MockClock) -> None:
         with pytest.raises(Refused, match="not kept"):
             await fetch(joiner, [donor], of=91)
         with pytest.raises(Refused, match="no state of its own"):
-            await Fetcher(joiner).fetch([donor], StateRequest(RUN, 1), TOTAL, WORKER)
+            await SnapshotFetcher(joiner).fetch([donor], StateRequest(RUN, 1), TOTAL, WORKER)
 
 
 async def test_only_so_many_are_held_for_others(autojump_clock: MockClock) -> None:
@@ -147,7 +147,7 @@ async def test_only_so_many_are_held_for_others(autojump_clock: MockClock) -> No
 async def test_a_fetch_that_needs_a_file_lies_in_one_or_fails(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with peers(2) as (_, [(donor, rpc), (_, joiner)]):
         giver(rpc)
-        fetcher, request = Fetcher(joiner), StateRequest(RUN, 1, of=at(7))
+        fetcher, request = SnapshotFetcher(joiner), StateRequest(RUN, 1, of=at(7))
         fetcher.folder, fetcher.needs_file = tmp_path / "missing", True
         with pytest.raises(NoMemory, match=r"no room for a state of 2\.4 MB: .*missing: No such file or directory"):
             await fetcher.fetch([donor], request, TOTAL, WORKER)

@@ -14,7 +14,7 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import Key
 from peerd.core.messages.contributions import Contributed, contributions_key, decode_contributed
 from peerd.service.dht.dht import Dht
-from peerd.service.swarm.contributions import Tally, TallyOf
+from peerd.service.swarm.contributions import ContributionOf, ContributionTally
 from tests.worlds.machines.fakehost import TrioClock
 from tests.worlds.machines.workers import InlineWorker
 
@@ -35,8 +35,10 @@ class Directory:
         return 1
 
 
-def tally(directory: Directory, file: Path | None = None) -> Tally:
-    return Tally(TallyOf("tiny", "stage", file, InlineWorker()), cast(Dht, directory), TrioClock(), None)
+def tally(directory: Directory, file: Path | None = None) -> ContributionTally:
+    return ContributionTally(
+        ContributionOf("tiny", "stage", file, InlineWorker()), cast(Dht, directory), TrioClock(), None
+    )
 
 
 async def test_totals_are_published_now_and_then_also_after_the_directory_failed(autojump_clock: MockClock) -> None:

@@ -18,7 +18,7 @@ from peerd.core.messages.encoding import encode
 from peerd.core.record import Record
 from peerd.machine.batch.counted_work import CountedWork, PeerWork
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import Gate
+from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.service.swarm.counted_record import CountedRecord, read_counted
 
 
@@ -77,10 +77,10 @@ class OneName:
         return "Ann" if token == self.token else None
 
 
-GATE = cast(Gate, OneName())
+GATE = cast(AccessGuard, OneName())
 
 
-def counts(directory: Directory, gate: Gate | None = None) -> CountedRecord:
+def counts(directory: Directory, gate: AccessGuard | None = None) -> CountedRecord:
     return CountedRecord("tiny", cast(Dht, directory), gate)
 
 
@@ -138,7 +138,9 @@ async def test_a_directory_that_fails_costs_one_publication(autojump_clock: Mock
 # --- going on from the conductor before -------------------------------------------------------------------------------
 
 
-async def kept(directory: Directory, work: CountedWork, *before: PeerId, gate: Gate | None = None) -> CountedWork:
+async def kept(
+    directory: Directory, work: CountedWork, *before: PeerId, gate: AccessGuard | None = None
+) -> CountedWork:
     """The counts after the tenure's first publication."""
     now = trio.current_time()
     await counts(directory, gate).keep(work, before, until(now + 15))

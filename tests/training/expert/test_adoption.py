@@ -17,8 +17,8 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.experts.grid import Uid
-from peerd.core.messages.experts import HolderOffer, Name, Pointer
-from peerd.machine.experts.custody import SeenClaim, in_turn
+from peerd.core.messages.experts import CheckpointRef, HolderOffer, Name
+from peerd.machine.experts.orphan_watch import SeenClaim, in_turn
 from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.service.experts.kept_directory import CustodyView
 from peerd.service.experts.vault_disk import digests_of
@@ -56,7 +56,7 @@ class Fate:
     generation: int = 0
     version: int = 0
     seed: str = ""
-    pointer: Pointer | None = None  # of the newest checkpoint that the owner made
+    pointer: CheckpointRef | None = None  # of the newest checkpoint that the owner made
 
 
 def fate_of(uid: Uid, hosts: Iterable[MadeUpHost], lost_at: float = 0.0) -> Fate:
@@ -125,7 +125,7 @@ class Lost:
     """Results for the experts of a lost host, and the counters of all adopters."""
 
     mortal: str  # its peer id
-    saved: Pointer  # of SAVED, as the host made it
+    saved: CheckpointRef  # of SAVED, as the host made it
     turns: Mapping[Uid, Sequence[str]]  # adopters in the order in which they come
     fates: Mapping[Uid, Fate]
     yielded: int
@@ -176,7 +176,7 @@ async def lose_a_host(swarm: ExpertSwarm, later_s: float) -> Lost:
     )
 
 
-def rot(peer: ExpertPeer, pointer: Pointer) -> None:
+def rot(peer: ExpertPeer, pointer: CheckpointRef) -> None:
     """Damage a checkpoint on a holder's disk."""
     path = peer.vault._disk._path(pointer)
     rotten = bytearray(path.read_bytes())

@@ -20,7 +20,7 @@ from peerd.core.messages.experts import Announced, Forward, Name, Output
 from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.log import EventLog
 from peerd.machine.experts.claims import last_prefixes
-from peerd.machine.experts.custody import SeenClaim
+from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Rpc
 from peerd.training.expert.host import ExpertHost, OwnExpert, Told

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Refused
 from peerd.core.experts.grid import Uid
-from peerd.core.messages.experts import TakenOver, TakeOver
+from peerd.core.messages.experts import TransferAnswer, TransferRequest
 from peerd.machine.experts.sharing import HostShare
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.expert.sharing import TAKE
@@ -72,7 +72,7 @@ async def test_an_expert_answers_no_update_while_it_moves_and_does_again_when_it
         full = await full_host(swarm)
         held = list[set[Uid]]()
 
-        async def refuse(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+        async def refuse(call: Incoming[TransferRequest]) -> Answer[TransferAnswer]:
             held.append(set(full.held))
             raise Refused("I have changed my mind")
 
@@ -96,13 +96,13 @@ async def test_an_expert_stays_with_a_host_whose_taker_does_not_announce_it_in_t
     async with expert_swarm(tmp_path, RUN) as swarm:
         full = await full_host(swarm)
 
-        async def promise(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+        async def promise(call: Incoming[TransferRequest]) -> Answer[TransferAnswer]:
             uid = call.body.pointer.expert.uid
             if claimed is not None:
                 hosted = FakeHosted(FakeExpert(uid, 40, "other"), claimed)
                 await swarm.claim(swarm.peers["other"], uid, hosted={uid: hosted})
             await trio.lowlevel.checkpoint()
-            return Answer(TakenOver(claimed or call.body.pointer.generation + 1))
+            return Answer(TransferAnswer(claimed or call.body.pointer.generation + 1))
 
         await offering(swarm, promise)
         await trio.sleep(5 * ANNOUNCE_S)
@@ -117,7 +117,7 @@ async def test_a_taker_that_never_answers_holds_an_expert_up_no_longer_than_its_
         full = await full_host(swarm)
         since = list[float]()
 
-        async def wait(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+        async def wait(call: Incoming[TransferRequest]) -> Answer[TransferAnswer]:
             since.append(trio.current_time())
             await trio.sleep_forever()
             raise AssertionError
@@ -133,16 +133,16 @@ async def test_a_taker_that_never_answers_holds_an_expert_up_no_longer_than_its_
 async def offering(swarm: ExpertSwarm, take: Any) -> Any:
     """A peer that says it has room for experts, and answers as `take` does."""
     (other,) = await swarm.start("other")
-    other.stack.rpc.serve(TAKE, TakeOver, take, declared=declared())
+    other.stack.rpc.serve(TAKE, TransferRequest, take, declared=declared())
     other.vault.adopts, other.vault.share = lambda: True, lambda: HostShare(0, 8, 0.01)
     assert await other.vault.announce()
     return other
 
 
-async def asked_to_take(swarm: ExpertSwarm, caller: Any, host: MadeUpHost, body: TakeOver) -> str:
+async def asked_to_take(swarm: ExpertSwarm, caller: Any, host: MadeUpHost, body: TransferRequest) -> str:
     """Why a host refuses to take an expert."""
     with pytest.raises(Refused) as refused:
-        await caller.stack.rpc.call(host.peer.id, TAKE, body, TakenOver, timeout_s=60.0)
+        await caller.stack.rpc.call(host.peer.id, TAKE, body, TransferAnswer, timeout_s=60.0)
     return str(refused.value)
 
 
@@ -154,14 +154,14 @@ async def test_a_host_takes_only_what_its_owner_hands_over(autojump_clock: MockC
         (thief,) = await swarm.start("thief")
         await trio.sleep(0.5)
         forged = pointer_to(state(1, 1000), "full", RUN, A)
-        said = [await asked_to_take(swarm, thief, host, TakeOver(forged, 900, 0.01))]
+        said = [await asked_to_take(swarm, thief, host, TransferRequest(forged, 900, 0.01))]
         mine = pointer_to(state(1, 1000), "thief", RUN, A, generation=3)
-        said.append(await asked_to_take(swarm, thief, host, TakeOver(mine, 900, 0.01)))
+        said.append(await asked_to_take(swarm, thief, host, TransferRequest(mine, 900, 0.01)))
         there = pointer_to(state(1, 1000), "thief", RUN, OTHER)
-        said.append(await asked_to_take(swarm, thief, host, TakeOver(there, 900, 0.01)))
-        said.append(await asked_to_take(swarm, thief, host, TakeOver(mine, 2, 0.01)))
+        said.append(await asked_to_take(swarm, thief, host, TransferRequest(there, 900, 0.01)))
+        said.append(await asked_to_take(swarm, thief, host, TransferRequest(mine, 2, 0.01)))
         huge = pointer_to(state(1, 1000), "thief", RUN, A, size_bytes=1 << 32)
-        said.append(await asked_to_take(swarm, thief, host, TakeOver(huge, 900, 0.01)))
+        said.append(await asked_to_take(swarm, thief, host, TransferRequest(huge, 900, 0.01)))
         for why, told in zip(
             [
                 "another peer's checkpoint",
@@ -198,7 +198,7 @@ async def test_a_host_that_leaves_hands_all_its_experts_over_and_no_update_is_lo
 async def test_a_host_that_leaves_does_not_wait_for_long(autojump_clock: MockClock, tmp_path: Path) -> None:
     async with expert_swarm(tmp_path, RUN) as swarm:
 
-        async def wait(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+        async def wait(call: Incoming[TransferRequest]) -> Answer[TransferAnswer]:
             await trio.sleep_forever()
             raise AssertionError
 
@@ -237,7 +237,7 @@ async def test_an_expert_whose_taker_claims_it_has_moved_though_the_answer_is_lo
     async with expert_swarm(tmp_path, RUN) as swarm:
         full, moved = await full_host(swarm), list[Uid]()
 
-        async def take(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+        async def take(call: Incoming[TransferRequest]) -> Answer[TransferAnswer]:
             taker, uid = swarm.peers["other"], call.body.pointer.expert.uid
             await swarm.claim(taker, uid, hosted={uid: FakeHosted(FakeExpert(uid, 40, "other"), 1)})
             moved.append(uid)

@@ -17,12 +17,12 @@ from trio.testing import MockClock
 from peerd.core.errors import Refused
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
-from peerd.core.messages.experts import Pointer
+from peerd.core.messages.experts import CheckpointRef
 from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.experts.kept_directory import KeptDirectory
 from peerd.service.experts.vault_disk import digests_of
 from peerd.training.expert.host import OwnExpert
-from peerd.training.expert.keeping import VaultKeeper
+from peerd.training.expert.vault_keeper import VaultKeeper
 from tests.kit.expert_runs import expert_run
 from tests.training.expert.test_adoption import first_of, lose, owners, started
 from tests.worlds.machines.fake_experts import FakeExpert, FakeHosted
@@ -41,7 +41,7 @@ class Stranger:
 
     def __init__(self, swarm: ExpertSwarm, peer: ExpertPeer, uid: Uid) -> None:
         self.swarm, self.peer, self.uid, self.data = swarm, peer, uid, b""
-        self.pointer: Pointer | None = None
+        self.pointer: CheckpointRef | None = None
 
     async def publish(self, generation: int = FAR, version: int = MANY, **facts: Any) -> None:
         """Put a checkpoint of its own making into its vault, which announces it."""
@@ -83,7 +83,7 @@ def state_of(hosts: Iterable[MadeUpHost], uid: Uid = A) -> tuple[list[str], str,
     return [host.peer.name for host in found], hosted.model.seed, hosted.generation
 
 
-def owner_pointer(host: MadeUpHost, uid: Uid = A) -> Pointer:
+def owner_pointer(host: MadeUpHost, uid: Uid = A) -> CheckpointRef:
     pointer = host.peer.vault.own(uid)
     assert pointer is not None
     return pointer

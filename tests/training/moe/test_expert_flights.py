@@ -16,7 +16,7 @@ import torch
 from trio.testing import MockClock
 
 from peerd.core.errors import ConfigError
-from peerd.core.experts.contract import ExpertAsk, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
@@ -174,7 +174,7 @@ async def test_a_microbatch_without_enough_answers_begins_again_and_says_so(
     roles, network = Roles(run, tmp_path), NearExperts(run, delay_s=0.2)
     silent = True
 
-    def spoil(verb: str, ask: ExpertAsk, reply: ExpertReply) -> ExpertReply | None:
+    def spoil(verb: str, ask: ExpertCall, reply: ExpertReply) -> ExpertReply | None:
         return None if silent and verb == "forward" and ask.uid.layer == 1 else reply
 
     network.spoil = spoil

@@ -1,4 +1,4 @@
-"""A flight that failed keeps nothing in memory while its microbatch waits to begin again, or to be reported."""
+"""A failed flight keeps no snapshot in memory while its microbatch waits for a retry or is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from peerd.compute.experts.era import Snapshot
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertNetwork
+from peerd.core.experts.expert_network import ExpertNetwork
 from peerd.core.run.runfile import RunFile
 from peerd.log import EventLog
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
@@ -32,7 +32,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Failing:
-    """Flights, each with a snapshot, that fail with `error`."""
+    """Flights that each have a snapshot and fail with `error`."""
 
     def __init__(self, error: type[Exception]) -> None:
         clock = SimClock(1, "peer")

@@ -12,7 +12,7 @@ import trio
 
 from peerd.core.errors import PeerdError, Refused
 from peerd.core.messages.swarm import Position
-from peerd.training.user_loop.handoff import Desk, Gradients
+from peerd.training.user_loop.handoff import GradientHandoff, Gradients
 
 HERE = Position(3, b"here")
 
@@ -20,7 +20,7 @@ HERE = Position(3, b"here")
 class User:
     """A thread that hands gradients in, one for each `go`, and notes what it hears."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: GradientHandoff) -> None:
         self.desk = desk
         self.heard: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._go: queue.SimpleQueue[Gradients | None] = queue.SimpleQueue()
@@ -45,8 +45,8 @@ class User:
             self.heard.put(error)
 
 
-def desk() -> Desk:
-    made = Desk(patience_s=0.05)
+def desk() -> GradientHandoff:
+    made = GradientHandoff(patience_s=0.05)
     made.open(trio.lowlevel.current_trio_token())
     return made
 
@@ -115,7 +115,7 @@ async def test_a_gradient_without_a_place_counts_when_one_comes_before_the_step_
 
 
 async def test_in_a_delayed_run_a_gradient_counts_one_step_later_too_but_not_two_nor_after_a_jump() -> None:
-    d = Desk(patience_s=60, delay=1)
+    d = GradientHandoff(patience_s=60, delay=1)
     d.open(trio.lowlevel.current_trio_token())
     user = User(d)
     there, beyond = Position(4, b"there"), Position(5, b"beyond")
@@ -147,7 +147,7 @@ async def test_in_a_delayed_run_a_gradient_counts_one_step_later_too_but_not_two
     user.go()
 
 
-async def _take_with(d: Desk, origins: Callable[[], list[Position]]) -> None:
+async def _take_with(d: GradientHandoff, origins: Callable[[], list[Position]]) -> None:
     async with d.gradients(origins, 3):
         pass
 
@@ -171,7 +171,7 @@ async def test_parameters_change_only_while_the_user_is_inside() -> None:
     user.go()
 
 
-async def _take(d: Desk) -> None:
+async def _take(d: GradientHandoff) -> None:
     async with d.gradients(lambda: [HERE], 3):
         pass
 

@@ -20,9 +20,9 @@ from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MachineDriver
-from peerd.service.conductor.orders import ConductingConfig, Reign
+from peerd.service.conductor.orders import ConductingConfig, OrderContext
 from peerd.service.conductor.reports import Reports
-from peerd.service.conductor.rivals import Reigning
+from peerd.service.conductor.rivals import ConductorClaim
 from peerd.service.rpc.rpc import Incoming
 from peerd.sim.clock import SimClock
 
@@ -50,13 +50,13 @@ class Orders:
         self.prepares: list[SendPrepare] = []
         self.moves: list[SendMove] = []
         self.cancelled: list[bytes] = []
-        self.reign: Reign | None = None
+        self.reign: OrderContext | None = None
 
-    def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: Reign) -> None:
+    def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: OrderContext) -> None:
         self.prepares += orders
         self.reign = reign
 
-    async def move(self, order: SendMove, reign: Reign) -> None:
+    async def move(self, order: SendMove, reign: OrderContext) -> None:
         await trio.lowlevel.checkpoint()
         self.moves.append(order)
 
@@ -74,7 +74,7 @@ class Others:
         self.following = following
         self.terms: dict[PeerId, int] = {}
         self.looks: list[float] = []
-        self.ours: list[Reigning] = []
+        self.ours: list[ConductorClaim] = []
         self.silent: set[PeerId] = set()
 
     async def conducting(self) -> dict[PeerId, Conducts]:
@@ -90,7 +90,7 @@ class Others:
         await trio.lowlevel.checkpoint()
         return peer not in self.silent
 
-    def better(self, ours: Reigning, peer: PeerId, told: Conducts, backing: Backing) -> bool:
+    def better(self, ours: ConductorClaim, peer: PeerId, told: Conducts, backing: Backing) -> bool:
         self.ours.append(ours)
         return told.term > ours.term
 

@@ -17,8 +17,8 @@ import trio
 from peerd.core.errors import Refused, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine.budget.book import Book
-from peerd.service.rpc.loopback import LocalStream, local_pair
-from peerd.service.rpc.types import RpcStream
+from peerd.service.rpc.loopback import LoopbackStream, local_pair
+from peerd.service.rpc.rpc_types import RpcStream
 
 Handler = Callable[[RpcStream], Awaitable[None]]
 
@@ -56,7 +56,7 @@ class FakeHost:
     def handle(self, protocol: str, handler: Handler) -> None:
         self._handlers[protocol] = handler
 
-    async def open_stream(self, peer: PeerId, protocol: str) -> LocalStream:
+    async def open_stream(self, peer: PeerId, protocol: str) -> LoopbackStream:
         await trio.lowlevel.checkpoint()
         other = self._net.reachable(self.id, peer)
         self.opened.append(protocol)
@@ -65,7 +65,7 @@ class FakeHost:
         self._net.nursery.start_soon(other._accept, theirs)
         return ours
 
-    async def _accept(self, stream: LocalStream) -> None:
+    async def _accept(self, stream: LoopbackStream) -> None:
         handler = self._handlers.get(stream.protocol)
         if handler is None:
             stream.lose(Refused(f"it does not speak {stream.protocol}"))
@@ -93,7 +93,7 @@ class FakeNet:
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self.nursery = nursery
-        self.streams: list[tuple[frozenset[PeerId], LocalStream]] = []
+        self.streams: list[tuple[frozenset[PeerId], LoopbackStream]] = []
         self._hosts: dict[PeerId, FakeHost] = {}
         self._cut: set[frozenset[PeerId]] = set()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from peerd.core.messages.swarm import Mbs, Prepare
-from peerd.machine.averaging.topology import Grouping, OrderedGroup
+from peerd.machine.averaging.topology import GroupTopology, OrderedGroup
 
 
-def rounds_of(grouping: Grouping, names: tuple[str, ...]) -> list[tuple[OrderedGroup, ...]]:
+def rounds_of(grouping: GroupTopology, names: tuple[str, ...]) -> list[tuple[OrderedGroup, ...]]:
     """The groups of each round; of a flat stage one round of one group."""
     how = grouping.order(0, names)
     found, clusters = [how.groups], [sorted(one.meeting.peers) for one in how.groups]

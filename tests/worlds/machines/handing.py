@@ -14,7 +14,7 @@ from peerd.core.errors import RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.handover import CarryOn, Hop, Pass, Passed, Ticket
+from peerd.core.messages.handover import Hop, PassAnswer, PassRequest, RelayRequest, Ticket
 from peerd.core.messages.proof import receipt, signed_ticket
 from peerd.core.messages.swarm import Mb, MemberInfo
 from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile, fingerprint
@@ -47,7 +47,7 @@ def members(*names: str) -> list[MemberInfo]:
     return [MemberInfo(peer(name), int(name[-1]), [], True, since=1.0) for name in names]
 
 
-def hop(name: str, body: Pass, **changes: Any) -> Hop:
+def hop(name: str, body: PassRequest, **changes: Any) -> Hop:
     """What the peer says of its part, with its receipt."""
     mb = Mb(body.trainer, body.ticket.seq)
     signed = receipt(key(name).sign, body.run, 3, int(name[-1]), body.ticket.step, mb)
@@ -102,7 +102,7 @@ class Asked:
     timeout_s: float
 
 
-Doing = Callable[[Asked], "Answer[Passed] | RemoteError | float"]
+Doing = Callable[[Asked], "Answer[PassAnswer] | RemoteError | float"]
 
 
 class Peers:
@@ -118,7 +118,7 @@ class Peers:
 
     def arrival_rate(self, peer: PeerId) -> None: ...
 
-    async def call(self, peer: PeerId, method: str, body: Any, *_: Any, **more: Any) -> Answer[Passed]:
+    async def call(self, peer: PeerId, method: str, body: Any, *_: Any, **more: Any) -> Answer[PassAnswer]:
         await trio.lowlevel.checkpoint()
         asked = Asked(NAMES[peer.text], method, body, more["frames"], more["timeout_s"])
         self.asked.append(asked)
@@ -132,21 +132,21 @@ class Peers:
         return given
 
 
-def passed_of(asked: Asked) -> Pass:
+def passed_of(asked: Asked) -> PassRequest:
     """The microbatch that is handed over, also where it is to be carried."""
     body = asked.body
-    found = body.passed if isinstance(body, CarryOn) else body
-    assert isinstance(found, Pass)
+    found = body.passed if isinstance(body, RelayRequest) else body
+    assert isinstance(found, PassRequest)
     return found
 
 
-def done(asked: Asked, *hops: Hop, **changes: Any) -> Answer[Passed]:
+def done(asked: Asked, *hops: Hop, **changes: Any) -> Answer[PassAnswer]:
     """What an honest peer answers, and those after it that the ticket names; `hops`: in place of the first ones."""
     body = passed_of(asked)
     stage, shown = body.stage, body.ticket
     names = [NAMES[shown.peer_of(at) or ""] for at in range(max(stage, shown.low), shown.high + 1)]
-    if names and stage >= shown.low and not isinstance(asked.body, CarryOn):
+    if names and stage >= shown.low and not isinstance(asked.body, RelayRequest):
         names[0] = asked.name
     told = [*hops, *(hop(name, body) for name in names[len(hops) :])]
     gradient = (GRADIENT,) if shown.is_done_at(stage - 1) else ()
-    return Answer(msgspec.structs.replace(Passed(told, 0.5), **changes), gradient)
+    return Answer(msgspec.structs.replace(PassAnswer(told, 0.5), **changes), gradient)

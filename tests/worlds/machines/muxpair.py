@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peerd.machine.mux.session import Changed, Event, Opened, Yamux, YamuxStream
+from peerd.machine.mux.session import Changed, Event, Opened, YamuxSession, YamuxStream
 from peerd.machine.mux.stream import WindowBudget, YamuxConfig
 from peerd.machine.secure.noise import PLAIN_BYTES
 
@@ -13,7 +13,7 @@ class Side:
     """One session, what it has opened and heard, and the bytes on their way to it."""
 
     def __init__(self, initiator: bool, config: YamuxConfig | None = None, budget: WindowBudget | None = None) -> None:
-        self.mux = Yamux(initiator=initiator, now=0.0, config=config, budget=budget)
+        self.mux = YamuxSession(initiator=initiator, now=0.0, config=config, budget=budget)
         self.arriving = bytearray()
         self.events: list[Event] = []
 

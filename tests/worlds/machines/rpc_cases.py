@@ -26,7 +26,7 @@ from peerd.core.errors import (
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import Empty, Message
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
-from peerd.service.rpc.types import RpcHost
+from peerd.service.rpc.rpc_types import RpcHost
 from tests.kit.declared import ANY, declared
 
 

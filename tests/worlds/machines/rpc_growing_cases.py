@@ -14,9 +14,9 @@ import trio
 from peerd.core.errors import LocalError, PeerdError, Refused, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import encode
-from peerd.machine.rpc import codec as wire
+from peerd.machine.rpc import message_codec as wire
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming
-from peerd.service.rpc.types import RpcStream
+from peerd.service.rpc.rpc_types import RpcStream
 from tests.kit.declared import ANY
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Case, Held, Pair, Text, ask, echo, repeat, settled
 

@@ -8,7 +8,7 @@ from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import tcp_addr
 from peerd.service.peer_stack import peer_stack
 from peerd.sim.memory import MemoryLink
-from peerd.sim.nat import Home, Internet, Kind, SimRouter
+from peerd.sim.nat import Internet, Kind, NatHome, SimRouter
 from peerd.sim.world import PORT, Node, Program, World
 from tests.worlds.network.members import Organizer
 
@@ -56,10 +56,10 @@ class Homes:
             assert isinstance(link, MemoryLink)
             link.break_both("the router was switched off")
 
-    def _home(self, node: Node, kind: Kind) -> Home:
+    def _home(self, node: Node, kind: Kind) -> NatHome:
         """A Transport for this life of a node: its router remembers, and nothing else."""
         ip, hidden = node.machine.ip, kind not in ("public", "firewall")
         inside = f"192.168.{len(self._routers)}.2" if hidden else ip
         router = self._routers.setdefault((node.name, ip), SimRouter(kind, ip, inside))
-        home = self._internet.homes[ip] = Home(self._internet, node.machine, router, resets=False)
+        home = self._internet.homes[ip] = NatHome(self._internet, node.machine, router, resets=False)
         return home

@@ -11,7 +11,7 @@ import numpy as np
 import trio
 
 from peerd.core.errors import Refused
-from peerd.core.experts.contract import ExpertAsk
+from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Grid, Uid, bitmap, grid_of
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.experts import Announced, Backward, Forward, Gradient, Name, Output
@@ -153,6 +153,6 @@ def in_expert_world(main: Callable[[ExpertWorld], Awaitable[None]], run: RunFile
     run_virtual(whole, seed=1)
 
 
-def asks_for(uids: Sequence[Uid], rows: int = 2) -> list[ExpertAsk]:
+def asks_for(uids: Sequence[Uid], rows: int = 2) -> list[ExpertCall]:
     """Every expert is asked for the same samples."""
-    return [ExpertAsk(uid, tuple(range(rows)), (frame(rows),)) for uid in uids]
+    return [ExpertCall(uid, tuple(range(rows)), (frame(rows),)) for uid in uids]

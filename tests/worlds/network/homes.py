@@ -11,10 +11,10 @@ import trio
 from peerd.core.addr import tcp_addr
 from peerd.net.host.host import Host, HostConfig
 from peerd.net.relay.circuit_transport import Circuits
-from peerd.service.connectivity.dcutr import Punching
+from peerd.service.connectivity.hole_puncher import HolePuncher
 from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
-from peerd.sim.nat import Home, Internet, Kind
+from peerd.sim.nat import Internet, Kind, NatHome
 from peerd.sim.simnet import SimLine
 from tests.worlds.network.hosts import echo, keypair
 from tests.worlds.network.virtual import running_net
@@ -26,10 +26,10 @@ PORT = 4001
 class Peer:
     """One host and what makes its ways."""
 
-    home: Home
+    home: NatHome
     host: Host
     circuits: Circuits
-    punching: Punching
+    punching: HolePuncher
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Neighbourhood:
         config = HostConfig(agent=agent) if agent else HostConfig()
         host = Host(keypair(name), SimClock(1, name), [home], config)
         host.handle("/echo/1", echo)
-        peer = Peer(home, host, Circuits(host, SimClock(1, name)), Punching(host, SimClock(1, name)))
+        peer = Peer(home, host, Circuits(host, SimClock(1, name)), HolePuncher(host, SimClock(1, name)))
         host.add_transport(peer.circuits)
         await self.nursery.start(host.run, [tcp_addr("0.0.0.0", PORT)])
         await self.nursery.start(peer.circuits.run)

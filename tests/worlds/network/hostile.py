@@ -12,12 +12,12 @@ from multiaddr import Multiaddr
 from peerd.core.keys import Keypair
 from peerd.machine.mux.frames import HEADER
 from peerd.machine.mux.frames import PROTOCOL as YAMUX
-from peerd.machine.mux.session import Yamux
+from peerd.machine.mux.session import YamuxSession
 from peerd.machine.mux.stream import YamuxStream
 from peerd.machine.secure.multistream import HEADER as HELLO
 from peerd.machine.secure.multistream import encode_line
 from peerd.machine.secure.noise import PLAIN_BYTES, SEALED_BYTES, Secrets
-from peerd.net.link.upgrade import Secured, upgrade
+from peerd.net.link.upgrade import UpgradedLink, upgrade
 from peerd.net.transport import RawLink, Transport
 
 
@@ -40,9 +40,9 @@ def secrets(name: str) -> Secrets:
 class Hostile:
     """One end of a connection; without `secured` nothing was said yet, and nothing is sealed."""
 
-    def __init__(self, raw: RawLink, secured: Secured | None = None) -> None:
+    def __init__(self, raw: RawLink, secured: UpgradedLink | None = None) -> None:
         self.raw, self.secured = raw, secured
-        self.mux = Yamux(initiator=secured is None or secured.initiator, now=0.0)
+        self.mux = YamuxSession(initiator=secured is None or secured.initiator, now=0.0)
         self._batch = memoryview(bytearray(PLAIN_BYTES))
         self._sealed = bytearray(SEALED_BYTES)
         self.ended = False  # the other side has closed

@@ -12,11 +12,11 @@ from multiaddr import Multiaddr
 from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import parse_addr, tcp_addr, with_peer
 from peerd.net.host.host import Host
-from peerd.service.connectivity.autonat import Reach
+from peerd.service.connectivity.autonat import AutoNat
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import SimClock
-from peerd.sim.nat import Home, Internet, Kind, SimRouter
+from peerd.sim.nat import Internet, Kind, NatHome, SimRouter
 from peerd.sim.simnet import SimLine, SimNet
 from tests.worlds.network.hosts import keypair
 from tests.worlds.network.virtual import running_net
@@ -39,10 +39,10 @@ class Peers:
     def __post_init__(self) -> None:
         self._internet = Internet(self.net)
 
-    async def start(self, name: str, kind: Kind = "public", *, tests: bool = True) -> Reach:
+    async def start(self, name: str, kind: Kind = "public", *, tests: bool = True) -> AutoNat:
         """A host that tests and is tested, and does nothing else; without `tests` not even that."""
         host, clock = await self._host(name, kind)
-        reach = Reach(host, clock)
+        reach = AutoNat(host, clock)
         if tests:
             await self.nursery.start(reach.run)
         return reach
@@ -64,7 +64,7 @@ class Peers:
         await self.nursery.start(dht.run, [self.addr(other) for other in others])
         return ways
 
-    def home(self, name: str, kind: Kind) -> Home:
+    def home(self, name: str, kind: Kind) -> NatHome:
         """A machine behind such a router, with nothing that runs on it yet."""
         home = self._internet.home(name, kind, line=SimLine(latency_s=0.02))
         self.routers[name] = home.router

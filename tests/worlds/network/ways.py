@@ -6,7 +6,7 @@ import itertools
 
 import trio
 
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.host.host import Host
 from peerd.net.link.link import Link
 from tests.worlds.network.hosts import Hosts
@@ -15,7 +15,7 @@ from tests.worlds.network.virtual import connected
 _numbers = itertools.count()
 
 
-async def join(hosts: Hosts, a: Host, b: Host, way: Way, **line: float) -> tuple[Link, Link]:
+async def join(hosts: Hosts, a: Host, b: Host, way: PathKind, **line: float) -> tuple[Link, Link]:
     """A link dialed by `a`, of kind `way` for both: the two ends."""
     number = next(_numbers)
     near, far = await connected(hosts.net, f"way {number} from", f"way {number} to", **line)

@@ -31,7 +31,7 @@ from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.averaging import open_round
-from peerd.service.averaging.allreduce import Averaging, PlainParts, Vector
+from peerd.service.averaging.allreduce import AllReduceService, PlainParts, Vector
 from peerd.service.peer_stack import peer_stack
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def say(answer: dict[str, Any]) -> None:
 class Child:
     """This process's peer."""
 
-    def __init__(self, host: Host, averaging: Averaging) -> None:
+    def __init__(self, host: Host, averaging: AllReduceService) -> None:
         self._host, self._averaging = host, averaging
 
     async def meet(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ async def main(seed: int) -> None:
     host = stack.host
     async with trio.open_nursery() as nursery:
         await nursery.start(stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
-        child = Child(host, Averaging(stack.rpc, host.id))
+        child = Child(host, AllReduceService(stack.rpc, host.id))
         say({"peer": host.id.text, "addr": str(host.addrs()[0])})
         while line := await trio.to_thread.run_sync(sys.stdin.readline):
             order = json.loads(line)

@@ -10,7 +10,7 @@ import trio
 
 from peerd.service.access import REFRESH_S
 from peerd.training.stage.post_state import PostState
-from roles.aggregator import AuxRole
+from roles.aggregator import AuxAggregatorRole
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
@@ -46,7 +46,7 @@ class Chaos(Misfortunes):
         for _ in range(2 if self._stages > 1 else 4):
             await self._start("trainer", TrainerRole)
         if self._rng.random() < 0.3:
-            await self._start("helper", AuxRole)
+            await self._start("helper", AuxAggregatorRole)
         assert await self._world.until(lambda: min(self.steps()) >= 3, within_s=BACK_WITHIN_S), self.story()
 
     async def _boot(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from peerd.compute.codec.frames import from_frame, to_frame
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertAsk, ExpertReply, Served
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.run.runfile import ExpertsSection, RunFile
 
@@ -37,7 +37,7 @@ class NearExperts:
         uids = [self._grid.uid(n) for n in range(self._grid.layers * self._grid.places)]
         self.experts = {uid: feed_forward(run.model.d_model, self._grid.number(uid)) for uid in uids}
         self.dead: set[Uid] = set()
-        self.spoil: Callable[[str, ExpertAsk, ExpertReply], ExpertReply | None] = lambda verb, ask, reply: reply
+        self.spoil: Callable[[str, ExpertCall, ExpertReply], ExpertReply | None] = lambda verb, ask, reply: reply
         self.calls: Counter[str] = Counter()
         self.updates: Counter[Uid] = Counter()
         self.waiting, self.most_waiting = 0, 0  # forwards under way
@@ -58,7 +58,7 @@ class NearExperts:
         await trio.sleep(self._delay_s)
         return self.chosen(layer, scores, k)
 
-    async def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+    async def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
         self.waiting += 1
         self.most_waiting = max(self.waiting, self.most_waiting)
         await trio.sleep(self._delay_s)
@@ -69,11 +69,11 @@ class NearExperts:
             raise TooFewExperts(f"a sample has too few answers of {sorted({str(ask.uid) for ask in asks})}")
         return replies
 
-    async def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+    async def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
         await trio.sleep(self._delay_s)
         return [self._reply("backward", ask) for ask in asks]
 
-    def _reply(self, verb: str, ask: ExpertAsk) -> ExpertReply | None:
+    def _reply(self, verb: str, ask: ExpertCall) -> ExpertReply | None:
         self.calls[verb] += 1
         x = from_frame(ask.frames[0]).clone()
         assert x.shape[0] == len(ask.samples) <= self._section.max_batch
@@ -83,7 +83,7 @@ class NearExperts:
         else:
             assert ask.served is not None
             answer = self._update(ask.uid, x, from_frame(ask.frames[1]))
-        served = Served(HOST, 1, self.updates[ask.uid])
+        served = ServedBy(HOST, 1, self.updates[ask.uid])
         stale = self.updates[ask.uid] - 1 - ask.served.version if ask.served is not None else 0
         return self.spoil(verb, ask, ExpertReply(to_frame(answer), served, stale))
 

@@ -13,7 +13,7 @@ import trio
 
 from peerd.core.experts.grid import Uid, bitmap, grid_of, prefix_key
 from peerd.core.messages.encoding import encode
-from peerd.core.messages.experts import Announced, Name, Pointer, state_root
+from peerd.core.messages.experts import Announced, CheckpointRef, Name, state_root
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.log import EventLog
 from peerd.machine.experts.sharing import HostShare
@@ -26,7 +26,7 @@ from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet
 from peerd.training.expert.adoption import Adoption
 from peerd.training.expert.checkpoints import ExpertCheckpoints
-from peerd.training.expert.sharing import ExpertSharing
+from peerd.training.expert.sharing import ExpertStateSharing
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import FakeExpert, FakeHosted
 from tests.worlds.machines.workers import InlineWorker
@@ -45,11 +45,11 @@ def state(seed: int, size: int = 2 * MIB + 100) -> bytes:
     return hashlib.shake_128(f"state {seed}".encode()).digest(size)
 
 
-def pointer_to(data: bytes, owner: str, run: RunFile, uid: Uid, **facts: Any) -> Pointer:
+def pointer_to(data: bytes, owner: str, run: RunFile, uid: Uid, **facts: Any) -> CheckpointRef:
     """The signed pointer of peer `owner`."""
     keys = keypair(owner)
     told = {"generation": 0, "version": 1, "digest": state_root(digests_of(data)), "size_bytes": len(data)} | facts
-    return Pointer(run=fingerprint(run), expert=Name.of(uid), owner=keys.peer_id.public_key, **told).signed(keys)
+    return CheckpointRef(run=fingerprint(run), expert=Name.of(uid), owner=keys.peer_id.public_key, **told).signed(keys)
 
 
 @dataclass
@@ -110,7 +110,7 @@ class MadeUpHost:
         self.held: set[Uid] = set()  # of which no updates are made
         self.sample_s = 0.0
         if shares:
-            self.sharing = ExpertSharing(ctx, peer.vault, self, self.checkpoints, state_bytes=STATE_BYTES)
+            self.sharing = ExpertStateSharing(ctx, peer.vault, self, self.checkpoints, state_bytes=STATE_BYTES)
             peer.tasks.append(self.sharing.run)
 
     def begin(self, uid: Uid, seed: str = "anew", generation: int = 0) -> FakeExpert:

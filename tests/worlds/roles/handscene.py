@@ -13,15 +13,15 @@ import torch
 import trio
 
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.handover import Pass, Passed, Ticket
+from peerd.core.messages.handover import PassAnswer, PassRequest, Ticket
 from peerd.core.messages.proof import grant, signed_ticket
 from peerd.core.messages.swarm import Grant, GrantStatement, Mb, MemberInfo, Seqs
 from peerd.core.run.runfile import BatchSection, ModelSection, PipelineSection, fingerprint
 from peerd.net.host.host import Host
 from peerd.service.pipeline.direct import DirectPipeline
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS
-from peerd.service.pipeline.stage_client import TrainerPapers
+from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock, run_virtual
 from tests.fuzz.service_scene import RUN, Peer, pinned, start_peer
@@ -85,10 +85,12 @@ class HandScene:
             await host.connect(keypair(other).peer_id, [self._hosts.addr(other)])
         return rpc
 
-    async def join_stage(self, name: str, answer: Callable[[Incoming[Pass]], Awaitable[Any]], **line: float) -> Rpc:
+    async def join_stage(
+        self, name: str, answer: Callable[[Incoming[PassRequest]], Awaitable[Any]], **line: float
+    ) -> Rpc:
         """A peer that all take for one of the stage in its name."""
         rpc = await self.join(name, **line)
-        rpc.serve(PASS, Pass, answer, declared=declared(frames=2, frame_bytes=1 << 20))
+        rpc.serve(PASS, PassRequest, answer, declared=declared(frames=2, frame_bytes=1 << 20))
         told = MemberInfo(text(name), int(name[-1]), [], True, since=2.0)
         self.listed.append(told)
         for peer in self.peers.values():
@@ -107,8 +109,8 @@ class HandScene:
     def granted(self, trainer: str, *seqs: int, step: int = 0, by: str = "a0") -> Grant:
         return grant(keypair(by).sign, GrantStatement(MARK, 1, step, text(trainer), Seqs.of(seqs or range(64))))
 
-    def body(self, stage: int, trainer: str, shown: Ticket, **changes: Any) -> Pass:
-        good = Pass(MARK, stage, text(trainer), shown, self.granted(trainer))
+    def body(self, stage: int, trainer: str, shown: Ticket, **changes: Any) -> PassRequest:
+        good = PassRequest(MARK, stage, text(trainer), shown, self.granted(trainer))
         return msgspec.structs.replace(good, **changes)
 
     def ticket(
@@ -126,10 +128,10 @@ class HandScene:
         return signed_ticket(keypair(by or trainer).sign, rest.get("run", MARK), text(by or trainer), bare)
 
     async def call(
-        self, caller: str, to: str, body: Pass, frames: Sequence[TensorFrame], timeout_s: float = 100.0
-    ) -> Answer[Passed]:
+        self, caller: str, to: str, body: PassRequest, frames: Sequence[TensorFrame], timeout_s: float = 100.0
+    ) -> Answer[PassAnswer]:
         peer = keypair(to).peer_id
-        return await self.rpcs[caller].call(peer, PASS, body, Passed, frames=frames, timeout_s=timeout_s)
+        return await self.rpcs[caller].call(peer, PASS, body, PassAnswer, frames=frames, timeout_s=timeout_s)
 
     def pipeline(self, trainer: str) -> DirectPipeline:
         """An honest trainer's, which relays as long as it is there."""
@@ -141,13 +143,13 @@ class HandScene:
             def doubt(self, peer: Any) -> float:
                 return 0.0
 
-        papers = TrainerPapers(text(trainer), lambda seq: self.granted(trainer), keypair(trainer).sign)
+        papers = TrainerCredentials(text(trainer), lambda seq: self.granted(trainer), keypair(trainer).sign)
         made = DirectPipeline(RUN3, self.rpcs[trainer], SimClock(1, trainer), Ways(), papers)
         made.update([*self.peers["a0"].role.post.members, *self.listed])
         return made
 
-    def load(self, number: int) -> Load:
-        return Load(tokens(number), tokens(number + 1000))
+    def load(self, number: int) -> Microbatch:
+        return Microbatch(tokens(number), tokens(number + 1000))
 
     # --- what came of it ------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from peerd.core.errors import LocalError
 from peerd.sim.nat import KINDS
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World
-from roles.aggregator import AuxRole
+from roles.aggregator import AuxAggregatorRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.worlds.network.athome import Homes
@@ -58,7 +58,7 @@ class Misfortunes:
     async def _start(self, kind: str, role: type) -> None:
         number = len(self._world.nodes)
         name = f"{kind}{number}"
-        if role is not AuxRole:
+        if role is not AuxAggregatorRole:
             self._names.append(name)
         network = self._homes.program(self._rng.choice(KINDS)) if self._homes is not None else None
         skew_s = self._skew_s if number == self._wrong else 0.0

@@ -1,7 +1,7 @@
 """A run whose devices, stages and routes are those of a placement, on a simulated network with a link for each pair.
 
 Each pipeline has one trainer, at its first stage's device: on the same site, so that nothing passes between the two
-takes time. Activations pass through the trainer. `Handover` says over which links: VIA_TRAINER is what the roles do
+takes time. Activations pass through the trainer. `Replication` says over which links: VIA_TRAINER is what the roles do
 with `handover: trainer`, out from the first device to each of the others and back. ALONG_THE_CHAIN is as if each stage
 handed over to the next: the trainer's messages to a stage take the link from the stage before it, answers take no time.
 """

@@ -1,14 +1,14 @@
 /* Blockwise quantization for CPUs: the C interface that native.py loads, and the choice of instruction set.
 
-A shared library with nothing but this interface, without Python's or torch's headers, so that one build serves every
-version of both. All functions may be called from any thread. Pointers need no alignment, but for
-singles that are more than coded and decoded. */
+A shared library with this interface only, without the headers of Python or torch, so that one build works with every
+version of both. All functions may be called from any thread. Pointers need no alignment, except those of singles that
+are also used in arithmetic (peerd_quantize_missing, peerd_dequantize_onto). */
 #include "blockwise_common.h"
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #define PEERD_X86 1
 #if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarms out of GCC's own headers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarms from GCC's own headers
 #endif
 #include <cpuid.h>
 #include <immintrin.h>
@@ -48,17 +48,17 @@ constexpr int ABI = 2;
 enum Isa { PLAIN, AVX2, AVX512, AVX512_VBMI, NEON };
 enum Refusal { BAD_DTYPE = -1, BAD_CODE = -2, BAD_BLOCK = -3, BAD_COUNT = -4, BAD_ISA = -5 };
 constexpr int64_t LONGEST_BLOCK = 4096;
-constexpr int64_t STREAM_BYTES = 16 << 20;  // of values, from which on results go past the caches
+constexpr int64_t STREAM_BYTES = 16 << 20;  // size of the values from which on results bypass the caches
 
 #if defined(PEERD_X86)
-/* Not every compiler's __builtin_cpu_supports knows of it. */
+/* Not every compiler's __builtin_cpu_supports detects F16C. */
 bool has_f16c() {
     unsigned int a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
 }
 #endif
 
-/* What an instruction set offers on this processor, or nothing. */
+/* The kernels of an instruction set, or null if this build or processor lacks it. */
 const Kernels* kernels_of(int isa) {
 #if defined(PEERD_X86)
     __builtin_cpu_init();
@@ -96,20 +96,20 @@ int refusal(int dtype, int64_t n, int code, int block_log2) {
     return n < 0 ? BAD_COUNT : 0;
 }
 
-/* Stores past the caches need whole lines. */
+/* Stores that bypass the caches need whole lines. */
 bool streams(const void* to, int64_t bytes) {
     return bytes >= STREAM_BYTES && reinterpret_cast<uintptr_t>(to) % 64 == 0;
 }
 
 void end_streaming(bool stream) {
 #if defined(PEERD_X86)
-    if (stream) _mm_sfence();  // such stores are not ordered before others otherwise
+    if (stream) _mm_sfence();  // orders the streaming stores before later ones
 #else
     static_cast<void>(stream);
 #endif
 }
 
-/* What decoding misses of x, in place of what stands there or added to it. */
+/* Writes the error of decoding x to `missed`, or adds it if `more`. */
 void miss(const float* x, const float* decoded, int64_t count, float* missed, bool more) {
     if (more) {
         for (int64_t i = 0; i < count; ++i) missed[i] += x[i] - decoded[i];
@@ -118,7 +118,7 @@ void miss(const float* x, const float* decoded, int64_t count, float* missed, bo
     }
 }
 
-/* Sets the usual rounding, subnormals included, for as long as it lives: a host program may have chosen otherwise. */
+/* Sets default rounding and subnormals during its lifetime, since the host program may have changed them. */
 class UsualArithmetic {
 public:
 #if defined(PEERD_X86)
@@ -152,7 +152,7 @@ PEERD_EXPORT int peerd_abi(void) { return ABI; }
 
 PEERD_EXPORT int peerd_isa(void) { return chosen.isa; }
 
-/* For tests, while nothing else runs. Refused: what this build or this processor lacks. */
+/* For tests, while nothing else runs. Fails if this build or processor lacks the instruction set. */
 PEERD_EXPORT int peerd_use_isa(int isa) {
     const Kernels* found = kernels_of(isa);
     if (found == nullptr) return BAD_ISA;
@@ -190,9 +190,9 @@ PEERD_EXPORT int peerd_scales(const void* x, int dtype, int64_t n, int block_log
     return 0;
 }
 
-/* As peerd_quantize, of singles. `missed` gets what was meant minus what will be decoded; it is added to what stands
-there if `more`. `seen`, which may be x, gets what will be decoded. Either may be null. Run by run, so that all but the
-codes stays in the first cache. */
+/* Like peerd_quantize, for singles. `missed` receives x minus the decoded values, added to its contents if `more`.
+`seen`, which may be x, receives the decoded values. Either may be null. Works run by run, so that everything but the
+codes stays in the L1 cache. */
 PEERD_EXPORT int peerd_quantize_missing(const float* x, int64_t n, int code, int block_log2, float* scales,
                                         uint8_t* codes, float* missed, int more, float* seen) {
     if (const int why = refusal(FLOAT32, n, code, block_log2)) return why;
@@ -214,7 +214,7 @@ PEERD_EXPORT int peerd_quantize_missing(const float* x, int64_t n, int code, int
     return 0;
 }
 
-/* out = base + the decoded values, all singles; base may be out. */
+/* out = base + decoded values, all singles; base may be out. */
 PEERD_EXPORT int peerd_dequantize_onto(const uint8_t* codes, const float* scales, int64_t n, int code, int block_log2,
                                        const float* base, float* out) {
     if (const int why = refusal(FLOAT32, n, code, block_log2)) return why;
@@ -232,5 +232,5 @@ PEERD_EXPORT int peerd_dequantize_onto(const uint8_t* codes, const float* scales
     return 0;
 }
 
-/* Python's build tools want to export this from a module on Windows; the library is loaded, never imported. */
+/* Python's build tools export this symbol on Windows; the library is loaded, never imported. */
 PEERD_EXPORT void* PyInit__blockwise(void) { return nullptr; }

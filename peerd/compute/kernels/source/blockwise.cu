@@ -1,32 +1,32 @@
-// Blockwise quantization on a GPU, bit for bit what reference.py defines. Compiled at run time by NVRTC (cuda.py), by
-// nvcc as a check, and by g++ with a shim in the tests; so there are no includes but our own.
+// Blockwise quantization on a GPU, bit for bit as reference.py defines it. Compiled at run time by NVRTC (cuda.py), by
+// nvcc as a check, and by g++ with a shim in the tests; so it includes only peerd's own headers.
 //
-// 256 threads take a tile of 4096 values at a time, 16 values each: a whole number of blocks, whatever their size.
-// Each value is read once and kept in a register: largest magnitude, scale, code. A warp owns 512 neighbours, in rows;
-// of a row, each lane has 16 bytes. Blocks of up to 512 values stay inside a warp; larger ones meet in shared memory.
-// A tile that reaches beyond the end, or memory that is not aligned, is read and written value by value.
-// The grid holds as many CUDA blocks as run at once; they walk over the tiles, and set up their tables only once.
+// 256 threads process a tile of 4096 values at a time, 16 values each: a whole number of blocks of any size. Each value
+// is read once and kept in a register: largest magnitude, scale, code. A warp owns 512 adjacent values, in rows, and
+// each lane 16 bytes of a row. Blocks of up to 512 values stay inside a warp; larger ones combine their maxima in
+// shared memory. A tile that reaches beyond the end, or unaligned memory, is read and written value by value.
+// The grid has as many CUDA blocks as fit at once; they iterate over the tiles, and set up their tables only once.
 
-#ifndef PEERD_SHIM  // the tests bring their own
+#ifndef PEERD_SHIM  // the tests define their own
 #define PEERD_TABLE __device__ const
 #define PEERD_WIDE(type, pointer) (*(type*)(pointer))
 #endif
 #ifdef __CUDACC__
-#pragma nv_diag_suppress 177  // not every table of the header is used here
+#pragma nv_diag_suppress 177  // some tables of the header are unused here
 #endif
 #include "tables.h"
 #include "blockwise_gpu.h"
 
 // --- tables in shared memory ----------------------------------------------------------------------------------------
 
-// What a CUDA block shares: largest magnitudes of its warps (two sets, used in turn), and the table of its code.
+// Shared memory of a CUDA block: its warps' largest magnitudes (two sets, used alternately), and the code's table.
 template <Code C> struct Shared {
     u32 largest[2][WARPS];
     __device__ void prepare() {}
 };
 
-// Encoding dynamic8: the upper bits of a magnitude choose an entry; magnitude + entry has the code in bits 17 to 23:
-// the entry takes the upper bits away, puts the code there, and makes the lower bits carry at the threshold.
+// Encoding dynamic8: the upper bits of a magnitude select an entry, and magnitude + entry has the code in bits 17 to
+// 23. The entry replaces the upper bits by the code, and makes the lower bits carry into it at the threshold.
 template <> struct Shared<DYNAMIC8> {
     u32 largest[2][WARPS];
     u32 carry[PEERD_DYNAMIC_LUT_COUNT];
@@ -40,8 +40,8 @@ template <> struct Shared<DYNAMIC8> {
     }
 };
 
-// The bucket of a value in [-1, 1] for nf4, never falling as the value grows: 0 to 32, each 1/16 wide. Thresholds lie
-// further apart, so that a bucket holds one at most. NaN gives some bucket below 64.
+// The nf4 bucket of a value in [-1, 1], monotonic in the value: 0 to 32, each 1/16 wide. Thresholds are further apart,
+// so a bucket contains at most one. NaN gives some bucket below 64.
 __device__ __forceinline__ u32 nf4_bucket(float n) {
     return __float_as_uint(__fmaf_rn(n, 16.0f, 12582928.0f)) % NF4_BUCKETS;  // 1.5 * 2^23 + 16: the integer below
 }
@@ -63,7 +63,7 @@ template <> struct Shared<NF4> {
     }
 };
 
-// Decoding: code to value. The other codes are computed.
+// Decoding tables, from code to value. The other codes are decoded by arithmetic.
 template <Code C> struct Values {
     __device__ void prepare() {}
 };
@@ -80,7 +80,7 @@ template <> struct Values<NF4> {
     }
 };
 
-// --- values to codes ------------------------------------------------------------------------------------------------
+// --- encoding -------------------------------------------------------------------------------------------------------
 
 // One byte of each of four words.
 template <int BYTE> __device__ __forceinline__ u32 gather(const u32* word) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ u32 dynamic_sum(float n, const Shared<DYNAMIC8>& shar
 }
 
 // In the low byte: `n * 448` as e4m3 without its sign. Adding 2^20 of its own binade (or of the smallest normal one)
-// rounds to three bits of fraction; upper bits of that number are the exponent.
+// rounds to three bits of fraction; the upper bits of the sum are the exponent.
 __device__ __forceinline__ u32 e4m3(float n) {
     const float scaled = __fmul_rn(n, 448.0f);
     const u32 binade = max(__float_as_uint(scaled) & 0x7F800000u, 0x3C800000u) + (20u << 23);
@@ -108,7 +108,7 @@ __device__ __forceinline__ u32 nf4(float n, const Shared<NF4>& shared) {
     return step.y + (n >= __uint_as_float(step.x) ? 1u : 0u);
 }
 
-// Codes of four values (bytes) or one (4 bits). `n` are values times the inverse scale; `signs`, see signs_of.
+// Codes of four values (bytes) or one (4 bits). `n`: values times the inverse scale; `signs`: from signs_of.
 template <Code C> struct Encoder;
 
 template <> struct Encoder<DYNAMIC8> {
@@ -124,7 +124,7 @@ template <> struct Encoder<DYNAMIC8> {
 template <> struct Encoder<INT8> {
     static const u32 ZERO = 0;
     static __device__ __forceinline__ u32 four(const float* n, u32, const Shared<INT8>&) {
-        u32 sum[4];  // adding 1.5 * 2^23 rounds to a whole number, half to even, and leaves it in the lower bits
+        u32 sum[4];  // adding 1.5 * 2^23 rounds to an integer, half to even, in the lower bits
 #pragma unroll
         for (int j = 0; j < 4; j++) sum[j] = __float_as_uint(__fadd_rn(__fmul_rn(n[j], 127.0f), 12582912.0f));
         return gather<0>(sum);
@@ -144,7 +144,7 @@ template <> struct Encoder<E4M3> {
 template <> struct Encoder<INT4> {
     static const u32 ZERO = 0x88888888u;
     static __device__ __forceinline__ u32 one(float n, const Shared<INT4>&) {
-        return __float_as_uint(__fadd_rn(__fmul_rn(n, 7.0f), 12582920.0f)) - 0x4B400000u;  // 8 more, see INT8
+        return __float_as_uint(__fadd_rn(__fmul_rn(n, 7.0f), 12582920.0f)) - 0x4B400000u;  // plus 8, see INT8
     }
 };
 
@@ -177,7 +177,7 @@ template <Dtype D, Code C> struct Packed<D, C, 4> {
 
 // --- scales ---------------------------------------------------------------------------------------------------------
 
-// The scale of the block that a row of this thread belongs to (bits), its inverse (0 when the block has no codes).
+// Scale (bits) of the block that a row of this thread belongs to, and its inverse (0 if the block is not encoded).
 struct Scale {
     u32 bits;
     float inverse;
@@ -192,7 +192,7 @@ __device__ __forceinline__ Scale scale_of(u32 largest) {
     return scale;
 }
 
-// For each row, the largest of neighbouring lanes: 8, 16 or 32 of them.
+// For each row, the maximum over 8, 16 or 32 adjacent lanes.
 template <int ROWS> __device__ __forceinline__ void over_lanes(u32* largest, int lanes) {
 #pragma unroll
     for (int distance = LANES / 2; distance > 0; distance /= 2) {
@@ -204,7 +204,7 @@ template <int ROWS> __device__ __forceinline__ void over_lanes(u32* largest, int
     }
 }
 
-// The largest of the warps that share a block. `turn` alternates from tile to tile: one barrier is then enough.
+// The maximum over the warps that share a block. `turn` alternates between tiles, so that one barrier is enough.
 __device__ __forceinline__ u32 over_warps(u32 largest, u32 (*shared)[WARPS], int block_log2, int turn) {
     const int warp = threadIdx.x / LANES, together = 1 << (block_log2 - WARP_LOG2);
     if (threadIdx.x % LANES == 0) shared[turn][warp] = largest;
@@ -214,7 +214,7 @@ __device__ __forceinline__ u32 over_warps(u32 largest, u32 (*shared)[WARPS], int
     return largest;
 }
 
-// The branches depend on the block size alone: all threads of the grid take the same one.
+// The branches depend on the block size alone, so all threads of the grid take the same one.
 template <Dtype D>
 __device__ __forceinline__ void find_scales(Scale* scale, u32 (*word)[4], u32 (*shared)[WARPS], int block_log2, int turn) {
     const int width = Row<D>::WIDTH, rows = Row<D>::COUNT;
@@ -288,7 +288,7 @@ template <Dtype D, Code C> __device__ __forceinline__ void quantize(const Job& j
     }
 }
 
-// A code's value without its scale, and what the scale is multiplied with first.
+// Value of a code without its scale, and the conversion of the scale into the factor for the values.
 template <Code C> struct Decoder;
 
 template <> struct Decoder<DYNAMIC8> {
@@ -320,7 +320,7 @@ template <> struct Decoder<E4M3> {
         return __fmul_rn(scale, __uint_as_float(PEERD_INV448_BITS));
     }
     static __device__ __forceinline__ float one(u32 byte, const Values<E4M3>&) {
-        const u32 magnitude = min(byte & 0x7Fu, 0x7Eu);  // its NaN counts as its largest value
+        const u32 magnitude = min(byte & 0x7Fu, 0x7Eu);  // NaN decodes to the largest value
         return __fmul_rn(__uint_as_float((byte & 0x80u) << 24 | magnitude << 20), __uint_as_float(0x7B800000u));  // 2^120
     }
 };
@@ -379,7 +379,7 @@ template <Dtype D, Code C> __device__ __forceinline__ void dequantize(const Job&
     PEERD_KERNELS(CODE, code, BF16, bf16) \
     PEERD_KERNELS(CODE, code, F16, f16)
 
-// PEERD_ONLY is the number of a code (its own on the wire), or 0 for the scales: to compile no more than is used.
+// PEERD_ONLY: the number of the one code to compile (as on the wire), or 0 for the scales; undefined: all.
 #if !defined(PEERD_ONLY) || PEERD_ONLY == 16
 PEERD_DTYPES(DYNAMIC8, dynamic8)
 #endif

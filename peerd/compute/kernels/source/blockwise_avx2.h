@@ -1,7 +1,7 @@
 /* Primitives (see blockwise_loop.h) for x86-64 with AVX2, FMA and F16C.
 
-Codes are made as 32-bit lanes, and packed at the end; the processor packs within halves of a register, so that the
-last step puts the parts in order. */
+Codes are computed in 32-bit lanes and packed at the end. The processor packs within each half of a register, so the
+last step reorders the parts. */
 
 namespace peerd {
 namespace avx2 {
@@ -86,7 +86,7 @@ PEERD_FN uint32_t largest(Bits bits) {
     return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
 }
 
-/* Bit 7 where the value is negative. */
+/* Bit 7 if the value is negative. */
 PEERD_FN __m256i sign_bit(__m256 x) {
     return _mm256_and_si256(_mm256_srli_epi32(_mm256_castps_si256(x), 24), _mm256_set1_epi32(0x80));
 }
@@ -104,7 +104,7 @@ PEERD_FN __m256i dynamic_of(__m256 n, __m256 x) {
     return _mm256_or_si256(_mm256_add_epi32(code, _mm256_set1_epi32(1)), sign_bit(x));
 }
 
-/* A search by halves: each step looks up the middle threshold of what is left and adds a bit to the code. */
+/* Binary search: each step compares with the middle threshold of the remaining range and adds a bit to the code. */
 PEERD_FN __m256i nf4_of(__m256 n) {
     const int* t = reinterpret_cast<const int*>(PEERD_NF4_THRESHOLD_BITS);
     const __m256i quarters = _mm256_setr_epi32(t[3], t[11], 0, 0, 0, 0, 0, 0);
@@ -126,7 +126,7 @@ PEERD_FN __m256i e4m3_of(__m256 n, __m256 x) {
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(a, 20), _mm256_set1_epi32(1));
     const __m256i half = _mm256_set1_epi32(0x7FFFF - (120 << 23));
     const __m256i normal = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(a, odd), half), 20);
-    const __m256 unit = _mm256_set1_ps(16384.0f);  // its unit in the last place is that of the subnormals, 2^-9
+    const __m256 unit = _mm256_set1_ps(16384.0f);  // its unit in the last place is the step of the subnormals, 2^-9
     const __m256i subnormal = _mm256_sub_epi32(
         _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(a), unit)), _mm256_castps_si256(unit));
     const __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x3C800000), a);
@@ -155,12 +155,12 @@ PEERD_FN void encode(const Values& x, float inverse, uint8_t* to, bool) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bytes);
         return;
     }
-    const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001));  // the later one sixteen-fold
+    const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001));  // first + 16 * second
     const __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
 }
 
-/* 32 codes, one a byte. */
+/* 32 codes, one per byte. */
 template <int code>
 PEERD_FN __m256i codes_of(const uint8_t* from) {
     if (!two_a_byte(code)) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -170,7 +170,7 @@ PEERD_FN __m256i codes_of(const uint8_t* from) {
     return _mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high));
 }
 
-/* Eight codes, in the lower bytes of `codes`, as values without their scale. */
+/* Values of eight codes, in the lower bytes of `codes`, without their scale. */
 template <int code>
 PEERD_FN __m256 decode_eight(__m128i codes) {
     const __m256i byte = _mm256_cvtepu8_epi32(codes);
@@ -193,7 +193,7 @@ PEERD_FN __m256 decode_eight(__m128i codes) {
         const int* table = reinterpret_cast<const int*>(PEERD_DYNAMIC_BITS);
         return _mm256_castsi256_ps(_mm256_or_si256(_mm256_i32gather_epi32(table, magnitude, 4), sign));
     }
-    // float16 has the same layout but for three more bits of mantissa and an exponent that is larger by 8
+    // float16 has the same layout, with three more bits of mantissa and an exponent larger by 8
     const __m256i below_nan = _mm256_min_epi32(magnitude, _mm256_set1_epi32(0x7E));
     const __m256i half = _mm256_or_si256(_mm256_slli_epi32(below_nan, 7), _mm256_srli_epi32(sign, 16));
     const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));

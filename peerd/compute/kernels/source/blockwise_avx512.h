@@ -1,11 +1,11 @@
 /* Primitives (see blockwise_loop.h) for x86-64 with AVX512 (F, BW, VL, DQ), and with VBMI where PEERD_VBMI is 1.
 
-Included twice, with PEERD_NAMESPACE set. Four registers of 16 values are worked on together. Packing their 32-bit lanes
-to bytes happens within quarters of a register: a "packed" register holds in each quarter four bytes of the first, of
-the second, of the third and of the fourth; `in_order` turns that into the order in memory, and back.
+Included twice, with PEERD_NAMESPACE set. Processes four registers of 16 values together. The processor packs their
+32-bit lanes to bytes within each quarter of a register: each quarter of a "packed" register has four bytes of the
+first, the second, the third and the fourth register. `in_order` converts that to memory order, and back.
 
 VBMI looks up 64 bytes in a table of 128 at once. A table of singles is then four planes of bytes; unpacking reverses
-the packing, and puts the four bytes of each value together again. */
+the packing and reassembles the four bytes of each value. */
 
 namespace peerd {
 namespace PEERD_NAMESPACE {
@@ -44,14 +44,14 @@ PEERD_FN Values load(const char* from) {
     return values;
 }
 
-/* In the upper halves of the lanes. */
+/* bfloat16 of each value, in the upper half of its lane. */
 PEERD_FN __m512i bfloat16_bits(__m512 value) {
     const __m512i bits = _mm512_castps_si512(value);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     return _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7FFF));
 }
 
-/* The upper halves of both, in order. */
+/* The upper halves of the lanes of both, in order. */
 PEERD_FN __m512i upper_halves(__m512i first, __m512i second) {
     alignas(64) static constexpr uint16_t UPPER[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                        33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
@@ -106,7 +106,7 @@ PEERD_FN __m512i in_order(__m512i packed) {
     return _mm512_permutexvar_epi32(order, packed);
 }
 
-/* Bit 7 where the value is negative, added to codes that leave it free. */
+/* The code with bit 7 set if the value is negative; the code must leave it free. */
 PEERD_FN __m512i with_sign(__m512i code, __m512 x) {
     const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(x), 24);
     return _mm512_ternarylogic_epi32(code, high, _mm512_set1_epi32(0x80), 0xF8);  // code | (high & 0x80)
@@ -124,12 +124,12 @@ static constexpr Planes<128> E4M3_PLANES = e4m3_planes();
 static constexpr DynamicBuckets BUCKETS = dynamic_buckets();
 static_assert(BUCKETS.count <= 256, "a byte numbers the buckets");
 
-/* Byte k of the entries whose numbers are the lower seven bits of `index`. */
+/* Byte k of the entries at the lower seven bits of `index`. */
 PEERD_FN __m512i plane_of(const uint8_t* plane, __m512i index) {
     return _mm512_permutex2var_epi8(_mm512_loadu_si512(plane), index, _mm512_loadu_si512(plane + 64));
 }
 
-/* The lower (`upper` = 0) or upper 16 bits of each lane, packed like the codes that will be made of them. */
+/* The lower (`upper` = 0) or upper 16 bits of each lane, packed in the order of the resulting codes. */
 PEERD_FN __m512i halves(int upper, __m512i first, __m512i second) {
     alignas(64) static constexpr uint16_t LOWER[32] = {0,  2,  4,  6,  32, 34, 36, 38, 8,  10, 12, 14, 40, 42, 44, 46,
                                                        16, 18, 20, 22, 48, 50, 52, 54, 24, 26, 28, 30, 56, 58, 60, 62};
@@ -137,7 +137,7 @@ PEERD_FN __m512i halves(int upper, __m512i first, __m512i second) {
     return _mm512_permutex2var_epi16(first, which, second);
 }
 
-/* Numbers of the buckets, of 32 magnitudes' upper 16 bits. */
+/* Bucket numbers for the upper 16 bits of 32 magnitudes. */
 PEERD_FN __m512i bucket_of(__m512i upper) {
     upper = _mm512_max_epu16(upper, _mm512_set1_epi16(DynamicBuckets::FIRST_EXPONENT << 7));
     const __m512i exponent = _mm512_srli_epi16(upper, 7);
@@ -153,7 +153,7 @@ PEERD_FN Whole unpacked(__m512i plane0, __m512i plane1, __m512i plane2, __m512i 
              _mm512_unpacklo_epi16(high01, high23), _mm512_unpackhi_epi16(high01, high23)}};
 }
 
-/* Sign bit of a - b, of magnitudes that are given as halves. */
+/* Sign bit of a - b, for magnitudes split into halves. */
 PEERD_FN __m512i less(__m512i a_upper, __m512i a_lower, __m512i b_upper, __m512i b_lower) {
     const __m512i borrow = _mm512_min_epu16(_mm512_subs_epu16(b_lower, a_lower), _mm512_set1_epi16(1));
     return _mm512_sub_epi16(_mm512_sub_epi16(a_upper, b_upper), borrow);
@@ -170,13 +170,13 @@ PEERD_FN __m512i encode_dynamic(const Values& x, __m512 by) {
     const __m512i bucket = _mm512_packus_epi16(bucket_of(magnitude[0]), bucket_of(magnitude[1]));
     const __m512i below = _mm512_mask_blend_epi8(_mm512_movepi8_mask(bucket), plane_of(BUCKETS.below, bucket),
                                                  plane_of(BUCKETS.below + 128, bucket));
-    __m512i plane[4];  // of the next threshold
+    __m512i plane[4];  // byte planes of the next threshold
     for (int k = 0; k < 4; ++k) plane[k] = plane_of(THRESHOLD_PLANES.byte[k], below);
     const __m512i first = less(magnitude[0], lower[0], _mm512_unpacklo_epi8(plane[2], plane[3]),
                                _mm512_unpacklo_epi8(plane[0], plane[1]));
     const __m512i second = less(magnitude[1], lower[1], _mm512_unpackhi_epi8(plane[2], plane[3]),
                                 _mm512_unpackhi_epi8(plane[0], plane[1]));
-    // packing saturates, but keeps signs: of the differences, then of the values
+    // packing saturates but keeps the signs, first of the differences, then of the values
     const __mmask64 not_above = _mm512_movepi8_mask(_mm512_packs_epi16(first, second));
     const __m512i magnitudes = _mm512_mask_mov_epi8(_mm512_add_epi8(below, _mm512_set1_epi8(1)), not_above, below);
     const __m512i signs = _mm512_packs_epi16(upper[0], upper[1]);
@@ -185,7 +185,7 @@ PEERD_FN __m512i encode_dynamic(const Values& x, __m512 by) {
 
 #else
 
-/* Entries of a table of 128 singles, by the lower seven bits of each lane. */
+/* Entries of a table of 128 singles, at the lower seven bits of each lane. */
 PEERD_FN __m512i look_up(const unsigned int* from, __m512i index) {
     __m512i part[4];
     for (int i = 0; i < 4; ++i)
@@ -211,7 +211,7 @@ PEERD_FN __m512i dynamic_of(__m512 n, __m512 x) {
 
 #endif
 
-/* A bucket of values holds one threshold at most, see Nf4Buckets. */
+/* Each bucket contains at most one threshold, see Nf4Buckets. */
 PEERD_FN __m512i nf4_of(__m512 n) {
     const __m512 steps = _mm512_set1_ps(Nf4Buckets::STEPS), middle = _mm512_set1_ps(Nf4Buckets::MIDDLE);
     const __m512i bucket = _mm512_castps_si512(_mm512_fmadd_ps(n, steps, middle));  // in the lower five bits
@@ -226,7 +226,7 @@ PEERD_FN __m512i e4m3_of(__m512 n, __m512 x) {
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(a, 20), _mm512_set1_epi32(1));
     const __m512i half = _mm512_set1_epi32(0x7FFFF - (120 << 23));
     const __m512i normal = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(a, odd), half), 20);
-    const __m512 unit = _mm512_set1_ps(16384.0f);  // its unit in the last place is that of the subnormals, 2^-9
+    const __m512 unit = _mm512_set1_ps(16384.0f);  // its unit in the last place is the step of the subnormals, 2^-9
     const __m512i raised = _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(a), unit));
     const __mmask16 small = _mm512_cmplt_epi32_mask(a, _mm512_set1_epi32(0x3C800000));
     return with_sign(_mm512_mask_sub_epi32(normal, small, raised, _mm512_castps_si512(unit)), x);
@@ -245,7 +245,7 @@ PEERD_FN __m512i encode_sixteen(__m512 x, __m512 by) {
     return e4m3_of(n, x);
 }
 
-/* 64 codes, one a byte. */
+/* 64 codes, one per byte. */
 template <int code>
 PEERD_FN __m512i encode_each(const Values& x, __m512 by) {
 #if PEERD_VBMI
@@ -264,11 +264,11 @@ PEERD_FN void encode(const Values& x, float inverse, uint8_t* to, bool stream) {
         put(bytes, to, stream);
         return;
     }
-    const __m512i pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x1001));  // the later one sixteen-fold
+    const __m512i pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x1001));  // first + 16 * second
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(pairs));
 }
 
-/* Sixteen codes, one a byte, as values without their scale. */
+/* Values of sixteen codes, one per byte, without their scale. */
 template <int code>
 PEERD_FN __m512 decode_sixteen(__m128i codes) {
     if (code == INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_max_epi8(codes, _mm_set1_epi8(-127))));
@@ -286,7 +286,7 @@ PEERD_FN __m512 decode_sixteen(__m128i codes) {
         return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(value, sign, top, 0xF8));  // value | (sign & top)
     }
 #endif
-    // float16 has the same layout but for three more bits of mantissa and an exponent that is larger by 8
+    // float16 has the same layout, with three more bits of mantissa and an exponent larger by 8
     const __m256i wide = _mm256_cvtepu8_epi16(codes);
     const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7F));
     const __m256i below_nan = _mm256_min_epu16(magnitude, _mm256_set1_epi16(0x7E));
@@ -296,7 +296,7 @@ PEERD_FN __m512 decode_sixteen(__m128i codes) {
 }
 
 #if PEERD_VBMI
-/* Values without their scale by planes, of 64 codes in the order of memory. */
+/* Values of 64 codes in memory order, looked up by planes, without their scale. */
 template <int code>
 PEERD_FN Whole decode_planes(__m512i codes) {
     const __m512i packed = in_order(codes);

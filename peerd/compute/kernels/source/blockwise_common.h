@@ -1,7 +1,7 @@
-/* What all instruction sets share: numbers, tables and plain conversions between the three value types.
+/* Code shared by all instruction sets: constants, tables and scalar conversions between the three value types.
 
-Arithmetic is IEEE single precision, rounded to nearest even, without contraction: tables.py and reference.py hold the
-definition that the results repeat bit for bit. */
+Arithmetic is IEEE single precision, rounded to nearest even, without contraction. The results match the definition in
+tables.py and reference.py bit for bit. */
 #ifndef PEERD_BLOCKWISE_COMMON_H
 #define PEERD_BLOCKWISE_COMMON_H
 
@@ -27,12 +27,12 @@ namespace peerd {
 enum Dtype { FLOAT32, BFLOAT16, FLOAT16, DTYPES };
 enum Code { DYNAMIC8, INT8, INT4, NF4, E4M3, CODES };  // in the order of their numbers on the wire
 constexpr int FIRST_CODE = 16;
-constexpr int64_t RUN = 1024;  // values that are looked through before they are coded, if a block is not longer
+constexpr int64_t RUN = 1024;  // values scanned for scales before they are encoded, unless a block is longer
 
 constexpr int value_bytes(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 constexpr bool two_a_byte(int code) { return code == INT4 || code == NF4; }
 constexpr int64_t code_bytes(int code, int64_t count) { return two_a_byte(code) ? (count + 1) / 2 : count; }
-/* What every byte of a block that cannot be coded, or holds only zeros, looks like. */
+/* Every byte of a block that cannot be encoded, or contains only zeros. */
 constexpr uint8_t zero_byte(int code) { return code == INT4 ? 0x88 : code == NF4 ? 0x77 : 0; }
 
 static PEERD_INLINE uint32_t bits_of(float value) {
@@ -67,13 +67,13 @@ static PEERD_INLINE uint16_t float16_of(float value) {
     return static_cast<uint16_t>(half | (bits >> 16 & 0x8000u));
 }
 
-/* Not for NaN whose upper mantissa bits are all set; `quiet` keeps such out. */
+/* Not for NaN whose upper mantissa bits are all set; `multiplier` avoids these. */
 static PEERD_INLINE uint16_t bfloat16_of(float value) {
     const uint32_t bits = bits_of(value);
     return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
-/* The scale that decoding multiplies by; any NaN becomes the usual one, so that its bits survive rounding. */
+/* The factor that decoding multiplies by; any NaN becomes the default NaN, whose bits survive rounding. */
 static PEERD_INLINE float multiplier(int code, float scale) {
     if (scale != scale) scale = float_of(0x7FC00000u);
     if (code == INT8) return scale * float_of(PEERD_INV127_BITS);
@@ -82,7 +82,7 @@ static PEERD_INLINE float multiplier(int code, float scale) {
     return scale;
 }
 
-/* One implementation: functions by value type and code. `stream`: the output is too large for the caches. */
+/* One implementation: functions by value type and code. `stream`: bypass the caches, for large outputs. */
 struct Kernels {
     void (*quantize[DTYPES][CODES])(const char* x, int64_t n, int64_t block, char* scales, uint8_t* codes, bool stream);
     void (*dequantize[DTYPES][CODES])(const uint8_t* codes, const char* scales, int64_t n, int64_t block, char* out,

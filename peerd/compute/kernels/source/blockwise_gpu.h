@@ -1,8 +1,8 @@
-// How blockwise.cu sees memory: what a kernel is told, which values a thread has, conversions of 16-bit floats, and
-// reading and writing the values or codes of one thread in one row.
+// Memory access of blockwise.cu: the kernels' arguments, the values of each thread, conversions of 16-bit floats, and
+// loads and stores of one thread's values or codes in one row.
 //
-// WHOLE says that the tile lies inside the tensor and all addresses are aligned: vectors are moved. Otherwise every
-// value is looked at by itself; beyond the end, zeros are read and nothing is written.
+// WHOLE: the tile is inside the tensor and all addresses are aligned, so vectors are moved. Otherwise every value is
+// moved separately; beyond the end, zeros are read and nothing is written.
 
 typedef unsigned int u32;
 typedef unsigned char u8;
@@ -14,37 +14,37 @@ enum Code { NONE, DYNAMIC8, INT8, INT4, NF4, E4M3 };
 enum { THREADS = 256, LANES = 32, WARPS = THREADS / LANES, PER_THREAD = 16, TILE = THREADS * PER_THREAD };
 enum { WARP_VALUES = LANES * PER_THREAD, WARP_LOG2 = 9, NF4_BUCKETS = 64 };
 
-// All that a kernel is told. The host (cuda.py) has the same structure.
+// Arguments of a kernel. The host (cuda.py) has the same structure.
 struct Job {
     void* values;    // read by quantize, written by dequantize
     u8* codes;
     float* scales;
-    i64 count;       // of values
+    i64 count;       // number of values
     int block_log2;  // 6 to 12
     int unused;
 };
 
 template <Dtype D> struct Row {
-    static const int WIDTH = D == F32 ? 4 : 8;  // values of a lane in 16 bytes
+    static const int WIDTH = D == F32 ? 4 : 8;  // a lane's values in 16 bytes
     static const int COUNT = PER_THREAD / WIDTH;
     static const int LOG2 = D == F32 ? 7 : 8;  // values in a row
-    static const int BYTES = D == F32 ? 4 : 2;  // of a value
+    static const int BYTES = D == F32 ? 4 : 2;  // per value
 };
 template <Code C> struct Bits { static const int COUNT = C == INT4 || C == NF4 ? 4 : 8; };
 
-// Where in its tile the 16 bytes of this thread's row begin.
+// Offset in the tile of this thread's 16 bytes in a row.
 template <Dtype D> __device__ __forceinline__ int place(int row) {
     const int thread = threadIdx.x;
     return (thread / LANES) * WARP_VALUES + (row << Row<D>::LOG2) + (thread % LANES) * Row<D>::WIDTH;
 }
 
-// Whether WHOLE may be chosen, as far as addresses go.
+// Whether the addresses permit WHOLE.
 template <Dtype D, Code C> __device__ __forceinline__ bool aligned(const Job& job) {
     const u32 values = (u32)(unsigned long long)job.values, codes = (u32)(unsigned long long)job.codes;
     return values % 16 == 0 && codes % (Row<D>::WIDTH * Bits<C>::COUNT / 8) == 0;
 }
 
-// --- singles to and from the 16-bit types ---------------------------------------------------------------------------
+// --- conversion between singles and the 16-bit types ----------------------------------------------------------------
 
 #ifndef PEERD_SHIM
 __device__ __forceinline__ float half_to_float(u32 half) {
@@ -97,7 +97,7 @@ template <Dtype D> __device__ __forceinline__ u32 pair_of(float low, float high)
 
 // --- memory: the WIDTH values, or their codes, of one thread in one row ---------------------------------------------
 
-// Values as they lie in memory: one single in a word, or two of 16 bits.
+// Values as in memory: one single per word, or two 16-bit values.
 template <Dtype D, bool WHOLE> __device__ __forceinline__ void load(u32* word, const Job& job, i64 at) {
     if (WHOLE) {
         const uint4 raw = PEERD_WIDE(const uint4, (const u8*)job.values + at * Row<D>::BYTES);
@@ -116,7 +116,7 @@ template <Dtype D, bool WHOLE> __device__ __forceinline__ void load(u32* word, c
     }
 }
 
-// One of them as a single.
+// The j-th value as a single.
 template <Dtype D> __device__ __forceinline__ float value_of(const u32* word, int j) {
     if (D == F32) return __uint_as_float(word[j % 4]);
     if (D == F16) return half_to_float(j % 2 ? word[j / 2] >> 16 : word[j / 2] & 0xFFFFu);
@@ -131,7 +131,7 @@ template <Dtype D> __device__ __forceinline__ u32 largest_of(const u32* word) {
         for (int k = 0; k < 4; k++) largest = max(largest, word[k] & 0x7FFFFFFFu);
     } else {
 #pragma unroll
-        for (int k = 0; k < 4; k++) {  // only the upper half of `largest` counts
+        for (int k = 0; k < 4; k++) {  // only the upper half of `largest` is used
             const u32 pair = word[k] & 0x7FFF7FFFu;
             largest = max(largest, max(pair, pair << 16));
         }
@@ -140,7 +140,7 @@ template <Dtype D> __device__ __forceinline__ u32 largest_of(const u32* word) {
     return largest;
 }
 
-// The signs of four values, from the j-th on, in the upper bits of four bytes.
+// The signs of four values, starting at the j-th, in the upper bits of four bytes.
 template <Dtype D> __device__ __forceinline__ u32 signs_of(const u32* word, int j) {
     if (D == F32) return __byte_perm(__byte_perm(word[0], word[1], 0x73), __byte_perm(word[2], word[3], 0x73), 0x5410);
     return __byte_perm(word[j / 2], word[j / 2 + 1], 0x7531);
@@ -165,7 +165,7 @@ template <Dtype D, bool WHOLE> __device__ __forceinline__ void store(const float
     }
 }
 
-// Codes lie in words in the order of memory: 2, 4 or 8 bytes.
+// Codes are in words in memory order: 2, 4 or 8 bytes.
 template <Dtype D, Code C, bool WHOLE>
 __device__ __forceinline__ void load_codes(u32* word, const Job& job, i64 at) {
     const int bytes = Row<D>::WIDTH * Bits<C>::COUNT / 8;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void load_codes(u32* word, const Job& job, i64 at) {
 template <Dtype D, Code C, bool WHOLE>
 __device__ __forceinline__ void store_codes(const u32* word, const Job& job, i64 at) {
     const int bytes = Row<D>::WIDTH * Bits<C>::COUNT / 8;
-    const int each = 8 / Bits<C>::COUNT;  // values in a byte
+    const int each = 8 / Bits<C>::COUNT;  // values per byte
     u8* to = job.codes + at * Bits<C>::COUNT / 8;
     if (WHOLE && bytes == 8) PEERD_WIDE(uint2, to) = make_uint2(word[0], word[1]);
     else if (WHOLE && bytes == 4) PEERD_WIDE(u32, to) = word[0];
@@ -198,7 +198,7 @@ __device__ __forceinline__ void store_codes(const u32* word, const Job& job, i64
         for (int k = 0; k < bytes; k++) {
             const u32 byte = word[k / 4] >> (k % 4 * 8);
             if (at + k * each + each <= job.count) to[k] = (u8)byte;
-            else if (at + k * each < job.count) to[k] = (u8)(byte & 15u);  // the last of an odd number
+            else if (at + k * each < job.count) to[k] = (u8)(byte & 15u);  // the last code of an odd count
         }
     }
 }

@@ -1,7 +1,7 @@
-/* The loop over blocks, included once for each instruction set, inside its namespace and after its primitives:
+/* The loop over blocks, included once per instruction set, inside its namespace and after these primitives:
 
-GROUP                               values that are worked on at a time; a multiple of 2 that divides 64
-Values                              that many singles in registers
+GROUP                               values processed at a time; a multiple of 2 that divides 64
+Values                              GROUP singles in registers
 load<dtype>(from)                   converts to single exactly; no alignment needed
 store<dtype>(values, to, stream)    rounds to nearest even
 Bits, no_bits(), larger(bits, values), largest(bits)
@@ -10,7 +10,7 @@ encode<code>(values, inverse, to, stream)
 decode<code>(from, multiplier) -> Values
 
 PEERD_FN and PEERD_LOOP are the qualifiers of an inlined function and of a whole loop. A run of blocks is read twice,
-the second time out of the first cache. What is left of the last block after whole groups goes through a padded copy. */
+the second time from the L1 cache. The rest of the last block after whole groups is processed as a padded copy. */
 
 template <int dtype>
 PEERD_FN Values load_padded(const char* from, int64_t count) {
@@ -19,7 +19,7 @@ PEERD_FN Values load_padded(const char* from, int64_t count) {
     return load<dtype>(padded);
 }
 
-/* Largest magnitude of `count` values as bits; all that is not above the smallest counts as zero. */
+/* Bits of the largest magnitude of `count` values; 0 if it is at most PEERD_SMALLEST_BITS. */
 template <int dtype>
 PEERD_FN uint32_t scale_bits(const char* x, int64_t count) {
     Bits most = no_bits();
@@ -38,7 +38,7 @@ PEERD_LOOP void scales_alone(const char* x, int64_t n, int64_t block, char* scal
     }
 }
 
-/* Codes of a run of blocks; what an inverse scale of 0 makes is of no use. Nothing is called in the loops, so that the
+/* Codes of a run of blocks; those made with an inverse scale of 0 are invalid. The loops call no function, so that the
 tables stay in registers. */
 template <int dtype, int code>
 PEERD_FN void encode_run(const char* x, int64_t count, int64_t block, const float* inverses, uint8_t* codes,
@@ -56,7 +56,7 @@ PEERD_FN void encode_run(const char* x, int64_t count, int64_t block, const floa
     }
 }
 
-/* In passes over each run of blocks, so that the processor need not wait for one block's scale to code it. */
+/* Uses separate passes over each run of blocks, so that the processor does not wait for each block's scale. */
 template <int dtype, int code>
 PEERD_LOOP void quantize(const char* x, int64_t n, int64_t block, char* scales, uint8_t* codes, bool stream) {
     const int64_t length = block < RUN ? RUN : block;

@@ -1,4 +1,4 @@
-/* Primitives (see blockwise_loop.h) for aarch64, whose NEON every such processor has. */
+/* Primitives (see blockwise_loop.h) for aarch64, where every processor has NEON. */
 
 namespace peerd {
 namespace neon {
@@ -60,12 +60,12 @@ PEERD_FN Bits larger(Bits bits, const Values& values) {
 
 PEERD_FN uint32_t largest(Bits bits) { return vmaxvq_u32(bits); }
 
-/* Bit 7 where the value is negative, added to codes that leave it free. */
+/* The code with bit 7 set if the value is negative; the code must leave it free. */
 PEERD_FN uint32x4_t with_sign(uint32x4_t code, float32x4_t x) {
     return vorrq_u32(code, vandq_u32(vshrq_n_u32(vreinterpretq_u32_f32(x), 24), vdupq_n_u32(0x80)));
 }
 
-/* NEON has no look-up in a table of this size: each lane loads its entry. */
+/* NEON cannot look up tables of this size, so each lane loads its entry. */
 PEERD_FN uint32x4_t entries(const unsigned int* from, uint32x4_t index) {
     uint32x4_t found = vdupq_n_u32(from[vgetq_lane_u32(index, 0)]);
     found = vsetq_lane_u32(from[vgetq_lane_u32(index, 1)], found, 1);
@@ -84,10 +84,10 @@ PEERD_FN uint32x4_t dynamic_of(float32x4_t n, float32x4_t x) {
     return with_sign(vsubq_u32(vandq_u32(entry, vdupq_n_u32(0xFF)), above), x);
 }
 
-/* Sixteen singles, as the bytes of four registers. */
+/* Table of sixteen singles, as the bytes of four registers. */
 PEERD_FN uint8x16x4_t table(const unsigned int* from) { return vld1q_u8_x4(reinterpret_cast<const uint8_t*>(from)); }
 
-/* Their entries by whole numbers from 0 to 15: byte k of entry i is byte 4 i + k. */
+/* Entries of such a table at indices 0 to 15: byte k of entry i is byte 4 i + k. */
 PEERD_FN float32x4_t entries_of_16(uint8x16x4_t from, uint32x4_t index) {
     const uint32x4_t bytes = vmlaq_u32(vdupq_n_u32(0x03020100u), index, vdupq_n_u32(0x04040404u));
     return vreinterpretq_f32_u8(vqtbl4q_u8(from, vreinterpretq_u8_u32(bytes)));
@@ -102,7 +102,7 @@ alignas(64) static constexpr unsigned int NF4_THRESHOLDS[16] = {
     0x7F800000u,
 };
 
-/* A search by halves: each step looks up the middle threshold of what is left and adds a bit to the code. */
+/* Binary search: each step compares with the middle threshold of the remaining range and adds a bit to the code. */
 PEERD_FN uint32x4_t nf4_of(float32x4_t n) {
     const uint8x16x4_t thresholds = table(NF4_THRESHOLDS);
     uint32x4_t code = vdupq_n_u32(0);
@@ -118,7 +118,7 @@ PEERD_FN uint32x4_t e4m3_of(float32x4_t n, float32x4_t x) {
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(a, 20), vdupq_n_u32(1));
     const uint32x4_t half = vdupq_n_u32(0x7FFFFu - (120u << 23));
     const uint32x4_t normal = vshrq_n_u32(vaddq_u32(vaddq_u32(a, odd), half), 20);
-    const float32x4_t unit = vdupq_n_f32(16384.0f);  // its unit in the last place is that of the subnormals, 2^-9
+    const float32x4_t unit = vdupq_n_f32(16384.0f);  // its unit in the last place is the step of the subnormals, 2^-9
     const uint32x4_t raised = vreinterpretq_u32_f32(vaddq_f32(vreinterpretq_f32_u32(a), unit));
     const uint32x4_t subnormal = vsubq_u32(raised, vreinterpretq_u32_f32(unit));
     return with_sign(vbslq_u32(vcltq_u32(a, vdupq_n_u32(0x3C800000u)), subnormal, normal), x);
@@ -144,13 +144,13 @@ PEERD_FN void encode(const Values& x, float inverse, uint8_t* to, bool) {
     const uint8x16_t bytes = vuzp1q_u8(first, second);
     if (two_a_byte(code)) {
         const uint16x8_t pairs = vreinterpretq_u16_u8(bytes);
-        vst1_u8(to, vmovn_u16(vorrq_u16(pairs, vshrq_n_u16(pairs, 4))));  // high byte's code above the low byte's
+        vst1_u8(to, vmovn_u16(vorrq_u16(pairs, vshrq_n_u16(pairs, 4))));  // high byte's code in the upper half
     } else {
         vst1q_u8(to, bytes);
     }
 }
 
-/* Sixteen codes, one a byte. */
+/* Sixteen codes, one per byte. */
 template <int code>
 PEERD_FN uint8x16_t codes_of(const uint8_t* from) {
     if (!two_a_byte(code)) return vld1q_u8(from);
@@ -159,7 +159,7 @@ PEERD_FN uint8x16_t codes_of(const uint8_t* from) {
     return vcombine_u8(each.val[0], each.val[1]);
 }
 
-/* Four codes, widened, as values without their scale. */
+/* Values of four widened codes, without their scale. */
 template <int code>
 PEERD_FN float32x4_t decode_four(uint32x4_t byte) {
     if (code == INT8) {
@@ -174,7 +174,7 @@ PEERD_FN float32x4_t decode_four(uint32x4_t byte) {
     const uint32x4_t sign = vshlq_n_u32(vandq_u32(byte, vdupq_n_u32(0x80)), 24);
     const uint32x4_t magnitude = vandq_u32(byte, vdupq_n_u32(0x7F));
     if (code == DYNAMIC8) return vreinterpretq_f32_u32(vorrq_u32(entries(PEERD_DYNAMIC_BITS, magnitude), sign));
-    // a single's layout has more bits of mantissa, and an exponent that is larger by 120
+    // a single has more bits of mantissa, and an exponent larger by 120
     const uint32x4_t below_nan = vminq_u32(magnitude, vdupq_n_u32(0x7E));
     const float32x4_t small = vreinterpretq_f32_u32(vorrq_u32(vshlq_n_u32(below_nan, 20), sign));
     return vmulq_f32(small, vreinterpretq_f32_u32(vdupq_n_u32(0x7B800000u)));  // 2^120, exact for subnormals too

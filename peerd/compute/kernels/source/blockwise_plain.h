@@ -1,4 +1,4 @@
-/* Primitives (see blockwise_loop.h) in plain C++, for processors without an implementation of their own. */
+/* Primitives (see blockwise_loop.h) in plain C++, for processors without a specific implementation. */
 
 namespace peerd {
 namespace plain {
@@ -37,7 +37,7 @@ PEERD_FN void store(const Values& values, char* to, bool) {
     memcpy(to, raw, sizeof raw);
 }
 
-/* Magnitudes' bits are below 2^31: signed comparison, which more processors have, is as good. */
+/* Signed, because the bits of magnitudes are below 2^31 and more processors have signed comparisons. */
 struct Bits {
     int32_t most[16];
 };
@@ -59,7 +59,7 @@ PEERD_FN uint32_t largest(const Bits& bits) {
     return static_cast<uint32_t>(most);
 }
 
-/* Lowest bits: the value rounded to nearest even, for values whose whole part needs 21 bits at most. */
+/* The value rounded to nearest even, in the lowest bits; its integer part must fit into 21 bits. */
 PEERD_FN uint32_t rounded(float value) { return bits_of(value + 12582912.0f); }
 
 PEERD_FN uint32_t dynamic_of(float n, uint32_t x_bits) {

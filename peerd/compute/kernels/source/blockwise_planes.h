@@ -1,6 +1,6 @@
-/* Tables cut into planes of bytes, made from tables.h when compiling, for processors that look up many bytes at once.
+/* Tables split into planes of bytes, at compile time from tables.h, for processors that look up many bytes at once.
 
-A single is looked up as four bytes; plane k holds byte k of each entry. */
+A single is looked up as four bytes; plane k has byte k of each entry. */
 #ifndef PEERD_BLOCKWISE_PLANES_H
 #define PEERD_BLOCKWISE_PLANES_H
 
@@ -31,7 +31,7 @@ constexpr Planes<128> dynamic_threshold_planes() {
     return planes;
 }
 
-/* Bits of a fraction from 0 on, whose denominator is a power of two. */
+/* Bits of a non-negative fraction whose denominator is a power of two. */
 constexpr uint32_t single_bits(uint32_t numerator, int denominator_log2) {
     if (numerator == 0) return 0;
     int width = 0;
@@ -51,8 +51,8 @@ constexpr Planes<128> e4m3_planes() {
     return planes;
 }
 
-/* From the upper 16 bits of a magnitude to a bucket that holds one threshold at most; as few buckets as that allows,
-so that a byte numbers them: (upper >> shift[e]) + base[e] modulo 2^16, where e are the lower bits of the exponent. */
+/* Maps the upper 16 bits of a magnitude to a bucket with at most one threshold. There are as few buckets as possible,
+so that a byte can number them: (upper >> shift[e]) + base[e] modulo 2^16, where e is the exponent's lower bits. */
 struct DynamicBuckets {
     static constexpr int FIRST_EXPONENT = (PEERD_DYNAMIC_THRESHOLD_BITS[0] >> 23) - 1;
     alignas(64) uint16_t shift[32];
@@ -91,12 +91,12 @@ constexpr DynamicBuckets dynamic_buckets() {
     return buckets;
 }
 
-/* Bucket of a value n from -1 to 1: 16 + n * STEPS rounded, in the lower bits of n * STEPS + MIDDLE. All the same how
-that is rounded: the bucket never falls as n grows, so that a threshold in a lower bucket than n's is not above n. */
+/* Bucket of a value n in [-1, 1]: 16 + n * STEPS rounded, in the lower bits of n * STEPS + MIDDLE. With any rounding,
+the bucket is monotonic in n, so a threshold in a lower bucket than n's is not above n. */
 struct Nf4Buckets {
     static constexpr float STEPS = 15.25f, MIDDLE = 12582912.0f + 16.0f;
     alignas(64) unsigned int below[32];  // thresholds in lower buckets
-    alignas(64) unsigned int next[32];   // the threshold above these
+    alignas(64) unsigned int next[32];   // the next threshold
 };
 
 constexpr double nf4_threshold(int j) {

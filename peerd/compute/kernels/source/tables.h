@@ -1,4 +1,4 @@
-/* Made from tables.py, where all is explained: python -m peerd.compute.kernels.tables > source/tables.h */
+/* Generated from tables.py, which explains it: python -m peerd.compute.kernels.tables > source/tables.h */
 #define PEERD_SMALLEST_BITS 0x02081CEAu
 #define PEERD_LARGEST_BITS 0x7F61B1E6u
 #define PEERD_ONE_BITS 0x3F800000u
