@@ -24,11 +24,11 @@ import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
-from peerd.core.errors import ConfigError, ProtocolViolation, Refused, RemoteError, Untrusted
+from peerd.core.errors import Cause, ConfigError, ProtocolViolation, Refused, RemoteError, Untrusted
 from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
 from peerd.core.messages.encoding import Message
-from peerd.core.messages.token import NO_TOKEN, RevokedData, TokenData, revoked_key
+from peerd.core.messages.token import RevokedData, TokenData, revoked_key
 from peerd.core.run.runfile import RunFile
 from peerd.machine.access.members import FREE, OPEN, RunMembers
 from peerd.machine.rpc.declaration import Declaration, Shows
@@ -181,15 +181,17 @@ class Access:
 
     # --- the gate ----------------------------------------------------------------------------------------------
 
-    def objection(self, caller: PeerId, method: MethodName) -> str | None:
-        """Why a call must be refused, or None if it is allowed."""
+    def objection(self, caller: PeerId, method: MethodName) -> Refused | None:
+        """The error for a call that must be refused, or None if it is allowed."""
         if method.service in OPEN or caller == self._host.id:
             return None
-        why = self.roll.may_call(caller, method.service, method.full, self._clock.wall())
-        if why is not None:
-            self.refused += 1
-            self._tell(caller, "call", f"its call of {method.full} was refused: {why}")
-        return why
+        now = self._clock.wall()
+        why = self.roll.may_call(caller, method.service, method.full, now)
+        if why is None:
+            return None
+        self.refused += 1
+        self._tell(caller, "call", f"its call of {method.full} was refused: {why}")
+        return Refused(why, cause=Cause.NO_TOKEN if self.roll.member(caller, now) is None else Cause.OTHER)
 
     def closed(self, caller: PeerId, methods: Iterable[MethodName]) -> bool:
         """True if this caller may call none of the `methods` of a service. False if there are no methods."""
@@ -226,7 +228,7 @@ class Access:
         """True if `peer` refuses us because it lost our token, for example after a restart. The caller then retries,
         which shows the token again.
         """
-        if not str(refusal.args[0]).startswith(NO_TOKEN):
+        if refusal.cause is not Cause.NO_TOKEN:
             return False
         met = self._met.pop(peer, None)
         return met is not None and not met.refused

@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 from peerd.core.addr import peers_named
-from peerd.core.errors import OTHER_RUN_FILE, Refused, RemoteError
+from peerd.core.errors import RemoteError, other_run_file
 from peerd.core.ids import PeerId
 from peerd.core.limits import MEMBERS, RPC_BODY_BYTES
 from peerd.core.messages.commits import CommitProof, Committed, ProofShown, ShowProof
@@ -66,7 +66,7 @@ class CommitProofs:
 
     async def _show(self, call: Incoming[ShowProof]) -> Answer[ProofShown]:
         if call.body.run != self._run:
-            raise Refused(OTHER_RUN_FILE)
+            raise other_run_file()
         return Answer(ProofShown(self.evidence.proof(call.body.position)))
 
     # --- other peers' proofs ----------------------------------------------------------------------------------

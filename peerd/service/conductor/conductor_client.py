@@ -20,7 +20,7 @@ import msgspec
 import trio
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.errors import NOT_CONDUCTING, OTHER_RUN_FILE, Refused, RemoteError, TooSlow
+from peerd.core.errors import Cause, Refused, RemoteError, TooSlow
 from peerd.core.ids import PeerId
 from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S, SUSPECTS
 from peerd.core.messages.encoding import Empty
@@ -250,10 +250,10 @@ class ConductorClient:
 
     def _note_refusal(self, peer: PeerId, error: Refused) -> None:
         """Record that a peer refused our report. Others are asked, too; `waits_for` keeps the most helpful reason."""
-        elsewhere = error.args[0].startswith(NOT_CONDUCTING)
+        elsewhere = error.cause is Cause.NOT_CONDUCTING
         self._refusals[peer] = self._refusals.get(peer, 0) + 1
         if not elsewhere:
-            self.differs = peer != self.own and error.args[0].startswith(OTHER_RUN_FILE)
+            self.differs = peer != self.own and error.cause is Cause.OTHER_RUN_FILE
         if not (elsewhere and self._denied):
             self._waits_for = f"the conductor: {error}"
         self._denied = self._denied or not elsewhere

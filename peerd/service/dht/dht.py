@@ -372,7 +372,7 @@ class Dht:
         except RemoteError as error:
             _log.debug("a request to %s failed: %s", ask.contact.peer, error)
             if isinstance(error, Refused):
-                self.entries.refused(ask.contact.peer, str(error.args[0]))
+                self.entries.refused(ask.contact.peer, error)
         self._handle(outcome)
 
     async def _watch_links(self) -> None:

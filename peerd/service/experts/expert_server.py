@@ -23,7 +23,7 @@ import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
-from peerd.core.errors import OTHER_RUN_FILE, NoMemory, Overloaded, PeerdError, ProtocolViolation, Refused
+from peerd.core.errors import NoMemory, Overloaded, PeerdError, ProtocolViolation, Refused, other_run_file
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
@@ -228,7 +228,7 @@ class ExpertServer:
         """Reason to refuse a call, from its body alone, or None."""
         uid = body.expert.uid
         if body.run != self._fingerprint:
-            return Refused(OTHER_RUN_FILE)
+            return other_run_file()
         if not self.grid.is_expert(uid):
             sides = " x ".join(map(str, self.grid.sides))
             return self._blame(f"expert {uid} is not in the grid of {self.grid.layers} layers of {sides}", peer)

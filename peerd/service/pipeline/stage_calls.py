@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import trio
 
-from peerd.core.errors import OTHER_RUN_FILE, LocalError, PeerdError, Refused
+from peerd.core.errors import LocalError, PeerdError, Refused, other_run_file
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_ROUND_DEADLINE_S, STREAMS_INBOUND
 from peerd.core.messages.handover import PassRequest
@@ -156,7 +156,7 @@ class StageCalls:
     def _find(self, name: str, peer: PeerId, body: Any) -> tuple[StageHandlers, Handler]:
         """The post that a call is for, and its handler for the method. Raises Refused."""
         if body.run != self._fingerprint:
-            raise Refused(OTHER_RUN_FILE)
+            raise other_run_file()
         if _METHODS[name][2].shows is Shows.CONDUCTOR and peer != self._conductor():
             raise Refused("this peer does not follow you")
         helper = self._helpers.get(body.stage)

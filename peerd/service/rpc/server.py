@@ -318,8 +318,8 @@ class ServedStream:
     def _objection(self, message: RpcMessage, method: Method) -> PeerdError | None:
         """Reason to refuse a call no matter how much room there is, or None."""
         gate = self._server.gate
-        if gate is not None and (closed := gate.objection(self.peer, method.name)):
-            return Refused(closed)
+        if gate is not None and (closed := gate.objection(self.peer, method.name)) is not None:
+            return closed
         if (message.kind == wire.OPEN) != (method.streaming is not None):
             return Refused(f"{method.name.full} is a {'unary' if method.unary else 'streaming'} call")
         declared = method.load.declared
