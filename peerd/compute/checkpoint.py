@@ -55,7 +55,8 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, fingerprint: bytes, stage: int, most_bytes: int | None = None) -> None:
         """Does not touch the disk. Only the one process that writes may call `clean` and `save`.
 
-        `most_bytes`: limit for the tensors of all stages of the run, in the folders beside this one; None: no limit.
+        `most_bytes`: limit for the tensors of all stages of the run, in the folders beside this one, or None for no
+        limit.
         """
         self.folder = folder
         self._most_bytes = most_bytes

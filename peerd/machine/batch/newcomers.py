@@ -34,7 +34,7 @@ class Newcomers:
         self._helped = BoundedDict[str, None](LEASHED_TRAINERS)  # trainers that helped to make a step, even if gone
         self._others: set[str] = set()  # connected ones of these
         self._failures = BoundedDict[str, int](LEASHED_TRAINERS)  # of newcomers, never forgotten: one may be slow
-        self._idle_since: float | None = None  # time since which the others have been idle; None: they are not
+        self._idle_since: float | None = None  # time since which the others have been idle, or None
 
     @property
     def others(self) -> Set[str]:

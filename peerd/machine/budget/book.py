@@ -55,7 +55,7 @@ class User(NamedTuple):
 class Bounds:
     """Bounds of one resource: in total, per peer, and for strangers also per place and per region.
 
-    The members of one place may use as much as the strangers of one region.
+    The members of one place together have the limit of the strangers of one region.
     """
 
     total: int

@@ -138,7 +138,7 @@ class Blame:
         known = self._refusals.setdefault(member, set())
         known.update(trainers)
         self.shrank |= self._batches.void(sorted(mbs))
-        if len(known) > max(1, self._batches.trainers.count() / 3):  # so many trainers are not wrong at once
+        if len(known) > max(1, self._batches.trainers.count() / 3):  # a third of the trainers is not wrong at once
             known.clear()
             self.put_aside(now, member, "rejects the microbatches of many trainers")
             return

@@ -65,7 +65,7 @@ class _Known:
     """The owner of an expert, as this peer knows it."""
 
     reign: ExpertReign
-    until: float | None  # expiry of its claim, as last seen; None: it had none
+    until: float | None  # expiry of its claim, as last seen, or None without a claim
     since: float  # when `until` was first seen
     trail: tuple[ExpertReign, ...] = ()  # owners before it, latest first
     given: bool = False  # the owner before it handed the expert over

@@ -70,9 +70,7 @@ _MOST_BLOCK_BYTES = {
 }
 _FRAMELESS = (END, ERROR, CANCEL)
 _NAMED = ((TooSlow, "too slow"), (NotFiniteHere, "not finite"))
-_CAUSES = {
-    cause.value: cause for cause in (Cause.OTHER, Cause.OTHER_RUN_FILE, Cause.NOT_CONDUCTING, Cause.NO_TOKEN)
-}
+_CAUSES = {cause.value: cause for cause in (Cause.OTHER, Cause.OTHER_RUN_FILE, Cause.NOT_CONDUCTING, Cause.NO_TOKEN)}
 
 Buffer = bytes | bytearray | memoryview
 

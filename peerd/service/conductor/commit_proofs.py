@@ -89,7 +89,8 @@ class CommitProofs:
         return True
 
     async def collect(self, peers: Sequence[PeerId], position: Position) -> None:
-        """Fetch and keep these peers' proofs of `position`, whoever signed them: for a keeper, which knows no members.
+        """Fetch and keep these peers' proofs of `position`, no matter who signed them: for a keeper, which knows no
+        members.
 
         A peer that later asks the keeper verifies the signatures of the members that it knows.
         """

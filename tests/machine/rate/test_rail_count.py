@@ -34,7 +34,7 @@ def test_a_long_fat_path_gets_several_while_the_flow_still_grows() -> None:
     line = Line(0.1)
     assert [line.at(rate) for rate in (5, 10, 20)] == [0, 0, 0]
     assert line.at(40) == 4
-    assert "under way" in line.why
+    assert "in flight" in line.why
 
 
 def test_a_longer_path_gets_more() -> None:

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.errors import Cause, LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, TooSlow, Unreachable
+from peerd.core.errors import (
+    Cause,
+    LocalError,
+    Overloaded,
+    PeerdError,
+    ProtocolViolation,
+    Refused,
+    TooSlow,
+    Unreachable,
+)
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_BODY_BYTES, RPC_DEADLINE_S, RPC_FRAMES, RPC_ROUND_DEADLINE_S
