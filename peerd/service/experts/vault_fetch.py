@@ -17,7 +17,6 @@ from typing import Final, Protocol
 
 import trio
 
-from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
@@ -26,6 +25,7 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.experts import DIGEST_BYTES, CheckpointRef, PieceWanted, state_root
 from peerd.core.messages.state import piece_digest
 from peerd.core.work import Worker
+from peerd.machine.rate.suspicion import Suspicion
 from peerd.service.experts.kept_directory import GET
 from peerd.service.experts.vault_disk import Bytes, piece_at, pieces_of
 from peerd.service.rpc.rpc import Rpc
@@ -63,7 +63,7 @@ class PieceFetch:
 
     def __init__(self, rpc: Rpc, worker: Worker) -> None:
         self._rpc, self._worker = rpc, worker
-        self._shunned = BoundedDict[tuple[PeerId, bytes], float](LINKS)  # (holder, digest) -> end of the pause
+        self._shunned = Suspicion[tuple[PeerId, bytes]](_SHUN_S, _SHUN_S, LINKS)  # by holder and digest
 
     async def digests(self, pointer: CheckpointRef, holders: Sequence[PeerId]) -> bytes:
         """The digests of all pieces, joined. Raises the RemoteError of the last holder if none returns them.
@@ -159,12 +159,12 @@ class PieceFetch:
 
     def _honest(self, pointer: CheckpointRef, holders: Sequence[PeerId]) -> list[PeerId]:
         now, digest = trio.current_time(), pointer.digest
-        return [peer for peer in dict.fromkeys(holders) if self._shunned.get((peer, digest), now) <= now]
+        return [peer for peer in dict.fromkeys(holders) if not self._shunned.is_aside(now, (peer, digest))]
 
     def _failed(self, pointer: CheckpointRef, holder: PeerId, error: RemoteError) -> RemoteError:
         lied = isinstance(error, ProtocolViolation)
         if lied:
-            self._shunned[holder, pointer.digest] = trio.current_time() + _SHUN_S
+            self._shunned.failed(trio.current_time(), (holder, pointer.digest))
         level = logging.WARNING if lied else logging.INFO
         log.log(level, "peer %s did not provide the checkpoint of expert %s: %s", holder, pointer.expert.uid, error)
         return error

@@ -11,7 +11,6 @@ all its stages does not count, and an answer influences nothing but the choice o
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from typing import Final, NamedTuple
 
 import trio
 
-from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
@@ -37,6 +35,7 @@ from peerd.machine.pipeline.routes import PlannedRoutes, Route
 from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rate.backoff import backoff_s
+from peerd.machine.rate.suspicion import Suspicion
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, fault_of_hops
 from peerd.service.pipeline.not_finite import NotFiniteJudge
@@ -129,7 +128,7 @@ class DirectPipeline:
         self._policy = chosen if run.plan is None else PlannedRoutes(chosen, followers(run.plan))
         self._stages = StageClient(run, rpc, self._peers, papers)
         self._judge = NotFiniteJudge(run, self._peers)
-        self._cuts = BoundedDict[tuple[str, str], float](_CUTS)  # (peer, peer of the next stage) -> end
+        self._cuts = Suspicion[tuple[str, str]](_CUT_S, _CUT_S, _CUTS)  # by peer and peer of the next stage
         self._serving: set[tuple[str, int]] = set()  # (peer, stage)
         self.relaying = TrainerRelay(rpc, self._serving, MicrobatchShapes(run))
         self._retries = 0
@@ -364,10 +363,10 @@ class DirectPipeline:
 
     def _is_cut(self, one: str, other: str) -> bool:
         """True if `one` recently failed to reach `other`."""
-        return self._cuts.get((one, other), -math.inf) > trio.current_time()
+        return self._cuts.is_aside(trio.current_time(), (one, other))
 
     def _note_cut(self, one: str, other: str) -> None:
-        self._cuts[one, other] = trio.current_time() + _CUT_S
+        self._cuts.put_aside((one, other), trio.current_time() + _CUT_S)
 
     # --- as MicrobatchSchedule --------------------------------------------------------------------------------
 

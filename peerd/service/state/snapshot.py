@@ -26,6 +26,7 @@ from peerd.core.limits import LINKS
 from peerd.core.messages.state import StateItem, StateLayout, StateRequest, TensorSpec
 from peerd.core.messages.swarm import Position
 from peerd.core.work import Worker
+from peerd.machine.rate.suspicion import Suspicion
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.fetch import BegunDownload, Donors, FetchPlan, FetchReport, StateFetch, fetch_layout
 from peerd.service.state.state_room import StateRoom
@@ -68,7 +69,7 @@ class SnapshotFetcher:
         self._rng = rng or Random(0)
         self._lock = trio.Lock()
         self._begun: BegunDownload | None = None  # pieces of a failed attempt
-        self._shunned: dict[str, float] = {}  # donor -> until when it is not asked
+        self._shunned = Suspicion[str](_SHUN_S, _SHUN_S, LINKS)  # donors that are not asked
         self._paces = BoundedDict[str, float](LINKS)  # donor -> seconds per byte
 
     async def fetch(
@@ -129,13 +130,11 @@ class SnapshotFetcher:
 
     def _honest(self, donors: Donors) -> list[PeerId]:
         now = trio.current_time()
-        return [d for d in (donors() if callable(donors) else donors) if self._shunned.get(d.text, now) <= now]
+        return [d for d in (donors() if callable(donors) else donors) if not self._shunned.is_aside(now, d.text)]
 
     def _shun(self, liars: list[str]) -> None:
-        now = trio.current_time()
-        for peer in [peer for peer, until in self._shunned.items() if until <= now]:
-            del self._shunned[peer]
-        self._shunned.update(dict.fromkeys(liars, now + _SHUN_S))
+        for peer in liars:
+            self._shunned.failed(trio.current_time(), peer)
 
 
 class Snapshots(SnapshotFetcher):
