@@ -166,7 +166,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.rpc.served_call.RPC_MESSAGE_S": BYTES,
     "peerd.service.rpc.server.RPC_LEAST_BYTES_PER_S": BYTES,
     "peerd.service.rpc.server.RPC_MESSAGE_S": BYTES,
-    "peerd.machine.budget.unproven._MINUTE_S": COUNTS,
+    "peerd.machine.budget.tab._MINUTE_S": COUNTS,
     "peerd.machine.rpc.message_codec.RPC_ROUND_DEADLINE_S": "a week; a round ends when a peer falls silent",
     "peerd.machine.rpc.message_codec._LEAST_MS": LEAST,
     "peerd.machine.rpc.declaration.RPC_DEADLINE_S": "an hour for one call; larger transfers use several calls",
