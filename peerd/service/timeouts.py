@@ -106,7 +106,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.machine.network.pair_meter._MINUTE_S": COUNTS,
     "peerd.machine.network.report_changes.REFRESH_S": PAUSE,
     "peerd.machine.rate.access_line.WINDOW_S": LINE,
-    "peerd.machine.rate.bdp_window._EPOCH_S_MIN": LINE,
+    "peerd.machine.rate.delivery_rate._EPOCH_S_MIN": LINE,
     "peerd.machine.rate.liveness.BASE_S": REST,
     "peerd.machine.rate.liveness.LONGEST_S": REST,
     "peerd.machine.rate.rail_count._AGAIN_S": REST,

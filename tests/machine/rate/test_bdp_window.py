@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.rate.bdp_window import FLOOR_BYTES, BdpWindow
+from peerd.machine.rate.delivery_rate import FLOOR_BYTES, BdpWindow
 
 STEP_S = 0.002
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.rate.rail_pacing import RailPace
+from peerd.machine.rate.rail_count import RailPace
 
 RAILS = 4
 
