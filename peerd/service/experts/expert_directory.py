@@ -32,8 +32,7 @@ from peerd.core.messages.experts import Announced
 from peerd.core.record import Record
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.experts.host_rests import HostRests
-from peerd.machine.experts.live_bits import LiveBits
-from peerd.machine.experts.prefix_cache import CachedClaim, Claims, PrefixCache, ranked
+from peerd.machine.experts.prefix_cache import CachedClaim, Claims, LiveBits, PrefixCache, ranked
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.experts.contested import ContestedExperts, Told

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.averaging.group_size import FailureRate, group_size
+from peerd.machine.averaging.topology import FailureRate, group_size
 
 
 def cost(peers: int, size: int, failure: float) -> float:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.swarm import Done, LineInfo, Party, Prepare, Redo
-from peerd.machine.averaging.member_plan import MemberTerms, plan_of
+from peerd.machine.averaging.allreduce import MemberTerms, plan_of
 from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, SumTopology, foretold_mates
 from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.machine.conductor.conductor import Conductor

@@ -6,7 +6,7 @@ import random
 
 from peerd.core.messages.swarm import Done, Position
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.standstill import Standstill, named
+from peerd.machine.conductor.step_watch import Standstill, named
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import ConductorConfig, MemberGone, MemberHello, Origin, SendPrepare, TrainerReport
 

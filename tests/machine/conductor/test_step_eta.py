@@ -6,7 +6,7 @@ import random
 
 from peerd.core.messages.swarm import Done, Forecast, Position
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.step_eta import StepEta
+from peerd.machine.conductor.step_watch import StepEta
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
     ConductorConfig,

@@ -9,8 +9,7 @@ import pytest
 from peerd.core.experts.grid import Grid, Uid, coordinates_in
 from peerd.core.ids import PeerId
 from peerd.machine.experts.host_rests import HostRests
-from peerd.machine.experts.live_bits import LiveBits
-from peerd.machine.experts.prefix_cache import CachedClaim, ranked
+from peerd.machine.experts.prefix_cache import CachedClaim, LiveBits, ranked
 
 GRID, P = Grid(1, (4, 9)), Uid(0, (2,))
 HOSTS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(4)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peerd.core.limits import RPC_DEADLINE_S
-from peerd.machine.experts.round_limit import RoundLimit
+from peerd.machine.experts.answer_rule import RoundLimit
 
 
 def test_quick_calls_have_what_the_run_file_says() -> None:

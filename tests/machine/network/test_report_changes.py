@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from peerd.core.limits import NETWORK_REPORT_PAIRS
 from peerd.core.messages.network import PairFigures
-from peerd.machine.network.report_changes import REFRESH_S, ReportChanges
+from peerd.machine.network.pair_meter import REFRESH_S, ReportChanges
 
 
 def test_only_what_changed_by_a_fifth_is_told_anew() -> None:

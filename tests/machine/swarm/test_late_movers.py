@@ -8,7 +8,7 @@ from peerd.core.messages.swarm import Done
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import ConductorConfig, MoveEnded, PrepareEnded, SendMove, SendPrepare, TrainerReport
-from peerd.machine.swarm.late_movers import LateMovers
+from peerd.machine.swarm.latecomers import LateMovers
 from tests.worlds.machines.conducting import hello
 
 MEMBERS = {"a": 0, "b": 0, "c": 1, "d": 1}
