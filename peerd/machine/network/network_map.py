@@ -6,7 +6,7 @@ a figure, that one counts. A limit of a pair (for the division of averaging) cou
 pair, and not their own line, determined the rate; its value is then the higher of their rates. One end alone cannot
 know whether the other one was busy, and a liar that reports limits between itself and all others changes nothing.
 
-Figures settle (`SettlingFigure`) and fade: a figure that was not reported again for FADE_S is unknown, and its pair is a gap
+Figures settle and fade: a figure that was not reported again for FADE_S is unknown, and its pair is a gap
 for `landmarks`. Sans-IO. Bounded in total and per reporting peer; when the map is full, the peer with most figures
 loses its oldest one, so that a stranger cannot displace others. Hostile input: any figures about any names from any
 authorized reporter; the driver checks who may report and which names exist.

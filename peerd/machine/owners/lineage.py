@@ -7,7 +7,7 @@ only as a link of a chain. A peer that knows the owner of an expert follows
 since;
 * once the owner's claim is gone, or was not renewed for longer than a period: a host that claims the next generation,
   and whose checkpoint continues from one that a known owner signed (`PreviousOwner`). Its claim comes before its
-  checkpoint, so others wait for the checkpoint, for a while (`AdopterTurns`). If no checkpoint of a known owner was left for a
+  checkpoint, so others wait for the checkpoint, for a while (a turn). If no checkpoint of a known owner was left for a
   period, no link is needed. A host that made its claim while the owner still renewed its own is skipped, unless holders
   vouch for it;
 * after a partition: of two owners, the one for which more networks vouch by holding its checkpoints. If one
@@ -39,8 +39,7 @@ from peerd.core.limits import EXPERTS_SEEN
 from peerd.core.messages.experts import CheckpointRef, PreviousOwner
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy, OwnerTree, Seat
-from peerd.machine.owners.rivals import RivalWatch
-from peerd.machine.owners.sightings import Sightings
+from peerd.machine.owners.rivals import RivalWatch, Sightings
 
 _RENEWED: Final = 1.1  # periods that a claim lives without renewal, as in `custody`
 _UNCLAIMED: Final = 0.5  # periods that an owner without a claim remains the owner
