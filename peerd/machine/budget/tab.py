@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import LocalError
 from peerd.machine.budget.book import Book, Resource, User
+from peerd.machine.rate.quota import LogLimit
 
 _MINUTE_S: Final = 60.0
-_NAMED: Final = 1024  # peers that were logged lately
 
 
 class UsageTab:
@@ -110,7 +109,7 @@ class UnprovenCalls:
 
     def __init__(self, book: Book) -> None:
         self._calls = MinuteTab(book, Resource.UNPROVEN)
-        self._named = BoundedDict[str, float](_NAMED)  # peer -> when it may be logged again
+        self._log_limit = LogLimit[str](_MINUTE_S)  # by peer
 
     def objection(self, now: float, user: User) -> str | None:
         """Reason to refuse a call of `user` before its proof is verified, or None."""
@@ -123,7 +122,4 @@ class UnprovenCalls:
         """
         self._calls.take(now, user)
         why = self._calls.objection(now, user)
-        if why is None or now < self._named.get(user.peer, 0.0):
-            return None
-        self._named[user.peer] = now + _MINUTE_S
-        return why
+        return why if why is not None and self._log_limit.may_log(now, user.peer) else None
