@@ -33,7 +33,7 @@ class StepEta:
         self._whole_in_s: float | None = None
         self._closing_since: float | None = None
         self._closing_step = 0
-        self._closing_s: float | None = None  # smoothed seconds from the complete batch to the next step; None: unknown
+        self._closing_s: float | None = None  # smoothed seconds from the complete batch to the next step, if known
 
     def look(self, now: float, conductor: Conductor) -> Forecast | None:
         """Forecast as of `now`, or None if it is unknown."""
