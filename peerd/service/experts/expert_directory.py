@@ -68,7 +68,7 @@ class ExpertDirectory:
         self._announced: set[Uid] = set()
         self._announced_at, self._gap_s = -math.inf, 0.0  # time of the last full announcement, and the gap before it
         self._taught = BoundedDict[PeerId, tuple[tuple[str, ...], float]](EXPERT_RESTS)
-        self._log_limit = LogLimit[PeerId | tuple[PeerId, PeerId]](_SAID_AGAIN_S)  # by peer, or by pair of rivals
+        self._log_limit = LogLimit[PeerId | tuple[PeerId, PeerId]](_SAID_AGAIN_S, EXPERT_RESTS)  # or by rivals
         self.records, self.refused = 0, 0  # records read: accepted, rejected
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -115,7 +115,7 @@ class KeptDirectory:
         self._announce_s = run.experts.announce_s
         self.lineages = ExpertLineages(run.experts.announce_s, peer.host.id, self.seat)
         self._silent = BoundedDict[PeerId, float](KEPT_EXPERTS)  # peers that did not answer -> end of the pause
-        self._log_limit = LogLimit[tuple[PeerId, str]](_SAID_AGAIN_S)  # by peer and fault
+        self._log_limit = LogLimit[tuple[PeerId, str]](_SAID_AGAIN_S, KEPT_EXPERTS)  # by peer and fault
         self._published: dict[tuple[Key, bytes], tuple[object, float]] = {}  # (compared content, time of publication)
 
     @property
