@@ -29,12 +29,13 @@ import trio
 
 from peerd.compute import gpu
 from peerd.compute.allocator import return_large_blocks
-from peerd.compute.cpu_pace import CpuPace
 from peerd.core.errors import LocalError, NoMemory
 
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S: Final = 10.0  # for the running job when its worker closes; slightly longer than the daemon's drain
+
+BURST_S: Final = 0.1  # per processor: credit of a job after an idle period
 
 
 def use_threads(count: int) -> None:
@@ -252,3 +253,37 @@ class InlineWorker:
         if cost_s > 0:
             await trio.sleep_until(finished_at)
         return result.unwrap()
+
+
+class CpuPace:
+    """Limits a process's processor time: over a second or longer, it uses at most `threads` processors.
+
+    Measures the whole process, including its trio loop and encryption, and makes computing jobs wait for any excess
+    before they start, never while they run. Unused time is not saved up. One instance for all workers of a process;
+    called in their threads.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._threads, self._clock, self._used = threads, clock, used
+        self._lock = threading.Lock()
+        self._credit_s = BURST_S * threads
+        self._at, self._used_s = clock(), used()
+
+    def delay_s(self) -> float:
+        """Seconds that computing must wait now; 0 if it may start."""
+        with self._lock:
+            now, used_s = self._clock(), self._used()
+            gained_s = self._threads * (now - self._at) - (used_s - self._used_s)
+            self._credit_s = min(BURST_S * self._threads, self._credit_s + gained_s)
+            self._at, self._used_s = now, used_s
+            return max(0.0, -self._credit_s / self._threads)
+
+    def rest(self) -> None:
+        """Block the calling thread until computing may start."""
+        while (delay_s := self.delay_s()) > 0:
+            time.sleep(delay_s)  # only blocks a worker's thread, not the trio loop

@@ -53,6 +53,7 @@ PACKAGES = {
     "core/run": {"core"},
     "machine": {"machine/connectivity"},
     "machine/batch": {"machine/swarm"},
+    "machine/budget": {"machine/rate"},
     "machine/conductor": {
         *("machine/averaging", "machine/batch", "machine/positions", "machine/rebalance", "machine/swarm"),
     },

@@ -5,7 +5,7 @@ service's methods, only the heads of messages are read. Gate and declaration are
 handler is cancelled if its caller cancels, resets the stream or is lost; it can fail only its own call. A peer that
 breaks the message grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it
 and resets the stream. If a method has no free place for a call, a call whose caller has made no progress for long is
-ended. Calls whose proofs are invalid are counted against their caller (`machine/budget/unproven`).
+ended. Calls whose proofs are invalid are counted against their caller (`machine/budget/tab`).
 
 Besides each method's own limits, the host's book limits: running calls; bytes of messages, from their arrival to the
 end of their call; unread answers (above RPC_OUTBOX_BYTES a stream is not read further, and calls of a peer that has
@@ -39,8 +39,7 @@ from peerd.core.limits import (
 )
 from peerd.core.messages.encoding import decode
 from peerd.machine.budget.book import EVERYBODY, Resource
-from peerd.machine.budget.tab import UsageTab
-from peerd.machine.budget.unproven import UnprovenCalls
+from peerd.machine.budget.tab import UnprovenCalls, UsageTab
 from peerd.machine.rate.arrival_rate import LineRates
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.declaration import Shows

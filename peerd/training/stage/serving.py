@@ -36,7 +36,7 @@ from peerd.core.run.runfile import RunFile
 from peerd.machine.budget.book import User
 from peerd.machine.pipeline.fair_turns import Turn
 from peerd.machine.pipeline.wiring import BACKWARD_COST
-from peerd.machine.rebalance.load_meter import LoadMeter
+from peerd.machine.rebalance.loads import LoadMeter
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.admissions import Admissions
