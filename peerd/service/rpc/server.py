@@ -144,10 +144,11 @@ class ServedStream:
         gate = self._server.gate
         return gate is not None and gate.closed(self.peer, [method.name for method in self._methods.values()])
 
-    def _objected(self) -> str:
+    def _objected(self) -> Refused:
         """The gate's objection to a call of the first method; the gate counts it as a refused call."""
         gate, first = self._server.gate, next(iter(self._methods.values()))
-        return (gate.objection(self.peer, first.name) if gate is not None else None) or "this service is not for you"
+        found = gate.objection(self.peer, first.name) if gate is not None else None
+        return found or Refused("this service is not for you")
 
     async def _turn_away(self) -> bool:
         """Refuse calls by their heads alone while the gate is closed. Returns True if it opened: the next call may come
@@ -159,7 +160,7 @@ class ServedStream:
                 self._inbound.begin(head)
                 return True
             if kind <= wire.OPEN:
-                self._refuse(call_id, Refused(self._objected()))
+                self._refuse(call_id, self._objected())
             if frames:
                 break
             await self._pass(size)
