@@ -16,6 +16,7 @@ import pytest
 from rich.cells import cell_len
 
 from peerd.config import load_run
+from peerd.control.snapshot import StatusSnapshot, TrafficStatus
 from peerd.core.errors import ConfigError
 from peerd.demo import children as children_module
 from peerd.demo import tether
@@ -35,8 +36,7 @@ class Told(Child):
     """A child that runs nowhere and tells what it is given."""
 
     def __init__(self, name: str, told: dict[str, Any], *, running: bool = True, bytes_out: int = 0) -> None:
-        network = {"bytes_out": bytes_out, "bytes_in": 0}
-        self.name, self.snapshot = name, {"roles": [told], "network": network}
+        self.name, self.snapshot = name, StatusSnapshot(roles=[told], network=TrafficStatus(bytes_out=bytes_out))
         self._running = running
 
     @property
@@ -85,7 +85,7 @@ def test_calls_that_experts_answered_show_that_a_slow_demo_is_not_stuck() -> Non
     seen = []
     for told in (
         {},
-        {"step": 0, "experts": {"calls": {"forwards": 3, "backwards": 1}}},
+        {"step": 0, "experts": {"updates": 0, "calls": {"forwards": 3, "backwards": 1}}},
         {"microbatches": {"counted": 8}},
     ):
         scene.read({"trainer": Told("trainer", told)}, now_s=2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Final, Protocol, TextIO
 
 from rich.console import Console
@@ -13,7 +14,8 @@ from peerd.demo.expert_scene import ExpertScene, HostRow
 from peerd.demo.scene import Scene, StageRow
 from peerd.screen import units
 from peerd.screen.chart import Curve
-from peerd.screen.frame import Columns, FramePicture, bar, compose
+from peerd.screen.columns import Columns, Row, styled
+from peerd.screen.frame import FramePicture, bar, compose
 from peerd.screen.full_screen import FullScreen
 
 LINE_PERIOD_S: Final = 5.0
@@ -122,24 +124,24 @@ def _event(at: float, text: str) -> Text:
 def _table(scene: Scene) -> Columns:
     if isinstance(scene, ExpertScene):
         hosts = [_host_row(host, killed=host.name in scene.killed) for host in scene.hosts]
-        return Columns(("host", "experts", "updates", "a second", "waits"), hosts, frozenset({1, 2, 3}))
-    peers = [_row(peer, killed=peer.name in scene.killed) for peer in scene.stage_peers]
-    return Columns(("peer", "stage", "step", "can do", "waits"), peers, frozenset({1, 2, 3}))
+        return Columns(("host", "experts", "updates", "a second", "waits"), hosts, {1, 2, 3})
+    peers = [_stage_row(peer, killed=peer.name in scene.killed) for peer in scene.stage_peers]
+    return Columns(("peer", "stage", "step", "can do", "waits"), peers, {1, 2, 3})
 
 
-def _host_row(host: HostRow, *, killed: bool) -> list[Text]:
-    note = "killed" if killed else "gone" if not host.running else host.waits_for or "-"
-    if host.adopted and host.running:
-        note = f"{units.counted(host.adopted, 'expert')} taken over" + (f"; {note}" if note != "-" else "")
-    style = "red" if killed else "" if host.running else "dim"
-    rate = f"{units.number(round(host.updates_per_s, 1))}/s" if host.updates_per_s and host.running else "-"
-    cells = (host.name, units.count(host.hosted), units.count(host.updates), rate, note)
-    return [Text(cell, style) for cell in cells]
+def _host_row(host: HostRow, *, killed: bool) -> Row:
+    taken = f"{units.counted(host.adopted, 'expert')} taken over" if host.adopted else ""
+    return _row(host, (units.count(host.hosted), units.count(host.updates)), host.updates_per_s, taken, killed=killed)
 
 
-def _row(peer: StageRow, *, killed: bool) -> list[Text]:
-    note = "killed" if killed else "gone" if not peer.running else peer.waits_for or "-"
+def _stage_row(peer: StageRow, *, killed: bool) -> Row:
     stage = "-" if peer.stage is None else str(peer.stage)
-    speed = f"{units.number(round(peer.samples_per_s, 1))}/s" if peer.samples_per_s and peer.running else "-"
-    style = "red" if killed else "" if peer.running else "dim"
-    return [Text(cell, style) for cell in (peer.name, stage, units.count(peer.step), speed, note)]
+    return _row(peer, (stage, units.count(peer.step)), peer.samples_per_s, "", killed=killed)
+
+
+def _row(peer: StageRow | HostRow, figures: Sequence[str], per_s: float, note: str, *, killed: bool) -> Row:
+    """Row of a process. `note` stands before what a running process waits for."""
+    note = "; ".join(filter(None, (note, peer.waits_for))) or "-"
+    rate = f"{units.number(round(per_s, 1))}/s" if per_s and peer.running else "-"
+    state = "killed" if killed else note if peer.running else "gone"
+    return styled((peer.name, *figures, rate, state), "red" if killed else "" if peer.running else "dim")
