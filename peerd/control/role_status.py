@@ -82,21 +82,21 @@ class EvaluationFigures(StatusPart, frozen=True):
 
 
 class RoleFigures(StatusPart, frozen=True):
-    """Figures of a trainer, a stage peer or a host of experts. Those of other roles are None."""
+    """Figures of a trainer, a stage peer or a host of experts. Those of the other roles have their defaults."""
 
     waits_for: str | None = None
-    step: int | None = None
+    step: int = 0
     loss: Figure = None
     evaluations: Sequence[EvaluationFigures] = ()
     microbatches: MicrobatchFigures = MicrobatchFigures()
     experts: TrainerExpertFigures | None = None
-    stage: int | None = None
-    held_samples: int | None = None
-    samples_per_s: Figure = None
-    hosted: int | None = None
-    updates: int | None = None
-    updates_per_s: Figure = None
-    adopted: int | None = None
+    stage: int = -1  # -1 if it has none
+    held_samples: int = 0
+    samples_per_s: float = 0.0
+    hosted: int = 0
+    updates: int = 0
+    updates_per_s: float = 0.0
+    adopted: int = 0
 
 
 def figures_of(value: object, kind: type[S]) -> S | None:

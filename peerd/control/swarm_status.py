@@ -12,58 +12,54 @@ from typing import Literal
 import msgspec
 
 Figure = float | Literal["nan", "inf", "-inf"] | None  # JSON has no such numbers; None if unknown
+Spread = dict[Literal["least", "median", "most"], float]
 
 
 class StatusPart(msgspec.Struct, kw_only=True, frozen=True):
     """Base class of the parts of a snapshot. Unknown fields, as of a newer daemon, are ignored."""
 
 
-class StagePeerStatus(StatusPart, frozen=True):
-    """A peer's record in the directory, as one of a stage's peers. Fields without a comment are as in StageProgress."""
+class PeerStatus(StatusPart, frozen=True):
+    """A peer's record in the directory. Fields without a comment are as in StageProgress and TrainerProgress."""
 
     peer: str = "?"
-    stage: int = -1
-    since: float = 0.0
     step: int | None = None
-    held: int | None = None
     samples_per_s: Figure = None
-    device: str = "?"
-    conductor: str = ""
     waits_for: str | None = None
     addrs: Sequence[str] = ()
-    step_at: float = 0.0
     client: bool = False
-    also: Sequence[int] = ()
-    busy: float = 0.0
-    queue: float = 0.0
-    ends: bool = False
     told_at: float = 0.0  # Unix time at which it published the record
-    name: str = ""  # as the organizer signed it
     age_s: Figure = None  # of the record
     gone: bool = False  # the conductor lists it no more
     own: bool = False  # it is the daemon's own peer
 
 
-class TrainerStatus(StatusPart, frozen=True):
-    """A trainer's record in the directory. Fields are as in TrainerProgress and StagePeerStatus."""
+class StagePeerStatus(PeerStatus, frozen=True):
+    """A stage peer. Its name is as the organizer signed it."""
 
-    peer: str = "?"
-    step: int | None = None
+    name: str = ""
+    stage: int = -1
+    since: float = 0.0
+    held: int | None = None
+    device: str = "?"
+    conductor: str = ""
+    step_at: float = 0.0
+    also: Sequence[int] = ()
+    busy: float = 0.0
+    queue: float = 0.0
+    ends: bool = False
+
+
+class TrainerStatus(PeerStatus, frozen=True):
+    """A trainer."""
+
     loss: Figure = None
     valid_loss: Figure = None
     valid_step: int = 0
-    samples_per_s: Figure = None
     tokens_per_s: Figure = None
     microbatches: int = 0
     redone: int = 0
     lost: int = 0
-    waits_for: str | None = None
-    addrs: Sequence[str] = ()
-    client: bool = False
-    told_at: float = 0.0
-    age_s: Figure = None
-    gone: bool = False
-    own: bool = False
 
 
 class StageStatus(StatusPart, frozen=True):
@@ -115,27 +111,11 @@ class StandstillStatus(StatusPart, frozen=True):
     for_s: Figure = None
 
 
-class ShareStatus(StatusPart, frozen=True):
-    """This peer's shares in the run, 0 to 1: of samples computed, samples brought and bytes summed."""
-
-    samples: Figure = None
-    brought: Figure = None
-    bytes_aggregated: Figure = None
-
-
 class CurveStatus(StatusPart, frozen=True):
     """Losses since the daemon started, as pairs of step and loss."""
 
     train: Sequence[tuple[float, float]] = ()
     valid: Sequence[tuple[float, float]] = ()
-
-
-class SpreadStatus(StatusPart, frozen=True):
-    """Spread of some figures."""
-
-    least: float
-    median: float
-    most: float
 
 
 class PairStatus(StatusPart, frozen=True):
@@ -169,8 +149,8 @@ class NetworkStatus(StatusPart, frozen=True):
     pairs_measured: int = 0
     rates_measured: int = 0
     more: bool = False  # not all pairs were read
-    rtt_ms: SpreadStatus | None = None
-    mbit: SpreadStatus | None = None
+    rtt_ms: Spread | None = None
+    mbit: Spread | None = None
     farthest: Sequence[PairStatus] = ()
     slowest: Sequence[DirectionStatus] = ()
     pairs: Sequence[PairStatus] = ()  # empty if there are too many for a snapshot
@@ -209,7 +189,9 @@ class SwarmStatus(StatusPart, frozen=True):
     own_wait: str | None = None  # what this peer waits for
     total_steps: int | None = None
     left_s: Figure = None
-    shares: ShareStatus = ShareStatus()
+    shares: dict[str, Figure] = msgspec.field(
+        default_factory=dict
+    )  # this peer's, 0 to 1, by figure of its contribution
     curve: CurveStatus = CurveStatus()
 
     @property

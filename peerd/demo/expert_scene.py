@@ -12,62 +12,33 @@ from typing import Any
 
 from peerd.demo.children import Child, Children
 from peerd.demo.report import DemoReport
-from peerd.demo.scene import Scene
-from peerd.screen.units import known
+from peerd.demo.scene import ProcessRow, Scene, rows
 from peerd.service.experts.vault_disk import VaultDisk
-
-
-@dataclass(frozen=True, slots=True)
-class HostRow:
-    """One host of experts, by its last status."""
-
-    name: str
-    hosted: int
-    updates: int
-    updates_per_s: float
-    adopted: int
-    waits_for: str
-    running: bool
 
 
 @dataclass(slots=True)
 class ExpertScene(Scene):
     """State of the swarm of hosts, updated from the processes' status."""
 
-    hosts: list[HostRow] = field(default_factory=list)
+    hosts: list[ProcessRow] = field(default_factory=list)
     back: dict[str, dict[str, Any]] = field(default_factory=dict)  # expert -> event of its adoption
 
     def read(self, children: dict[str, Child], now_s: float) -> None:
         """Update the state from the processes' last status."""
         super(ExpertScene, self).read(children, now_s)
-        self.hosts = [_host(child) for name, child in children.items() if name.startswith("host-")]
+        self.hosts = rows(children, "host-")
 
     def returned(self, children: dict[str, Child]) -> Iterator[str]:
         """Messages on experts adopted since the last call, one for each host."""
-        for name, child in children.items():
-            if not name.startswith("host-") or not any(host.name == name and host.adopted for host in self.hosts):
-                continue
+        for name in [host.name for host in self.hosts if host.told.adopted]:
             fresh = {}
-            for event in child.events():
+            for event in children[name].events():
                 if event.get("name") == "expert.adopted" and str(event.get("expert")) not in self.back:
                     fresh[str(event["expert"])] = {**event, "host": name}
             self.back |= fresh
             if fresh:
                 lost = sum(int(event.get("updates_lost") or 0) for event in fresh.values())
                 yield f"{name} took over {', '.join(sorted(fresh))}; {lost} updates lost"
-
-
-def _host(child: Child) -> HostRow:
-    told = child.role()
-    return HostRow(
-        name=child.name,
-        hosted=told.hosted or 0,
-        updates=told.updates or 0,
-        updates_per_s=known(told.updates_per_s) or 0.0,
-        adopted=told.adopted or 0,
-        waits_for=told.waits_for or "",
-        running=child.running,
-    )
 
 
 def handed_on(events: Iterable[dict[str, Any]]) -> set[str]:

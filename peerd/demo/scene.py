@@ -16,16 +16,12 @@ from peerd.screen.units import known
 
 
 @dataclass(frozen=True, slots=True)
-class StageRow:
-    """One stage process, by its last status."""
+class ProcessRow:
+    """A process, by its last status."""
 
     name: str
-    stage: int | None
-    step: int
-    held: int
-    samples_per_s: float
-    waits_for: str
     running: bool
+    told: RoleFigures
 
 
 @dataclass(slots=True)
@@ -44,7 +40,7 @@ class Scene:
     lost: int = 0
     answered: int = 0  # calls to experts
     waits_for: str = ""
-    stage_peers: list[StageRow] = field(default_factory=list)
+    stage_peers: list[ProcessRow] = field(default_factory=list)
     bytes_out: int = 0
     killed: list[str] = field(default_factory=list)
     events: list[tuple[float, str]] = field(default_factory=list)  # seconds since the start, text
@@ -59,14 +55,14 @@ class Scene:
         trainer = children.get("trainer")
         if trainer is not None:
             self._read_trainer(trainer.role(), now_s)
-        self.stage_peers = [_stage_peer(child) for name, child in children.items() if name.startswith("stage")]
+        self.stage_peers = rows(children, "stage")
         self.bytes_out = sum(child.snapshot.network.bytes_out for child in children.values())
 
     def _read_trainer(self, told: RoleFigures, now_s: float) -> None:
-        if told.step is not None:
+        if told.step:
             self.step_times.setdefault(told.step, now_s)
-            self.step = max(self.step, told.step)
-            _note(self.losses, told.step, told.loss)
+        self.step = max(self.step, told.step)
+        _note(self.losses, told.step, told.loss)
         for evaluation in told.evaluations:
             _note(self.valid_losses, evaluation.step, evaluation.loss)
         self._count(told.microbatches)
@@ -119,11 +115,11 @@ class Scene:
         """Bytes sent by all processes together, per trained token."""
         return self.bytes_out / (self.step * self.tokens_per_step) if self.step else math.nan
 
-    def victim(self) -> StageRow | None:
+    def victim(self) -> ProcessRow | None:
         """The peer to kill: of those whose stage has another peer, the one with the gradients of the most samples."""
-        living = [peer for peer in self.stage_peers if peer.running and peer.stage is not None]
-        spare = [peer for peer in living if sum(other.stage == peer.stage for other in living) > 1]
-        return max(spare, key=lambda peer: (peer.held, peer.name), default=None)
+        living = [peer for peer in self.stage_peers if peer.running and peer.told.stage >= 0]
+        spare = [peer for peer in living if sum(other.told.stage == peer.told.stage for other in living) > 1]
+        return max(spare, key=lambda peer: (peer.told.held_samples, peer.name), default=None)
 
     def say(self, now_s: float, text: str) -> None:
         self.events.append((now_s, text))
@@ -134,14 +130,7 @@ def _note(history: dict[int, float], step: int, loss: object) -> None:
         history.setdefault(step, value)
 
 
-def _stage_peer(child: Child) -> StageRow:
-    told = child.role()
-    return StageRow(
-        name=child.name,
-        stage=told.stage if told.stage is not None and told.stage >= 0 else None,
-        step=told.step or 0,
-        held=told.held_samples or 0,
-        samples_per_s=known(told.samples_per_s) or 0.0,
-        waits_for=told.waits_for or "",
-        running=child.running,
-    )
+def rows(children: dict[str, Child], kind: str) -> list[ProcessRow]:
+    """Rows of the processes whose names begin with `kind`."""
+    found = [child for name, child in children.items() if name.startswith(kind)]
+    return [ProcessRow(child.name, child.running, child.role()) for child in found]

@@ -193,10 +193,11 @@ class PipelineDemo(DemoStory):
         if self._wish.calm:
             return
         if not scene.killed and scene.step * 3 >= total and (victim := scene.victim()) is not None:
-            if not victim.held and scene.step * 3 < total + 3 * IDLE_STEPS:
+            held, stage = victim.told.held_samples, victim.told.stage
+            if not held and scene.step * 3 < total + 3 * IDLE_STEPS:
                 return  # wait for a peer that has work to lose
-            work = f"; it held {victim.held} samples' gradients" if victim.held else ""
-            self._kill(victim.name, f"of stage {victim.stage} at step {scene.step}{work}")
+            work = f"; it held {held} samples' gradients" if held else ""
+            self._kill(victim.name, f"of stage {stage} at step {scene.step}{work}")
         elif scene.killed and not self.started_later and scene.step * 2 >= total:
             name = f"stage-{PEERS_PER_STAGE * self._run.pipeline.stages + 1}"
             self._join(name, "stage")
@@ -204,11 +205,11 @@ class PipelineDemo(DemoStory):
             scene.say(self.now_s, f"started {name} at step {scene.step}")
 
     def _look(self) -> None:
-        before = {peer.name: peer.stage for peer in self.scene.stage_peers}
+        before = {peer.name for peer in self.scene.stage_peers if peer.told.stage >= 0}
         super()._look()
         for peer in self.scene.stage_peers:
-            if peer.stage is not None and before.get(peer.name) is None:
-                self.scene.say(self.now_s, f"{peer.name} serves stage {peer.stage}")
+            if peer.told.stage >= 0 and peer.name not in before:
+                self.scene.say(self.now_s, f"{peer.name} serves stage {peer.told.stage}")
 
     def _report(self) -> PipelineReport:
         scene = self.scene
@@ -241,11 +242,10 @@ class ExpertDemo(DemoStory):
         scene = self.scene
         if self._wish.calm or scene.killed or scene.step * 3 < scene.total_steps:
             return
-        victim = max(
-            (host for host in scene.hosts if host.running and host.hosted), key=lambda h: h.hosted, default=None
-        )
+        living = [host for host in scene.hosts if host.running and host.told.hosted]
+        victim = max(living, key=lambda host: host.told.hosted, default=None)
         if victim is not None:
-            self._kill(victim.name, f"at step {scene.step}; it hosted {victim.hosted} experts")
+            self._kill(victim.name, f"at step {scene.step}; it hosted {victim.told.hosted} experts")
 
     def _look(self) -> None:
         super()._look()

@@ -12,7 +12,7 @@ from typing import Final
 
 import trio
 
-from peerd.control.swarm_status import DirectionStatus, NetworkStatus, PairStatus, SpreadStatus, SwarmStatus
+from peerd.control.swarm_status import DirectionStatus, NetworkStatus, PairStatus, Spread, SwarmStatus
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.run.runfile import BYTES_PER_MBIT
@@ -92,7 +92,7 @@ def _directions(pair: PairStatus) -> Iterator[DirectionStatus]:
         yield DirectionStatus(source=pair.other, target=pair.one, mbit=pair.back_mbit, rtt_ms=pair.rtt_ms)
 
 
-def _spread(figures: Sequence[float]) -> SpreadStatus | None:
+def _spread(figures: Sequence[float]) -> Spread | None:
     if not figures:
         return None
-    return SpreadStatus(least=min(figures), median=statistics.median(figures), most=max(figures))
+    return {"least": min(figures), "median": statistics.median(figures), "most": max(figures)}

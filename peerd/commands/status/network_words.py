@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from peerd.control.swarm_status import NetworkStatus, PairStatus, SpreadStatus
+from peerd.control.swarm_status import NetworkStatus, PairStatus, Spread
 from peerd.screen import units
 from peerd.screen.columns import Columns, Row
 
@@ -39,10 +39,10 @@ def network_parts(
     return [line, worst.table()] if worst.rows else [line]
 
 
-def _range(spread: SpreadStatus | None, what: str, unit: str) -> str:
+def _range(spread: Spread | None, what: str, unit: str) -> str:
     if spread is None:
         return f"no {what} measured yet"
-    least, median, most = map(_figure, (spread.least, spread.median, spread.most))
+    least, median, most = map(_figure, (spread["least"], spread["median"], spread["most"]))
     return f"{least} to {most} {unit} (median {median})" if least != most else f"{least} {unit}"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from peerd.control.role_status import (
     AveragingFigures,
@@ -20,9 +20,14 @@ from peerd.control.swarm_status import StatusPart
 from peerd.screen import units
 
 Told = Mapping[str, Any]
-S = TypeVar("S", bound=StatusPart)
 
 _WAYS: Final = {"direct": "directly", "relay": "over a relay", "trainer": "over the trainer"}
+_FORMS: Final[Mapping[str, type[StatusPart]]] = {
+    "averaging": AveragingFigures,
+    "microbatches": MicrobatchFigures,
+    "handover": HandoverFigures,
+    "experts": TrainerExpertFigures,
+}
 _NEXT_SHOWN: Final = 3  # most peers of the next stage that are named
 
 _ELSEWHERE: Final = {
@@ -70,6 +75,8 @@ def details(role: Told) -> Iterator[str]:
         if key in _ELSEWHERE or value is None or value is False or value in ("", [], {}):
             continue
         phrase = _PHRASES.get(key)
+        if key in _FORMS and (value := figures_of(value, _FORMS[key])) is None:
+            value, phrase = role[key], None  # of a role that is not built in
         told = phrase(value, role) if phrase is not None else _plain(key, value)
         if told:
             yield told
@@ -171,16 +178,6 @@ def _hosted(value: Any, role: Told) -> str:
     return f"hosts {units.count(value)}{f' of {units.count(room)}' if room else ''} experts"
 
 
-def _of(key: str, kind: type[S], phrase: Callable[[S, Told], str]) -> Callable[[Any, Told], str]:
-    """Formatter for figures that belong together. Those of another form are shown plainly."""
-
-    def form(value: Any, role: Told) -> str:
-        told = figures_of(value, kind)
-        return phrase(told, role) if told is not None else _plain(key, value)
-
-    return form
-
-
 def _counted(words: str) -> Callable[[Any, Told], str]:
     """Formatter for a count followed by `words`. Returns "" for 0."""
     return lambda value, role: f"{units.count(value)} {words}" if value else ""
@@ -196,14 +193,14 @@ _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "tokens_per_s": lambda value, role: units.rate(value, "tokens") if value else "",
     "held_samples": lambda value, role: f"holds {units.counted(value, 'sample')}" if value else "",
     "samples": lambda value, role: f"{units.counted(value, 'sample')} computed" if value else "",
-    "averaging": _of("averaging", AveragingFigures, _averaging),
-    "microbatches": _of("microbatches", MicrobatchFigures, _microbatches),
+    "averaging": _averaging,
+    "microbatches": _microbatches,
     "in_flight_why": lambda value, role: "",
-    "handover": _of("handover", HandoverFigures, _handover),
+    "handover": _handover,
     "busy": lambda value, role: f"busy {units.share(value)} of the time" if value else "",
     "moves": lambda value, role: str(value),
     "relayed_bytes": lambda value, role: f"{units.size(value)} relayed between stage peers" if value else "",
-    "experts": _of("experts", TrainerExpertFigures, _experts),
+    "experts": _experts,
     "coding": lambda value, role: ", ".join(f"{key} sent as {_code(code)}" for key, code in value.items()),
     "retries": lambda value, role: f"{units.counted(value, 'call')} repeated" if value else "",
     "payload_bytes": lambda value, role: f"{units.size(value)} of tensors",

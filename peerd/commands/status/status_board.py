@@ -23,11 +23,10 @@ from peerd.control.swarm_status import (
     ContributionStatus,
     CurveStatus,
     NetworkStatus,
-    ShareStatus,
+    PeerStatus,
     StagePeerStatus,
     StandstillStatus,
     SwarmStatus,
-    TrainerStatus,
 )
 from peerd.core.clock import Clock
 from peerd.core.messages.progress import pause_s
@@ -236,7 +235,7 @@ class StatusBoard:
             next_step_in_s=max(0.0, swarm.next_step_at - wall) if swarm.next_step_at is not None else None,
             total_steps=self._run.optimizer.total_steps or None,
             left_s=self._left_s(swarm, still),
-            shares=ShareStatus(**{key: shares.of(own) for key, shares in self._shares.items()}),
+            shares={key: shares.of(own) for key, shares in self._shares.items()},
             curve=CurveStatus(train=self._train.points(), valid=self._valid.points()),
         )
 
@@ -312,7 +311,7 @@ class StatusBoard:
             await trio.sleep(SWARM_PERIOD_S)
 
 
-def _age_s(row: StagePeerStatus | TrainerStatus, wall: float) -> float:
+def _age_s(row: PeerStatus, wall: float) -> float:
     return max(0.0, wall - row.told_at)
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 from msgspec import Struct, structs
 
@@ -24,7 +23,7 @@ from peerd.control.swarm_status import (
     TrainerStatus,
 )
 from peerd.core.errors import ProtocolViolation, RemoteError
-from peerd.core.ids import PeerId
+from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DIRECTORY_READ_BYTES
 from peerd.core.messages.contributions import Contributed, contributions_key, counted_key, decode_contributed
 from peerd.core.messages.progress import (
@@ -50,18 +49,9 @@ COPY_AGE_S: Final = 2.0  # cached copies up to this age will do, since many watc
 STAGES_SHOWN: Final = 64  # most stages in a swarm view; bounds its lookups
 FRESH_S: Final = 22.0  # rates in older records are ignored; peers publish at least every 20 s
 _COUNTED_AS: Final = {b"trainer": "brought", b"expert": "updates"}  # role -> its column in the leader-board
+
 V = TypeVar("V", bound=Struct)
-
-
-@dataclass(frozen=True, slots=True)
-class _Read(Generic[V]):
-    """A record's publisher, value, suffix and time; and the publisher's name, if it has a token."""
-
-    peer: PeerId
-    value: V
-    suffix: bytes
-    told_at: float
-    name: str = ""
+M = TypeVar("M", StageProgress, Contributed)
 
 
 async def swarm_view(dht: Dht, run: RunFile, gate: AccessGuard | None = None, wall: float = 0.0) -> SwarmStatus:
@@ -69,8 +59,7 @@ async def swarm_view(dht: Dht, run: RunFile, gate: AccessGuard | None = None, wa
 
     `wall` is the current Unix time. If the DHT cannot be read, the result has only `run` and the reason, `why`.
     """
-    numbers = range(min(run.pipeline.stages, STAGES_SHOWN))
-    keys = [stage_key(run.run, number) for number in numbers]
+    keys = [stage_key(run.run, number) for number in range(min(run.pipeline.stages, STAGES_SHOWN))]
     try:
         wanted = [*keys, progress_key(run.run), contributions_key(run.run), counted_key(run.run)]
         found = await dht.get_many(
@@ -78,43 +67,61 @@ async def swarm_view(dht: Dht, run: RunFile, gate: AccessGuard | None = None, wa
         )
     except RemoteError as error:
         return SwarmStatus(run=run.run, why=f"the directory gave no answer: {error}")
-    unreadable: list[Record] = []
+    records = _Records(found, gate)
     stages = [
-        StageStatus(stage=number, peers=_stage_peers(found.get(key, []), gate, unreadable))
-        for number, key in zip(numbers, keys, strict=True)
+        StageStatus(stage=number, peers=[_stage_peer(*row) for row in records.members(key, decode_stage, "stage")])
+        for number, key in enumerate(keys)
     ]
     trainers = [
-        TrainerStatus(peer=one.peer.text, told_at=one.told_at, **structs.asdict(one.value))
-        for one in _read(found.get(progress_key(run.run), []), decode_trainer, unreadable)
+        TrainerStatus(peer=record.publisher.text, told_at=record.version / 1000, **structs.asdict(value))
+        for record, value in records.read(progress_key(run.run), decode_trainer)
     ]
-    given = _members(_read(found.get(contributions_key(run.run), []), decode_contributed, unreadable), gate)
+    given = records.members(contributions_key(run.run), decode_contributed)
     swarm = SwarmStatus(run=run.run, stages=stages, trainers=trainers)
-    counted = _counted(swarm, found.get(counted_key(run.run), []), gate, unreadable)
+    counted = _counted(swarm, found.get(counted_key(run.run), []), records)
+    head = None
+    if counted is not None:
+        names = ("since_step", "step", "unlisted", "told_at")
+        head = CountedStatus(by=counted.by.text, **{name: getattr(counted, name) for name in names})
     return structs.replace(
         summed(swarm, wall),
         contributions=leader_board(given, counted.of if counted is not None else {}),
-        counted=_head(counted) if counted is not None else None,
-        unreadable_records=len(unreadable),
+        counted=head,
+        unreadable_records=len(records.unreadable),
     )
 
 
-def _counted(
-    swarm: SwarmStatus, records: list[Record], gate: AccessGuard | None, unreadable: list[Record]
-) -> CountedTable | None:
+class _Records:
+    """Records of a run by key. Collects those that cannot be decoded."""
+
+    def __init__(self, found: Mapping[Key, list[Record]], gate: AccessGuard | None) -> None:
+        self._found = found
+        self.gate = gate
+        self.unreadable: list[Record] = []
+
+    def read(self, key: Key, decode: Callable[[bytes], V]) -> list[tuple[Record, V]]:
+        rows = list[tuple[Record, V]]()
+        for record in self._found.get(key, []):
+            try:
+                rows.append((record, decode(record.value)))
+            except ProtocolViolation:
+                self.unreadable.append(record)
+        return rows
+
+    def members(self, key: Key, decode: Callable[[bytes], M], *roles: str) -> list[tuple[Record, M, str]]:
+        """Records with each peer's name. In a run with tokens, only members', with the names the organizer signed."""
+        rows = [
+            (record, value, self.gate.named(record.publisher, value.token, *roles) if self.gate is not None else "")
+            for record, value in self.read(key, decode)
+        ]
+        return [(record, value, name) for record, value, name in rows if name is not None]
+
+
+def _counted(swarm: SwarmStatus, counts: list[Record], records: _Records) -> CountedTable | None:
     """The counts of the conductor that most stage peers follow, or None if they cannot be read."""
     followed = followed_most((row.peer, row.conductor) for row in swarm.stage_peers())
-    by = next((r.publisher for r in records if r.publisher.text == followed), None)
-    return read_counted(by, records, gate, unreadable) if by is not None else None
-
-
-def _head(counted: CountedTable) -> CountedStatus:
-    return CountedStatus(
-        by=counted.by.text,
-        since_step=counted.since_step,
-        step=counted.step,
-        unlisted=counted.unlisted,
-        told_at=counted.told_at,
-    )
+    by = next((record.publisher for record in counts if record.publisher.text == followed), None)
+    return read_counted(by, counts, records.gate, records.unreadable) if by is not None else None
 
 
 def foretold_by(swarm: SwarmStatus, wall: float) -> float | None:
@@ -122,46 +129,23 @@ def foretold_by(swarm: SwarmStatus, wall: float) -> float | None:
     return foretold_in_s([(row.peer, row.conductor, row.step_at) for row in swarm.stage_peers()], wall)
 
 
-def _read(records: list[Record], decode: Callable[[bytes], V], unreadable: list[Record]) -> list[_Read[V]]:
-    rows: list[_Read[V]] = []
-    for record in records:
-        try:
-            rows.append(_Read(record.publisher, decode(record.value), record.suffix, record.version / 1000))
-        except ProtocolViolation:
-            unreadable.append(record)
-    return rows
+def _stage_peer(record: Record, value: StageProgress, name: str) -> StagePeerStatus:
+    told = structs.asdict(value)
+    del told["token"]
+    return StagePeerStatus(peer=record.publisher.text, name=name, told_at=record.version / 1000, **told)
 
 
-def _stage_peers(records: list[Record], gate: AccessGuard | None, unreadable: list[Record]) -> list[StagePeerStatus]:
-    rows: list[StagePeerStatus] = []
-    for one in _members(_read(records, decode_stage, unreadable), gate, "stage"):
-        told = structs.asdict(one.value)
-        del told["token"]
-        rows.append(StagePeerStatus(peer=one.peer.text, name=one.name, told_at=one.told_at, **told))
-    return rows
+Given = tuple[Record, Contributed, str]  # with the publisher's name
 
 
-M = TypeVar("M", StageProgress, Contributed)
-
-
-def _members(rows: Iterable[_Read[M]], gate: AccessGuard | None, *roles: str) -> list[_Read[M]]:
-    """The rows with each peer's name. In a run with tokens, only members' rows, with the names the organizer signed."""
-    found = []
-    for row in rows:
-        name = gate.named(row.peer, row.value.token, *roles) if gate is not None else ""
-        if name is not None:
-            found.append(replace(row, name=name))
-    return found
-
-
-def leader_board(given: Iterable[_Read[Contributed]], counted: Mapping[PeerId, PeerWork]) -> list[ContributionStatus]:
+def leader_board(given: Iterable[Given], counted: Mapping[PeerId, PeerWork]) -> list[ContributionStatus]:
     """Contributions, one row for each peer over all its roles, sorted by the conductor's counts, then by own figures.
 
     The role in which a contribution was made is the suffix of its record.
     """
-    by_peer: dict[PeerId, list[_Read[Contributed]]] = {peer: [] for peer in counted}
+    by_peer: dict[PeerId, list[Given]] = {peer: [] for peer in counted}
     for one in given:
-        by_peer.setdefault(one.peer, []).append(one)
+        by_peer.setdefault(one[0].publisher, []).append(one)
     rows = [(_contribution(peer, own, counted.get(peer)), peer) for peer, own in by_peer.items()]
 
     def most(entry: tuple[ContributionStatus, PeerId]) -> tuple[list[int], PeerId]:
@@ -173,23 +157,23 @@ def leader_board(given: Iterable[_Read[Contributed]], counted: Mapping[PeerId, P
     return [row for row, _ in sorted(rows, key=most)]
 
 
-def _contribution(peer: PeerId, own: Sequence[_Read[Contributed]], work: PeerWork | None) -> ContributionStatus:
+def _contribution(peer: PeerId, own: Sequence[Given], work: PeerWork | None) -> ContributionStatus:
     """Row of a peer: the sums of what it published in its roles, and the conductor's count."""
     counted = SampleCounts(samples=work.computed, brought=work.brought) if work is not None else None
     if not own:
         return ContributionStatus(peer=peer.text, counted=counted)
-    samples = Counter[str]()
-    for one in own:
-        samples[_COUNTED_AS.get(one.suffix, "samples")] += one.value.samples
+    samples, values = Counter[str](), [value for _, value, _ in own]
+    for record, value, _ in own:
+        samples[_COUNTED_AS.get(record.suffix, "samples")] += value.samples
     return ContributionStatus(
         peer=peer.text,
-        name=own[0].name,
+        name=own[0][2],
         samples=samples["samples"],
         brought=samples["brought"],
         updates=samples["updates"],
-        bytes_aggregated=sum(one.value.bytes_aggregated for one in own),
-        hours=max(one.value.seconds for one in own) / 3600,
-        since=min(one.value.since for one in own),
+        bytes_aggregated=sum(value.bytes_aggregated for value in values),
+        hours=max(value.seconds for value in values) / 3600,
+        since=min(value.since for value in values),
         counted=counted,
     )
 

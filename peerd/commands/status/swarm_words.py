@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from rich.text import Text
 
-from peerd.control.swarm_status import ContributionStatus, SampleCounts, StagePeerStatus, SwarmStatus, TrainerStatus
+from peerd.control.swarm_status import ContributionStatus, PeerStatus, SampleCounts, SwarmStatus
 from peerd.screen import units
 from peerd.screen.columns import Columns, Row, styled
 
@@ -63,8 +63,8 @@ def figures(swarm: SwarmStatus) -> list[str]:
 
 def own_share(swarm: SwarmStatus) -> float | None:
     """This peer's share of the samples computed; without any, of the samples brought; else of the bytes summed."""
-    shares = swarm.shares
-    return next(filter(None, map(units.known, (shares.samples, shares.brought, shares.bytes_aggregated))), None)
+    shares = (units.known(swarm.shares.get(key)) for key in ("samples", "brought", "bytes_aggregated"))
+    return next(filter(None, shares), None)
 
 
 def left(swarm: SwarmStatus) -> str:
@@ -118,15 +118,15 @@ def _rate(samples_per_s: object) -> str:
     return f"{units.number(round(speed, 1))}/s" if speed else units.UNKNOWN
 
 
-def _name(peer: StagePeerStatus | TrainerStatus, names: Mapping[str, str]) -> str:
+def _name(peer: PeerStatus, names: Mapping[str, str]) -> str:
     return (names.get(peer.peer) or units.short(peer.peer)) + (" (this one)" if peer.own else "")
 
 
-def _silent(peer: StagePeerStatus | TrainerStatus) -> bool:
+def _silent(peer: PeerStatus) -> bool:
     return (units.known(peer.age_s) or 0.0) > SILENT_S
 
 
-def _state(peer: StagePeerStatus | TrainerStatus, names: Mapping[str, str]) -> str:
+def _state(peer: PeerStatus, names: Mapping[str, str]) -> str:
     """State of a peer: "gone", how long it has been silent, or the reason that it waits."""
     if peer.gone:
         return "gone"

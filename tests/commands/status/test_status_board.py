@@ -79,6 +79,6 @@ def test_a_dead_peer_is_marked_within_five_seconds_and_old_figures_are_looked_up
     assert known(before.samples_per_s)
     assert known(before.left_s)
     assert before.total_steps == 400
-    assert 0.2 < (known(before.shares.samples) or 0.0) < 0.5
+    assert 0.2 < (known(before.shares["samples"]) or 0.0) < 0.5
     assert before.curve.train
     assert before.standstill is None
