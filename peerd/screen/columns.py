@@ -6,10 +6,10 @@ Cells are plain text, never markup, because text may come from untrusted peers.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -19,16 +19,28 @@ Row = Sequence[str | Text]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A table. `fewer` replaces `rows` if those do not fit on a screen."""
+    """A table. `fewer` replaces `rows` if those do not fit on a screen.
+
+    On a narrow screen, words that are too long are wrapped in the last column and in those of `whole`, and cut with an
+    ellipsis in the others.
+    """
 
     heads: Sequence[str]
     rows: Sequence[Row]
     right: Collection[int] = ()  # columns of figures
     fewer: Sequence[Row] = ()
+    whole: Collection[int] = ()
 
     def table(self, gap: int = 2) -> Table:
         """The table, for printing: long cells are wrapped. `gap`: spaces between columns."""
-        return _table(self.heads, self.rows, self.right, gap)
+        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+        for column, head in enumerate(self.heads):
+            wrapped = column in self.whole or column == len(self.heads) - 1
+            side: JustifyMethod = "right" if column in self.right else "left"
+            table.add_column(head, justify=side, overflow="fold" if wrapped else "ellipsis")
+        for row in self.rows:
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        return table
 
     def lines(self, most: int) -> list[Text]:
         """The table in at most `most` lines of any length. If rows are left out, the last line has their number."""
@@ -36,23 +48,13 @@ class Columns:
         left = len(rows) - (most - 1)
         if left > 0:
             rows, left = rows[: max(0, most - 2)], left + 1
-        console = Console(width=_UNBOUNDED)
-        drawn = console.render_lines(_table(self.heads, rows, self.right), pad=False)
+        drawn = Console(width=_UNBOUNDED).render_lines(replace(self, rows=rows).table(), pad=False)
         lines = [Text.assemble(*((part.text, part.style or "") for part in line)) for line in drawn]
         for line in lines:
             line.rstrip()
         if left > 0:
             lines.append(Text(f"and {left:,} more", "dim"))
         return lines[: max(0, most)]
-
-
-def _table(heads: Sequence[str], rows: Iterable[Row], right: Collection[int], gap: int = 2) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    for column, head in enumerate(heads):
-        table.add_column(head, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return table
 
 
 def styled(cells: Iterable[str], style: str) -> list[Text]:

@@ -150,7 +150,7 @@ def _stage_table(found: SolvedPlan) -> Columns:
         memory = [size(work.memory), size(least)] if needy else []
         rows.append([str(stage), str(len(members)), names_of(found, members), *([number(speed)] * timed), *memory])
     heads = ["stage", "devices", "who", *(["TFLOP/s"] * timed), *(["needs", "least memory"] * needy)]
-    return Columns(heads, rows, {0, 1, *range(3, len(heads))})
+    return Columns(heads, rows, {0, 1, *range(3, len(heads))}, whole={2})
 
 
 def names_of(found: SolvedPlan, members: Sequence[int]) -> str:

@@ -46,7 +46,7 @@ def size_view(run: RunFile, sizes: Sequence[StageSize], speed: float) -> Rendera
         total, flops = sum(one.parameters for one in sizes), sum(one.flops for one in sizes)
         rows.append(["all", "", f"{total:,}", operations(flops), "", "", ""])
     heads = ("stage", "layers", "parameters", "FLOPs", "averages", "memory", f"line at {_tflops(speed)}")
-    table = Columns(heads, rows, set(range(7)) - {1})
+    table = Columns(heads, rows, set(range(7)) - {1}, whole=range(7))
     parts += [Text(""), table.table(), Text(""), *_notes(run, sizes, speed)]
     return Group(*parts)
 

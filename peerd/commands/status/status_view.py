@@ -102,7 +102,7 @@ def roles_table(parts: Iterable[RolePart]) -> Table:
         state = part.state + (f" ({counted(part.restarts, 'restart')})" if part.restarts else "")
         why = part.waits_for or part.failure or "-"
         rows.append([part.role, state, why, ", ".join(details(part.figures))])
-    return Columns(("role", "state", "waits", "details"), rows).table()
+    return Columns(("role", "state", "waits", "details"), rows, whole={0, 1, 2}).table()
 
 
 def _network(snapshot: StatusSnapshot) -> Text:
