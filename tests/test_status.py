@@ -12,7 +12,14 @@ import msgspec
 
 from peerd.commands.status.status_board import RoleState, StatusBoard
 from peerd.commands.status.swarm_view import foretold_by, swarm_view
-from peerd.control.swarm_status import ContributionStatus, CountedStatus, SampleCounts, SwarmStatus
+from peerd.control.swarm_status import (
+    ContributionStatus,
+    CountedStatus,
+    SampleCounts,
+    StagePeerStatus,
+    SwarmStatus,
+    TrainerStatus,
+)
 from peerd.core.errors import Unreachable
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair
@@ -136,6 +143,12 @@ async def test_figures_that_no_sum_can_hold_are_left_out() -> None:
     assert (swarm.samples_per_s, swarm.tokens_per_s) == (10.0, 10.0)
     swarm = await view(Directory(*(trainer(samples_per_s=1.7e308, tokens_per_s=1.7e308, loss=1.7e308),) * 4))
     assert (swarm.samples_per_s, swarm.tokens_per_s, swarm.loss) == (0.0, 0.0, 1.7e308)
+
+
+def test_the_rows_of_peers_have_all_fields_of_their_records() -> None:
+    own = {"peer", "told_at", "age_s", "gone", "own"}
+    assert {*StagePeerStatus.__struct_fields__} == {*StageProgress.__struct_fields__, "name", *own} - {"token"}
+    assert {*TrainerStatus.__struct_fields__} == {*TrainerProgress.__struct_fields__, *own}
 
 
 async def test_a_directory_that_does_not_answer_is_said() -> None:
