@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Annotated, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
 
 import typer
 from msgspec import structs
@@ -194,23 +194,23 @@ def status(
 ) -> None:
     """Show a running daemon and its swarm."""
     from peerd.commands.status import metrics, status_view, watch_view
-    from peerd.control import socket
+    from peerd.control import snapshot, socket
 
-    def ask() -> status_view.Snapshot:
-        snapshot = socket.ask(data_dir)
-        return status_view.swarm_of(snapshot) if swarm else snapshot
+    def ask() -> dict[str, Any]:
+        told = socket.ask(data_dir)
+        return status_view.swarm_of(told) if swarm else told
 
-    render = status_view.render_swarm if swarm else status_view.render
     with contextlib.suppress(KeyboardInterrupt):
         if watch:
             watcher = watch_view.Watcher()
             watch_view.watch(ask, as_json=as_json, draw=watcher.draw_swarm if swarm else watcher.draw)
         elif as_metrics:
-            typer.echo(metrics.metrics_text(socket.ask(data_dir)), nl=False)
+            told = snapshot.decode_status(socket.ask(data_dir), snapshot.StatusSnapshot)
+            typer.echo(metrics.metrics_text(told), nl=False)
         elif as_json:
             typer.echo(json.dumps(ask(), indent=1, ensure_ascii=False))
         else:
-            status_view.show(ask(), render)
+            status_view.show(ask(), swarm=swarm)
 
 
 @app.command(rich_help_panel=TAKE_PART)

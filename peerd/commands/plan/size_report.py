@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from peerd.core.model.model_shapes import first_with_experts
 from peerd.core.model.model_size import StageSize, boundary_bytes, microbatches
 from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile, precision_text
+from peerd.screen.columns import Columns
 from peerd.screen.units import counted, number, size
 
 _TERA = 1e12
@@ -41,16 +41,13 @@ def size_view(run: RunFile, sizes: Sequence[StageSize], speed: float) -> Rendera
         )
         unknown = f"parameters, work and memory: {knows}"
         return Group(*parts, Text(unknown, "yellow"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("stage", "layers", "parameters", "FLOPs", "averages", "memory", f"line at {_tflops(speed)}"):
-        table.add_column(head, justify="left" if head == "layers" else "right", overflow="fold")
-    for one in sizes:
-        table.add_row(*_row(run, one, speed))
-    total = sum(one.parameters for one in sizes)
-    flops = sum(one.flops for one in sizes)
+    rows = [_row(run, one, speed) for one in sizes]
     if len(sizes) > 1:
-        table.add_row("all", "", f"{total:,}", operations(flops), "", "", "")
-    parts += [Text(""), table, Text(""), *_notes(run, sizes, speed)]
+        total, flops = sum(one.parameters for one in sizes), sum(one.flops for one in sizes)
+        rows.append(["all", "", f"{total:,}", operations(flops), "", "", ""])
+    heads = ("stage", "layers", "parameters", "FLOPs", "averages", "memory", f"line at {_tflops(speed)}")
+    table = Columns(heads, rows, set(range(7)) - {1}, whole=range(7))
+    parts += [Text(""), table.table(), Text(""), *_notes(run, sizes, speed)]
     return Group(*parts)
 
 
