@@ -15,7 +15,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from peerd.compute.frozen_state import MakeRoom
-from peerd.compute.model.served_stage import Stale
+from peerd.compute.model.microbatch_books import Stale
 from peerd.core.errors import NoMemory
 from peerd.core.keys import Keypair
 from peerd.core.messages.state import TensorSpec

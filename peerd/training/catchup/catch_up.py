@@ -24,7 +24,8 @@ from torch import Tensor
 
 from peerd.compute.frozen_state import FrozenState
 from peerd.compute.model.footprint import spare_bytes
-from peerd.compute.model.served_stage import Model, Stale
+from peerd.compute.model.microbatch_books import Stale
+from peerd.compute.model.served_stage import Model
 from peerd.core.errors import NoMemory, PeerdError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.state import StateRequest, TensorSpec
