@@ -361,8 +361,6 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.experts.expert_directory.LOOKUP_S": AGAIN,
     "peerd.service.experts.vault.STATE_LEAST_BYTES_PER_S": BYTES,
     "peerd.service.experts.vault._SHAKE_S": BYTES,
-    "peerd.service.experts.vault_fetch._LATE_S": AGAIN,
-    "peerd.service.experts.vault_fetch._PIECE_S": "a piece has 1 MiB",
     "peerd.training.expert.sharing._LEAVING_S": LEAVING,
     "peerd.training.moe.expert_flights._CLOSING_S": PAUSE,
     "roles.trainer._LAST_EVALUATION_S": LEAVING,

@@ -27,7 +27,8 @@ from peerd.core.messages.state import StateItem, StateLayout, StateRequest, Tens
 from peerd.core.messages.swarm import Position
 from peerd.core.work import Worker
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.fetch import BegunDownload, Donors, FetchPlan, FetchReport, StateFetch, fetch_layout
+from peerd.service.state.fetch import BegunState, Donors, FetchPlan, StateFetch, fetch_layout
+from peerd.service.state.piece_fetch import FetchReport
 from peerd.service.state.state_room import StateRoom
 from peerd.service.state.state_server import KEPT, STATE, Freeze, Methods, StateServer
 
@@ -67,7 +68,7 @@ class SnapshotFetcher:
         self._rpc, self._methods = rpc, methods
         self._rng = rng or Random(0)
         self._lock = trio.Lock()
-        self._begun: BegunDownload | None = None  # pieces of a failed attempt
+        self._begun: BegunState | None = None  # pieces of a failed attempt
         self._shunned: dict[str, float] = {}  # donor -> until when it is not asked
         self._paces = BoundedDict[str, float](LINKS)  # donor -> seconds per byte
 
@@ -109,7 +110,7 @@ class SnapshotFetcher:
             fetching = StateFetch(self._rpc, plan, self._take_kept(layout), self._rng)
             self.report = fetching.report
             try:
-                begun = await fetching.run()
+                begun = await fetching.fetched()
             finally:
                 self._begun = fetching.begun
                 self._shun(fetching.report.liars)
@@ -123,7 +124,7 @@ class SnapshotFetcher:
         """Fetch the layout of a state; see `fetch_layout`."""
         return await fetch_layout(self._rpc, donor, request, wanted)
 
-    def _take_kept(self, layout: StateLayout) -> BegunDownload | None:
+    def _take_kept(self, layout: StateLayout) -> BegunState | None:
         begun, self._begun = self._begun, None
         return begun if begun is not None and begun.layout.digest == layout.digest else None
 
