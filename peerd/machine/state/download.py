@@ -354,9 +354,7 @@ class Download:
         elif self.chosen is not None and not self._pending:
             givers = [d for d in self._donors.values() if d.standing is DonorStanding.CLAIMS and d.claim == self.chosen]
             if not givers:
-                self._end(
-                    dl.GaveUp(self._reason("no donor is left"), moved_on=self._gone > 0), out
-                )
+                self._end(dl.GaveUp(self._reason("no donor is left"), moved_on=self._gone > 0), out)
 
     def _reason(self, why: str) -> str:
         told = [f"{d.name[-6:]}: {d.why}" for d in self._donors.values() if d.why]

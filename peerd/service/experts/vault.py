@@ -43,7 +43,7 @@ from peerd.machine.owners.owner_tree import ExpertReign
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.experts.kept_directory import GET, KeptDirectory, VaultPeer
 from peerd.service.experts.vault_disk import VaultDisk
-from peerd.service.experts.vault_fetch import CheckpointDownload, MemorySink, VaultFetch
+from peerd.service.experts.vault_fetch import MemorySink, VaultFetch
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.signals import Signal
 
@@ -227,7 +227,7 @@ class Vault:
                 pass  # already logged; others may have it undamaged
         others = [peer for peer in holders if peer != self._peer.host.id]
         sink = MemorySink(pointer.size_bytes)
-        await self._fetching.fetch(CheckpointDownload(pointer, sink), others)
+        await self._fetching.fetch(pointer, others, sink)
         return sink.data
 
     def _has(self, pointer: CheckpointRef) -> bool:
@@ -329,8 +329,9 @@ class Vault:
         with trio.move_on_after(_SHAKE_S + pointer.size_bytes / STATE_LEAST_BYTES_PER_S):
             try:
                 with self._writing():
-                    await self._fetching.fetch(CheckpointDownload(pointer, file), [peer])
-                    await self._worker.run(file.finish, name="finish a checkpoint of an expert")
+                    await self._worker.run(file.begin, name="make room for a checkpoint")
+                    digests = await self._fetching.fetch(pointer, [peer], file)
+                    await self._worker.run(partial(file.finish, digests), name="finish a checkpoint of an expert")
             finally:
                 with trio.CancelScope(shield=True):
                     await self._worker.run(file.abandon, name="drop half a checkpoint")

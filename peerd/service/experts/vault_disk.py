@@ -38,18 +38,17 @@ class VaultFile:
 
     def __init__(self, path: Path, pointer: CheckpointRef) -> None:
         self._path, self._aside = path, path.with_name(path.name + ".new")
-        self._pointer, self._pieces = pointer, Pieces(pointer.size_bytes)
-        self._begin = 0  # offset of the bytes
+        self._pieces = Pieces(pointer.size_bytes)
+        told = encode(pointer)
+        self._head = _HEAD.pack(_MAGIC, len(told)) + told
+        self._begin = len(self._head) + DIGEST_BYTES * self._pieces.pieces  # offset of the bytes
         self._file: BinaryIO | None = None
 
-    def begin(self, digests: Bytes) -> None:
-        """Create the file, given the verified digests of all pieces. Raises OSError if there is no space."""
-        told = encode(self._pointer)
-        head = _HEAD.pack(_MAGIC, len(told)) + told + digests
-        self._begin, self._file = len(head), self._aside.open("wb")
+    def begin(self) -> None:
+        """Create the file. Raises OSError if there is no space."""
+        self._file = self._aside.open("wb")
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._file.fileno(), 0, self._begin + self._pieces.total_bytes)
-        self._file.write(head)
 
     def write(self, number: int, data: Bytes) -> None:
         """Write bytes that were checked, from the begin of piece `number`."""
@@ -57,9 +56,11 @@ class VaultFile:
         self._file.seek(self._begin + self._pieces.piece(number)[0])
         self._file.write(data)
 
-    def finish(self) -> None:
-        """Sync the file and give it its final name."""
+    def finish(self, digests: Bytes) -> None:
+        """Write the head, with the digests of all pieces, sync the file and give it its final name."""
         assert self._file is not None
+        self._file.seek(0)
+        self._file.write(self._head + digests)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -126,9 +127,9 @@ class VaultDisk:
         """Write a whole checkpoint."""
         file = self.file(pointer)
         try:
-            file.begin(digests)
+            file.begin()
             file.write(0, data)
-            file.finish()
+            file.finish(digests)
         finally:
             file.abandon()
 

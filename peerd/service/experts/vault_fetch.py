@@ -35,9 +35,8 @@ _SHUN_S: Final = 600.0  # for which a holder that sent wrong data is not asked
 
 
 class PieceSink(Protocol):
-    """The destination of pieces; called on the worker, first with the digests of all. Raises OSError if it fails."""
+    """The destination of pieces; called on the worker. Raises OSError if it fails."""
 
-    def begin(self, digests: Bytes) -> None: ...
     def write(self, number: int, data: Bytes) -> None: ...
 
 
@@ -46,9 +45,6 @@ class MemorySink:
 
     def __init__(self, size_bytes: int) -> None:
         self.data = bytearray(size_bytes)
-
-    def begin(self, digests: Bytes) -> None:
-        pass
 
     def write(self, number: int, data: Bytes) -> None:
         begin, end = Pieces(len(self.data)).piece(number)
@@ -64,13 +60,6 @@ class CheckpointDownload(BegunDownload):
 
     def root_of(self, digests: memoryview) -> bytes:
         return state_root(digests)
-
-    def take_digests(self, digests: memoryview) -> bool:
-        began = self.digests is not None  # two holders may be asked for them
-        right = super().take_digests(digests)
-        if right and not began:
-            self._sink.begin(digests)
-        return right
 
     def write(self, number: int, data: memoryview) -> None:
         self._sink.write(number, data)
@@ -115,13 +104,19 @@ class VaultFetch:
         self._rpc, self._worker, self._rng = rpc, worker, rng
         self._shunned = BoundedDict[tuple[str, bytes], float](LINKS)  # (holder, digest) -> end of the pause
 
-    async def fetch(self, begun: CheckpointDownload, holders: Sequence[PeerId]) -> None:
-        """Fetch all pieces. Raises RemoteError if the holders cannot send them, OSError if they cannot be written."""
-        now, digest = trio.current_time(), begun.root
+    async def fetch(self, pointer: CheckpointRef, holders: Sequence[PeerId], sink: PieceSink) -> Bytes:
+        """Fetch all pieces into `sink`; returns their digests, joined.
+
+        Raises RemoteError if the holders cannot send them, OSError if they cannot be written.
+        """
+        now, digest = trio.current_time(), pointer.digest
         honest = [peer for peer in dict.fromkeys(holders) if self._shunned.get((peer.text, digest), now) <= now]
+        begun = CheckpointDownload(pointer, sink)
         fetching = CheckpointFetch(self._rpc, self._worker, begun, honest, self._rng)
         try:
             await fetching.run()
         finally:
             for liar in fetching.report.liars:
                 self._shunned[liar, digest] = trio.current_time() + _SHUN_S
+        assert begun.digests is not None
+        return begun.digests

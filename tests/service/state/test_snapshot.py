@@ -60,7 +60,7 @@ class Donor(Snapshots):
         self.piece_s = 0.01
         self.stepped = Signal()
         self._items = items or state(step, sizes)
-        self._rpc.unserve("state/1")
+        self.rpc.unserve("state/1")
         self.giving = Counting(self)
         self.give()
 
@@ -87,7 +87,7 @@ class Counting(StateServer):
 
     def __init__(self, donor: Donor) -> None:
         self._donor = donor
-        super().__init__(donor._rpc)
+        super().__init__(donor.rpc)
 
     async def _give_piece(self, call: Incoming[StatePiece]) -> Answer[Empty]:
         donor = self._donor
