@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -49,77 +50,56 @@ class Unusable(PeerdError):
         self.mbs = mbs
 
 
-class Model(Protocol):
+class Model(MicrobatchBooks):
     """The model of a run's member, either its own stage or a user's: accepts gradients, steps with averages, serves its
     state.
     """
 
-    @property
-    def held(self) -> list[Mb]:
-        """The microbatches in the sum of the current step."""
-        ...
+    low_rank: PowerSgd | None  # the PowerSGD coding of the sum, or None if another code is used; its Q is in the state
 
-    @property
-    def early(self) -> list[Mb]:
-        """The microbatches in the sum of the next step; empty except in a delayed run."""
-        ...
-
-    @property
-    def low_rank(self) -> PowerSgd | None:
-        """The PowerSGD coding of the sum, or None if another code is used. Its Q is part of the state."""
-        ...
-
-    def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
-        """Ensure that the sum of `step` contains only `wanted`; returns the wanted microbatches that are missing."""
-        ...
-
-    def unusable(self, step: int) -> list[Mb]:
-        """Remove the microbatches that make the sum of `step` overflow, and return them."""
-        ...
-
+    @abstractmethod
     def is_finite(self) -> bool:
         """True if all parameters, buffers and optimizer state are finite."""
-        ...
 
+    @abstractmethod
     def vector(self, leads: bool = True) -> Vector:
         """The current step's sum, flat; it must not be written to. `leads`: this peer has the lowest id of those that
         average.
         """
-        ...
 
+    @abstractmethod
     def vector_outline(self) -> TensorSpec:
         """Dtype and shape of `vector`, without copying anything."""
-        ...
 
+    @abstractmethod
     def commit(self, step: int, total: Vector, samples: int) -> None:
         """Step the optimizer with `total / samples`, which is not changed, and drop the current sum.
 
         The next step's sum becomes the current one.
         """
-        ...
 
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """Copies on the CPU of everything needed to continue from a step's end, bit for bit."""
-        ...
 
+    @abstractmethod
     def freeze(self, make_room: MakeRoom | None = None) -> FrozenState:
         """The same state, to be read piece by piece while the model goes on. `make_room` allocates room for copies."""
-        ...
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
-        """The state as (name, dtype, shape, bytes), sorted by name."""
-        ...
+        """A copy of the state as (name, dtype, shape, bytes), sorted by name."""
+        return items_of(self.state())
 
+    @abstractmethod
     def outline(self) -> list[TensorSpec]:
         """Name, dtype and shape of each item of `describe`, in its order, without copying anything."""
-        ...
 
+    @abstractmethod
     def load(self, state: dict[str, Tensor]) -> None:
         """Load a whole state and clear all sums; raises ValueError, before any change, if it does not fit."""
-        ...
 
 
-class ServedStage(MicrobatchBooks):
+class ServedStage(Model):
     """Stage `stage` of `run`, ready to serve; `module.step` counts the global steps."""
 
     def __init__(self, run: RunFile, stage: int, device: str, module: StageModule | None = None) -> None:
@@ -129,13 +109,9 @@ class ServedStage(MicrobatchBooks):
         # With this limit a whole batch can be summed, and an optimizer can square the sum, without overflow.
         self.module.largest = math.sqrt(torch.finfo(self.module.dtype).max) / MAX_MICROBATCHES
         super().__init__()
+        self.low_rank = self.module.low_rank
         self._batch = max(1, run.batch.target_samples // run.pipeline.microbatch)
         self._called: dict[str, None] = {}  # trainers, the latest caller last
-
-    @property
-    def low_rank(self) -> PowerSgd | None:
-        """The PowerSGD coding of the sum, or None if another code is used."""
-        return self.module.low_rank
 
     def forward(self, step: int | None, x: Tensor, keep_graph: bool = False) -> StageOutcome:
         """Compute the output of `x` as in training or, if `step` is None, at any step and as in evaluation.
@@ -282,7 +258,6 @@ class ServedStage(MicrobatchBooks):
         return failed
 
     def is_finite(self) -> bool:
-        """True if all parameters, buffers and optimizer state are finite."""
         return self.module.is_finite()
 
     def vector(self, leads: bool = True) -> Vector:
@@ -291,7 +266,6 @@ class ServedStage(MicrobatchBooks):
         return vector
 
     def vector_outline(self) -> TensorSpec:
-        """Dtype and shape of `vector`, without copying anything."""
         return TensorSpec("total", dtype_name(self.module.dtype), (self.module.total.count,))
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
@@ -301,24 +275,16 @@ class ServedStage(MicrobatchBooks):
         self._next_books()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of everything needed to continue from here, bit for bit."""
         return self.module.state()
 
     def freeze(self, make_room: MakeRoom | None = None) -> FrozenState:
-        """The same state, to be read piece by piece while the stage goes on."""
         return self.module.freeze(make_room)
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Load a whole state; raises ValueError, without a change, if it does not fit."""
         self.module.load_state(state)
         self._clear_books()
 
-    def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
-        """A copy of the state as (name, dtype, shape, bytes), sorted by name."""
-        return items_of(self.state())
-
     def outline(self) -> list[TensorSpec]:
-        """Name, dtype and shape of each item of `describe`, in its order, without copying anything."""
         views = self.module.state_views()
         return [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(views.items())]
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import FlatLayout, FlatSums
 from peerd.compute.frozen_state import FrozenState, MakeRoom
-from peerd.compute.model.microbatch_books import KeptMicrobatch, MicrobatchBooks
-from peerd.compute.model.served_stage import Vector, items_of
+from peerd.compute.model.microbatch_books import KeptMicrobatch
+from peerd.compute.model.served_stage import Model, Vector
 from peerd.compute.model.shared_buffers import GradientNotFinite, Live, SharedBuffers
 from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.user_loop.batch_tail import BatchTail
@@ -44,7 +44,7 @@ _TEXT_CHARS: Final = 1000
 _ANY_WAY: Final = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}  # no effect on results
 
 
-class UserModel(MicrobatchBooks):
+class UserModel(Model):
     """A user's model: the parameters that `optimizer` updates. `step` counts global steps; `failure` is the exception
     that the user's own code raised, if any.
     """
@@ -207,7 +207,6 @@ class UserModel(MicrobatchBooks):
         return True
 
     def is_finite(self) -> bool:
-        """True if all parameters, buffers and tensors of the optimizer's state are finite."""
         kept = [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
         tensors = [*(p.detach() for p in self._parameters), *kept, *self.buffers.shared.values()]
         return all(map(all_finite, tensors))
@@ -233,7 +232,6 @@ class UserModel(MicrobatchBooks):
         return vector
 
     def vector_outline(self) -> TensorSpec:
-        """Dtype and shape of `vector`, without copying anything."""
         return TensorSpec("total", dtype_name(self.dtype), (self._total.count,))
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
@@ -328,12 +326,7 @@ class UserModel(MicrobatchBooks):
         """A copy of the state in memory, since the user's own code may change the tensors at any time."""
         return FrozenState(self.state())
 
-    def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
-        """A copy of the state as (name, dtype, shape, bytes), sorted by name."""
-        return items_of(self.state())
-
     def outline(self) -> list[TensorSpec]:
-        """Name, dtype and shape of each item of `describe`, in its order, without copying anything."""
         specs = [(f"param/{name}", p.dtype, p.shape) for name, p in self._named.items()]
         specs += [(name, kept.dtype, kept.shape) for name, kept in self._outline.items()]
         if self._outline:
@@ -345,7 +338,6 @@ class UserModel(MicrobatchBooks):
         return [TensorSpec(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in sorted(specs)]
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load a whole state and clear the sums; raises ValueError, before any change, if it does not fit."""
         mine = {spec.name: spec for spec in self.outline()}
         if mine.keys() != state.keys():
             raise ValueError(f"the state does not fit: {sorted(mine.keys() ^ state.keys())[0]}")

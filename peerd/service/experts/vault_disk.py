@@ -20,6 +20,7 @@ from peerd.core.errors import ProtocolViolation
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.experts import CheckpointRef, state_root
 from peerd.core.messages.state import DIGEST_BYTES, Bytes, Pieces, piece_digest
+from peerd.home import sync
 
 _MAGIC: Final = b"peerd expert 1\n\0"
 _HEAD: Final = struct.Struct(f"<{len(_MAGIC)}sI")  # magic, length of the pointer
@@ -61,16 +62,10 @@ class VaultFile:
         assert self._file is not None
         self._file.seek(0)
         self._file.write(self._head + digests)
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
+        sync(self._aside)
         os.replace(self._aside, self._path)
-        if os.name != "nt":
-            folder = os.open(self._path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        sync(self._path.parent)
 
     def abandon(self) -> None:
         """Close and remove the temporary file. Changes nothing after `finish`."""

@@ -120,7 +120,7 @@ class SnapshotFetcher:
 
     async def fetch(
         self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker
-    ) -> tuple[Position, list[StateItem]]:
+    ) -> Fetched:
         """Fetch the whole state that most of `donors` vouch for.
 
         Raises RemoteError if it cannot be fetched now, or NoMemory if there is no memory or disk space for it.
@@ -129,13 +129,6 @@ class SnapshotFetcher:
         peers that it returns are known to have the state, so if there are several, one that answers alone is not
         trusted. `expected`: name, dtype and shape of each tensor, in the donors' order.
         """
-        found = await self.fetch_with_room(donors, request, expected, worker)
-        return found.position, found.items
-
-    async def fetch_with_room(
-        self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker
-    ) -> Fetched:
-        """Like `fetch`, but also returns the memory of the state, so that the caller can read it piece by piece."""
         layout = StateLayout(expected)
         async with self._lock:
             # Not stored in `self` meanwhile: if another state is chosen, this one's memory is freed at once.
