@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from random import Random
-from typing import Final, Protocol
+from typing import Protocol
 
 import trio
 
-from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.limits import LINKS
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.experts import CheckpointRef, PieceWanted, state_root
 from peerd.core.messages.state import DIGEST_BYTES, Bytes, Pieces
@@ -27,11 +25,9 @@ from peerd.machine.state.download import Download
 from peerd.machine.state.quorum import Claim
 from peerd.service.experts.kept_directory import GET
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.piece_fetch import BegunDownload, PieceFetch, bytes_of
+from peerd.service.state.piece_fetch import BegunDownload, PieceFetch, Shunned, bytes_of
 
 log = logging.getLogger("peerd.service.experts.vault_fetch")
-
-_SHUN_S: Final = 600.0  # for which a holder that sent wrong data is not asked
 
 
 class PieceSink(Protocol):
@@ -69,13 +65,13 @@ class CheckpointFetch(PieceFetch[CheckpointDownload]):
     """One attempt to fetch a checkpoint from `holders`, of which the first is asked first."""
 
     def __init__(
-        self, rpc: Rpc, worker: Worker, begun: CheckpointDownload, holders: Sequence[PeerId], rng: Random
+        self, rpc: Rpc, worker: Worker, begun: CheckpointDownload, holders: Sequence[str], rng: Random
     ) -> None:
         self._rpc = rpc
         self._pointer = pointer = begun.pointer
-        now, names = trio.current_time(), [peer.text for peer in holders]
+        now = trio.current_time()
         known = Claim(Position(pointer.version, b""), pointer.digest)
-        machine = Download(now, begun.pieces.pieces, rng, names, known=known)
+        machine = Download(now, begun.pieces.pieces, rng, holders, known=known)
         super().__init__("the checkpoint", begun.pieces, machine, worker, begun)
 
     def _begin(self, chosen: dl.Chosen) -> None:
@@ -102,21 +98,18 @@ class VaultFetch:
 
     def __init__(self, rpc: Rpc, worker: Worker, rng: Random) -> None:
         self._rpc, self._worker, self._rng = rpc, worker, rng
-        self._shunned = BoundedDict[tuple[str, bytes], float](LINKS)  # (holder, digest) -> end of the pause
+        self._shunned = Shunned()
 
     async def fetch(self, pointer: CheckpointRef, holders: Sequence[PeerId], sink: PieceSink) -> Bytes:
         """Fetch all pieces into `sink`; returns their digests, joined.
 
         Raises RemoteError if the holders cannot send them, OSError if they cannot be written.
         """
-        now, digest = trio.current_time(), pointer.digest
-        honest = [peer for peer in dict.fromkeys(holders) if self._shunned.get((peer.text, digest), now) <= now]
-        begun = CheckpointDownload(pointer, sink)
+        begun, honest = CheckpointDownload(pointer, sink), self._shunned.honest(holders, pointer.digest)
         fetching = CheckpointFetch(self._rpc, self._worker, begun, honest, self._rng)
         try:
             await fetching.run()
         finally:
-            for liar in fetching.report.liars:
-                self._shunned[liar, digest] = trio.current_time() + _SHUN_S
+            self._shunned.add(fetching.report.liars, pointer.digest)
         assert begun.digests is not None
         return begun.digests

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import trio
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import (
     NoMemory,
     Overloaded,
@@ -29,12 +30,14 @@ from peerd.core.errors import (
 )
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.limits import STATE_PIECE_BYTES
+from peerd.core.limits import LINKS, STATE_PIECE_BYTES
 from peerd.core.messages.state import Pieces
 from peerd.core.work import Worker
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.download import Download
 from peerd.net.timer import Timer
+
+_SHUN_S: Final = 600.0  # time for which a donor that sent wrong data is not asked
 
 
 class BegunDownload(ABC):
@@ -91,6 +94,22 @@ class FetchReport:
         shares = ", ".join(f"{count} from {name[-6:]}" for name, count in self.by_donor.most_common())
         told = f"{self.total_bytes / 1e6:.1f} MB of step {self.step} in {self.seconds:.1f} s: {shares or 'nothing new'}"
         return told + (f", {self.had} pieces from earlier" if self.had else "")
+
+
+class Shunned:
+    """Donors that sent wrong data, which are not asked for some time: for `what` only, if it is given."""
+
+    def __init__(self) -> None:
+        self._until = BoundedDict[tuple[str, bytes], float](LINKS)
+
+    def honest(self, donors: Iterable[PeerId], what: bytes = b"") -> list[str]:
+        """The others of these donors."""
+        now = trio.current_time()
+        return [peer.text for peer in dict.fromkeys(donors) if self._until.get((peer.text, what), now) <= now]
+
+    def add(self, liars: Iterable[str], what: bytes = b"") -> None:
+        """Add donors that sent wrong data now."""
+        self._until.update({(name, what): trio.current_time() + _SHUN_S for name in liars})
 
 
 B = TypeVar("B", bound=BegunDownload)

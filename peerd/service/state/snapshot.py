@@ -45,7 +45,7 @@ from peerd.machine.state import download_events as dl
 from peerd.machine.state.download import Download
 from peerd.machine.state.quorum import Claim
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.piece_fetch import BegunDownload, FetchReport, PieceFetch, bytes_of
+from peerd.service.state.piece_fetch import BegunDownload, FetchReport, PieceFetch, Shunned, bytes_of
 from peerd.service.state.state_room import StateRoom
 from peerd.service.state.state_server import KEPT, LAYOUT, STATE, Freeze, Methods, StateServer
 
@@ -66,7 +66,6 @@ _LOOK_S = 3.0  # between two requests for more donors
 _RELEASE_S = 10.0  # a later release is of little use: an idle copy is freed by then anyway
 _LAYOUT_S = 30.0  # to get the layout of a state, besides the time for its bytes
 _TELL_S = 10.0  # between two progress notes
-_SHUN_S = 600.0  # time for which a donor that lied is not asked
 
 
 class Fetched(NamedTuple):
@@ -115,7 +114,7 @@ class SnapshotFetcher:
         self.rng = rng or Random(0)
         self._lock = trio.Lock()
         self._begun: BegunState | None = None  # pieces of a failed attempt
-        self._shunned: dict[str, float] = {}  # donor -> until when it is not asked
+        self.shunned = Shunned()
         self.paces = BoundedDict[str, float](LINKS)  # donor -> seconds per byte in earlier downloads
 
     async def fetch(
@@ -138,7 +137,7 @@ class SnapshotFetcher:
                 begun = await fetching.fetched()
             finally:
                 self._begun = fetching.begun
-                self._shun(fetching.report.liars)
+                self.shunned.add(fetching.report.liars)
             self._begun = None  # now owned by the caller
             self.notes(fetching.report.text())
             parts = zip(layout.tensors, layout.views(begun.row), strict=True)
@@ -164,14 +163,7 @@ class SnapshotFetcher:
 
     def honest(self, donors: Donors) -> list[str]:
         """The donors that have not sent wrong data lately."""
-        now, names = trio.current_time(), [peer.text for peer in (donors() if callable(donors) else donors)]
-        return [name for name in names if self._shunned.get(name, now) <= now]
-
-    def _shun(self, liars: list[str]) -> None:
-        now = trio.current_time()
-        for peer in [peer for peer, until in self._shunned.items() if until <= now]:
-            del self._shunned[peer]
-        self._shunned.update(dict.fromkeys(liars, now + _SHUN_S))
+        return self.shunned.honest(donors() if callable(donors) else donors)
 
 
 class StateFetch(PieceFetch[BegunState]):
@@ -300,5 +292,5 @@ class Snapshots(SnapshotFetcher):
         super().__init__(rpc, rng)
         self.giving = giving if giving is not None else StateServer(rpc)
         self.totals = SnapshotFetcher(rpc, rng)
-        self.totals._shunned = self._shunned  # a donor that lies about one thing is not asked for another
+        self.totals.shunned = self.shunned  # a donor that lies about one thing is not asked for another
         self.totals.paces = self.paces
