@@ -43,7 +43,7 @@ from peerd.machine.owners.owner_tree import ExpertReign
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.experts.kept_directory import GET, KeptDirectory, VaultPeer
 from peerd.service.experts.vault_disk import VaultDisk
-from peerd.service.experts.vault_fetch import MemorySink, VaultFetch
+from peerd.service.experts.vault_fetch import VaultFetch
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.signals import Signal
 
@@ -226,9 +226,13 @@ class Vault:
             except ValueError:
                 pass  # already logged; others may have it undamaged
         others = [peer for peer in holders if peer != self._peer.host.id]
-        sink = MemorySink(pointer.size_bytes)
-        await self._fetching.fetch(pointer, others, sink)
-        return sink.data
+        data, pieces = bytearray(pointer.size_bytes), Pieces(pointer.size_bytes)
+
+        def write(number: int, piece: memoryview) -> None:
+            data[slice(*pieces.piece(number))] = piece
+
+        await self._fetching.fetch(pointer, others, write)
+        return data
 
     def _has(self, pointer: CheckpointRef) -> bool:
         return any(p.signature == pointer.signature for p in self._shelf.of(pointer.expert.uid))
@@ -330,7 +334,7 @@ class Vault:
             try:
                 with self._writing():
                     await self._worker.run(file.begin, name="make room for a checkpoint")
-                    digests = await self._fetching.fetch(pointer, [peer], file)
+                    digests = await self._fetching.fetch(pointer, [peer], file.write)
                     await self._worker.run(partial(file.finish, digests), name="finish a checkpoint of an expert")
             finally:
                 with trio.CancelScope(shield=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from random import Random
-from typing import Protocol
 
 import trio
 
@@ -25,57 +24,27 @@ from peerd.machine.state.download import Download
 from peerd.machine.state.quorum import Claim
 from peerd.service.experts.kept_directory import GET
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.piece_fetch import BegunDownload, PieceFetch, Shunned, bytes_of
+from peerd.service.state.piece_fetch import BegunDownload, PieceFetch, Shunned, Write, bytes_of
 
 log = logging.getLogger("peerd.service.experts.vault_fetch")
 
 
-class PieceSink(Protocol):
-    """The destination of pieces; called on the worker. Raises OSError if it fails."""
-
-    def write(self, number: int, data: Bytes) -> None: ...
-
-
-class MemorySink:
-    """A checkpoint in memory."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.data = bytearray(size_bytes)
-
-    def write(self, number: int, data: Bytes) -> None:
-        begin, end = Pieces(len(self.data)).piece(number)
-        self.data[begin:end] = data
-
-
-class CheckpointDownload(BegunDownload):
-    """A checkpoint that is being fetched to `sink`."""
-
-    def __init__(self, pointer: CheckpointRef, sink: PieceSink) -> None:
-        super().__init__(Pieces(pointer.size_bytes), pointer.digest)
-        self.pointer, self._sink = pointer, sink
-
-    def root_of(self, digests: memoryview) -> bytes:
-        return state_root(digests)
-
-    def write(self, number: int, data: memoryview) -> None:
-        self._sink.write(number, data)
-
-
-class CheckpointFetch(PieceFetch[CheckpointDownload]):
+class CheckpointFetch(PieceFetch[BegunDownload]):
     """One attempt to fetch a checkpoint from `holders`, of which the first is asked first."""
 
     def __init__(
-        self, rpc: Rpc, worker: Worker, begun: CheckpointDownload, holders: Sequence[str], rng: Random
+        self, rpc: Rpc, worker: Worker, pointer: CheckpointRef, write: Write, holders: Sequence[str], rng: Random
     ) -> None:
-        self._rpc = rpc
-        self._pointer = pointer = begun.pointer
+        self._rpc, self._pointer = rpc, pointer
+        pieces = Pieces(pointer.size_bytes)
         now = trio.current_time()
         known = Claim(Position(pointer.version, b""), pointer.digest)
-        machine = Download(now, begun.pieces.pieces, rng, holders, known=known)
-        super().__init__("the checkpoint", begun.pieces, machine, worker, begun)
+        machine = Download(now, pieces.pieces, rng, holders, known=known)
+        begun = BegunDownload(pieces, pointer.digest, state_root, write)
+        super().__init__("the checkpoint", pieces, machine, worker, begun)
 
     def _begin(self, chosen: dl.Chosen) -> None:
-        pass  # the caller has begun it
+        pass  # it has begun
 
     async def _get(self, donor: PeerId, number: int, timeout_s: float) -> memoryview:
         pieces, wanted = Pieces(self._pointer.size_bytes), PieceWanted(self._pointer.digest, number)  # -1: the digests
@@ -100,15 +69,15 @@ class VaultFetch:
         self._rpc, self._worker, self._rng = rpc, worker, rng
         self._shunned = Shunned()
 
-    async def fetch(self, pointer: CheckpointRef, holders: Sequence[PeerId], sink: PieceSink) -> Bytes:
-        """Fetch all pieces into `sink`; returns their digests, joined.
+    async def fetch(self, pointer: CheckpointRef, holders: Sequence[PeerId], write: Write) -> Bytes:
+        """Fetch all pieces, each of which `write` stores, called on the worker; returns their digests, joined.
 
         Raises RemoteError if the holders cannot send them, OSError if they cannot be written.
         """
-        begun, honest = CheckpointDownload(pointer, sink), self._shunned.honest(holders, pointer.digest)
-        fetching = CheckpointFetch(self._rpc, self._worker, begun, honest, self._rng)
+        honest = self._shunned.honest(holders, pointer.digest)
+        fetching = CheckpointFetch(self._rpc, self._worker, pointer, write, honest, self._rng)
         try:
-            await fetching.run()
+            begun = await fetching.run()
         finally:
             self._shunned.add(fetching.report.liars, pointer.digest)
         assert begun.digests is not None

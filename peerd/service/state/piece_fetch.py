@@ -37,28 +37,25 @@ from peerd.machine.state import download_events as dl
 from peerd.machine.state.download import Download
 from peerd.net.timer import Timer
 
+Write = Callable[[int, memoryview], None]
 _SHUN_S: Final = 600.0  # time for which a donor that sent wrong data is not asked
 
 
-class BegunDownload(ABC):
-    """A byte array that is being fetched, and the set of pieces that are there. `root`: the digest of its digests."""
+class BegunDownload:
+    """A byte array that is being fetched, and the set of pieces that are there. Methods are called on the worker."""
 
-    def __init__(self, pieces: Pieces, root: bytes) -> None:
+    def __init__(self, pieces: Pieces, root: bytes, root_of: Callable[[memoryview], bytes], write: Write) -> None:
+        """`root`: that of the wanted array, as `root_of` returns it for the digests of all pieces. `write` stores a
+        piece that was checked, or raises OSError.
+        """
         self.pieces, self.root = pieces, root
         self.digests: memoryview | None = None  # of all pieces, once verified
         self.have: set[int] = set()
-
-    @abstractmethod
-    def root_of(self, digests: memoryview) -> bytes:
-        """The root of these digests."""
-
-    @abstractmethod
-    def write(self, number: int, data: memoryview) -> None:
-        """Write a piece, which was checked. Raises OSError if that fails."""
+        self._root_of, self._write = root_of, write
 
     def take_digests(self, digests: memoryview) -> bool:
         """Accept the digests of all pieces if their root is the claimed one. Returns whether it is."""
-        right = self.root_of(digests) == self.root
+        right = self._root_of(digests) == self.root
         if right:
             self.digests = digests
         return right
@@ -68,7 +65,7 @@ class BegunDownload(ABC):
         assert self.digests is not None
         right = self.pieces.is_right(number, data, self.digests)
         if right:
-            self.write(number, data)
+            self._write(number, data)
         return right
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -81,23 +82,21 @@ class BegunState(BegunDownload):
 
     def __init__(self, claim: Claim, layout: StateLayout, folder: Path | None = None, needs_file: bool = False) -> None:
         """Allocate the memory (see `SnapshotFetcher`). Raises OSError or OverflowError if there is not enough."""
-        super().__init__(layout, claim.root)
         self.claim = claim
         self.layout = layout
-        self.room = StateRoom(layout.total_bytes, folder, needs_file)  # quick to allocate at any size
+        room = self.room = StateRoom(layout.total_bytes, folder, needs_file)  # quick to allocate at any size
+
+        def write(number: int, data: memoryview) -> None:  # not a method: in a cycle, the memory would be freed late
+            begin, end = layout.piece(number)
+            room.row[begin:end] = data
+            room.used(end - begin)
+
+        super().__init__(layout, claim.root, partial(layout.root, claim.position), write)
 
     @property
     def row(self) -> memoryview:
         """The tensors, one after the other, aligned."""
         return self.room.row
-
-    def root_of(self, digests: memoryview) -> bytes:
-        return self.layout.root(self.claim.position, digests)
-
-    def write(self, number: int, data: memoryview) -> None:
-        begin, end = self.layout.piece(number)
-        self.row[begin:end] = data
-        self.room.used(end - begin)
 
 
 class SnapshotFetcher:
