@@ -81,7 +81,7 @@ PACKAGES = {
     "service/averaging": {"service/conductor", "service/rpc"},
     "service/conductor": {"service/rpc", "service/swarm"},
     "service/dht": {"service/rpc"},
-    "service/experts": {"service/dht", "service/rpc"},
+    "service/experts": {"service/dht", "service/rpc", "service/state"},
     "service/network": {"service/conductor", "service/rpc"},
     "service/pipeline": {"service/rpc"},
     "service/state": {"service/rpc"},

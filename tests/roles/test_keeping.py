@@ -165,7 +165,7 @@ async def test_a_set_lies_in_files_while_it_is_fetched_checked_and_written(
             await trio.lowlevel.checkpoint()
             return found
 
-        monkeypatch.setattr(fetcher, "fetch_with_room", fetch)
+        monkeypatch.setattr(fetcher, "fetch", fetch)
     monkeypatch.setattr("peerd.compute.model.stage_module.build", None)  # the outline needs no stage to be built
     peer: Any = object()
     assert await kept._attempt(4, [[peer], [peer]]) == at(4)

@@ -41,7 +41,8 @@ from peerd.core.limits import (
     KEPT_RECORDS_PER_PREFIX,
 )
 from peerd.core.messages.encoding import Empty, decode, encode
-from peerd.core.messages.experts import DIGEST_BYTES, Announced, CheckpointRef, HolderOffer, KeptExperts, PieceWanted
+from peerd.core.messages.experts import Announced, CheckpointRef, HolderOffer, KeptExperts, PieceWanted
+from peerd.core.messages.state import DIGEST_BYTES
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.budget.book import NEAR, user_at

@@ -25,7 +25,8 @@ from msgspec import structs
 
 from peerd.compute.model.footprint import lacking_for_call
 from peerd.compute.model.kept_graph import KeptGraph
-from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
+from peerd.compute.model.microbatch_books import StageOutcome, Stale
+from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, NotFiniteHere, Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peerd.compute.model.served_stage import Stale, state_of
+from peerd.compute.model.microbatch_books import Stale
+from peerd.compute.model.served_stage import state_of
 from peerd.compute.model.shared_buffers import GradientNotFinite
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
