@@ -146,9 +146,8 @@ async def test_nothing_is_computed_for_whom_no_conductor_lets(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("handover", ["direct", "trainer"])
 async def test_honest_trainers_evaluate_with_the_conductors_grant(
-    tmp_path: Path, run: RunFile, handover: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two, as often as the run says, by calls of no more samples than a microbatch has."""
     rows = Counter[tuple[str, int]]()
@@ -160,8 +159,7 @@ async def test_honest_trainers_evaluate_with_the_conductors_grant(
         return await ask(self, call, name)
 
     monkeypatch.setattr(StageClient, "_ask", noting)
-    section = msgspec.structs.replace(run.pipeline, handover=handover)
-    run = msgspec.structs.replace(run, pipeline=section, optimizer=OptimizerSection(lr=1e-3, total_steps=2 * EVERY))
+    run = msgspec.structs.replace(run, optimizer=OptimizerSection(lr=1e-3, total_steps=2 * EVERY))
     async with swarm(tmp_path / "peers") as s:
         _, trainers = await pipeline(s, run, 2, trainers=2)
         await all_finished(s, trainers)
