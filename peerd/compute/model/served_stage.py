@@ -329,15 +329,16 @@ class ServedStage:
         if len(own) >= HELD_BATCHES_PER_TRAINER * self._batch:
             numbers = set(admitted)
             left = [other for other in own if other.seq not in numbers] or own
-            self._let_go(book, left[0])
+            self._let_go(book, left[0], mb.trainer)
         if len(book) >= HELD_BATCHES * self._batch:
             silent = list(self._called)
-            self._let_go(book, min(book, key=lambda other: silent.index(other.trainer)))
+            self._let_go(book, min(book, key=lambda other: silent.index(other.trainer)), mb.trainer)
 
-    def _let_go(self, book: _Book, mb: Mb) -> None:
+    def _let_go(self, book: _Book, mb: Mb, caller: str) -> None:
+        """Drop `mb`, and forget the trainers that hold nothing; `caller` is about to."""
         del book[mb]
         book.tainted = True
-        held = {other.trainer for other in (*self._held, *self._early)}
+        held = {caller, *(other.trainer for other in (*self._held, *self._early))}
         self._called = {trainer: None for trainer in self._called if trainer in held}
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
