@@ -8,6 +8,8 @@ import re
 from typing import Any
 
 import pytest
+from peerd.control.snapshot import Snapshot, decode_status
+from peerd.control.swarm_status import SwarmStatus
 from rich.console import Console, RenderableType
 
 from peerd.commands.status import status_view, watch_view
@@ -17,7 +19,11 @@ PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 
 def shown(snapshot: dict[str, Any]) -> str:
-    return plain_text(render(snapshot))
+    return plain_text(render(decode_status(snapshot, Snapshot)))
+
+
+def swarm_text(swarm: dict[str, Any]) -> str:
+    return plain_text(render_swarm(decode_status(swarm, SwarmStatus)))
 
 
 def plain_text(drawn: RenderableType) -> str:
@@ -111,9 +117,9 @@ def test_the_next_step_is_foretold(seconds: float, words: str) -> None:
     swarm = snapshot()["swarm"] | {"next_step_in_s": seconds}
     text = " ".join(shown(snapshot(roles=[role], swarm=swarm)).split())
     assert text.count(f"next step {words}") == 2
-    assert f"next step {words}" in " ".join(plain_text(render_swarm(swarm)).split())
+    assert f"next step {words}" in " ".join(swarm_text(swarm).split())
     still = swarm | {"standstill": {"why": "stage 1 has no peers", "for_s": 40.0}}
-    assert "next step" not in plain_text(render_swarm(still)), "what stands still has no next step"
+    assert "next step" not in swarm_text(still), "what stands still has no next step"
 
 
 def test_each_post_of_a_role_has_a_row() -> None:
@@ -150,7 +156,7 @@ def test_addresses_can_be_copied_from_a_narrow_screen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    status_view.show(snapshot(), render)
+    status_view.show(snapshot(), swarm=False)
     assert f"listening on /ip4/192.0.2.1/tcp/31337/p2p/{PEER}\n" in capsys.readouterr().out
 
 
@@ -198,7 +204,7 @@ def board(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_swarm_alone_is_shown_with_its_leader_board() -> None:
-    text = plain_text(render_swarm(board()))
+    text = swarm_text(board())
     lines = [line.split() for line in text.splitlines()]
     assert lines[-2][:8] == ["1", "Ann", "…4kx6nXTN", "12,345", "480", "77", "2.0", "MB"]
     assert lines[-1][:8] == ["2", "-", "…4kx6nXTM", "10", "0", "0", "0", "B"]
@@ -218,7 +224,7 @@ def counted_board() -> dict[str, Any]:
 
 
 def test_the_leader_board_shows_the_conductors_counts_beside_each_peers_own_word() -> None:
-    lines = plain_text(render_swarm(counted_board())).splitlines()
+    lines = swarm_text(counted_board()).splitlines()
     assert lines[-5] == "contributions counted by peer …4kx6nXTN since step 1,234, beside each peer's own figures"
     assert lines[-4].split() == [
         "name",
@@ -238,7 +244,7 @@ def test_the_leader_board_shows_the_conductors_counts_beside_each_peers_own_word
     assert cells[2][:7] == ["3", "-", "…4kx6nXTM", "-", "1,000,000,000,000,000", "-", "0"]
     few = counted_board()
     few["counted"]["unlisted"] = 12
-    assert "own figures; 12 peers with less left out" in plain_text(render_swarm(few))
+    assert "own figures; 12 peers with less left out" in swarm_text(few)
 
 
 def test_the_watched_leader_board_shows_both_and_whose_count_it_is() -> None:
@@ -257,12 +263,10 @@ def test_the_watched_leader_board_shows_both_and_whose_count_it_is() -> None:
 
 
 def test_a_swarm_without_anything_to_show_says_why() -> None:
-    assert "swarm: this daemon has not read the directory yet, or has no run" in plain_text(
-        render_swarm(status_view.swarm_of({}))
-    )
+    assert "swarm: this daemon has not read the directory yet, or has no run" in swarm_text(status_view.swarm_of({}))
     assert status_view.swarm_of({"swarm": {"run": "x"}}) == {"run": "x"}
     evil = board(contributions=[{"name": "[red]boo[/red]", "peer": "x"}])
-    assert "[red]boo[/red]" in plain_text(render_swarm(evil))
+    assert "[red]boo[/red]" in swarm_text(evil)
 
 
 def test_who_uses_more_than_half_of_something_is_shown() -> None:

@@ -125,7 +125,7 @@ class StageClient:
         grant = self._papers.evaluation_grant()
         if call.verb == "loss":
             return StageLoss(self._fingerprint, call.stage, grant)
-        return StageForward(self._fingerprint, call.stage, None, self._line(call, peer), grant=grant)
+        return StageForward(self._fingerprint, call.stage, line_bytes_per_s=self._line(call, peer), grant=grant)
 
     def _line(self, call: _Call, peer: PeerId) -> float:
         """The rate, in bytes/s, of the slowest line that the answer passes: to us, and on to the next stage; 0 if
