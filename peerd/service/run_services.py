@@ -36,7 +36,6 @@ from peerd.service.conductor.stage_finder import StageFinder
 from peerd.service.dht.dht import Dht
 from peerd.service.network.link_watch import LinkWatch
 from peerd.service.pipeline.direct import DirectPipeline
-from peerd.service.pipeline.schedule import MicrobatchSchedule
 from peerd.service.pipeline.stage_calls import StageCalls
 from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Rpc
@@ -266,16 +265,13 @@ class RunServices:
 
     def pipeline(
         self, grant_of: Callable[[int], Grant | None], evaluation_grant: Callable[[], Grant | None]
-    ) -> MicrobatchSchedule | DirectPipeline:
+    ) -> DirectPipeline:
         """A trainer's calls to the stages. `grant_of`: the conductor's grant for a microbatch of ours, by its number.
 
         `evaluation_grant`: returns the newest grant to evaluate.
         """
         papers = TrainerCredentials(self._host.id.text, grant_of, self._host.sign, evaluation_grant)
-        direct = self.run.pipeline.handover == "direct" and self.run.pipeline.stages > 1
-        if direct:
-            return DirectPipeline(self.run, self._rpc, self.clock, self, papers, self.route, self._policy)
-        return MicrobatchSchedule(self.run, self._rpc, self.clock, self, papers, self.route)
+        return DirectPipeline(self.run, self._rpc, self.clock, self, papers, self.route, self._policy)
 
     def linked(self, peer: PeerId) -> bool:
         """True if calls reach `peer` without a dial: over an existing link, or because it is this peer itself."""

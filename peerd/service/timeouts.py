@@ -305,6 +305,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.pipeline.trainer_relay._LEAST_S": LEAST,
     "peerd.service.pipeline.stage_client._NOT_SO_SOON_S": REST,
     "peerd.service.pipeline.stage_client._SOON_S": REST,
+    "peerd.service.pipeline.stage_client._TIMEOUT_S": DOUBLES,
     "peerd.service.pipeline.stage_peers._AWAY_S": PAUSE,
     "peerd.service.pipeline.stage_peers._HELD_S": REST,
     "peerd.service.pipeline.stage_peers._OVERDUE_S": DOUBT,

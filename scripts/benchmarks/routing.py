@@ -244,7 +244,7 @@ def run_of(scene: Scene, folder: Path) -> RunFile:
         run="routing",
         seed=5,
         model=ModelSection(d_model=WIDTH, heads=2, layers=scene.stages, context=CONTEXT),
-        pipeline=PipelineSection(stages=scene.stages, microbatch=SAMPLES, handover="direct"),
+        pipeline=PipelineSection(stages=scene.stages, microbatch=SAMPLES),
         optimizer=OptimizerSection(name="sgd", lr=0.1),
         batch=BatchSection(target_samples=scene.microbatches * SAMPLES),
         data=DataSection(path=str(folder / "*.txt"), holdout=0.1),

@@ -111,7 +111,7 @@ class RunStage(ServiceStage):
         """The honest peer gets an answer of each kind of service; a refusal is one, where the hostile peer conducts."""
         input_frame = microbatch(1)[:1]
         granted = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, self.honest.id.text, Seqs()))
-        forward = StageForward(MARK, 0, None, grant=granted)
+        forward = StageForward(MARK, 0, grant=granted)
         try:
             await self.asks.call(
                 self.host.id, "stage/6/forward", forward, StageAnswer, frames=input_frame, timeout_s=30

@@ -241,12 +241,3 @@ async def trains_exactly(
     modules: list[StageModule] = [peer.role.post.served.module for peer in living]
     assert batches.faults(per_step=8) == [], "\n".join(events(living))
     assert differences(run, plain_torch(run, batches), modules) == []
-
-
-@pytest.mark.thorough
-async def test_what_a_trainer_sends_to_two_peers_of_each_stage_counts_once(
-    tmp_path: Path, autojump_clock: MockClock, batches: Batches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = run_of(tmp_path, "adamw", "float64")
-    run = msgspec.structs.replace(run, pipeline=msgspec.structs.replace(run.pipeline, handover="trainer"))
-    await trains_exactly(tmp_path, run, every_call_twice, batches, monkeypatch)

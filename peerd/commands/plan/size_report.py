@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -15,14 +15,6 @@ from peerd.screen.columns import Columns
 from peerd.screen.units import counted, number, size
 
 _TERA = 1e12
-
-
-_HANDOVER: Final = {
-    "direct": "Stages send activations to each other, and keep their inputs and results for the backward pass; if "
-    "there is no memory for that (limits.activations_mb), they recompute the forward pass.",
-    "trainer": "The trainer carries tensors from stage to stage (pipeline.handover): for the backward pass, all but "
-    "the last stage receive their input again and recompute the forward pass.",
-}
 
 
 def size_view(run: RunFile, sizes: Sequence[StageSize], speed: float) -> RenderableType:
@@ -78,8 +70,9 @@ def _notes(run: RunFile, sizes: Sequence[StageSize], speed: float) -> list[Text]
     if len(sizes) > 1:
         notes.append(
             f"line: rate, each way, with which a device of {_tflops(speed)} (--speed) never waits for the network. "
-            f"{_HANDOVER[run.pipeline.handover]} Twice the width needs half the line: work grows with its square, "
-            "bytes do not (square-cube law)."
+            "Stages send activations to each other, and keep their inputs and results for the backward pass; if there "
+            "is no memory for that (limits.activations_mb), they recompute the forward pass. Twice the width needs "
+            "half the line: work grows with its square, bytes do not (square-cube law)."
         )
     if run.limits.offload:
         most = max(one.footprint.held("cuda")[0] for one in sizes)
@@ -119,7 +112,7 @@ def size_object(run: RunFile, sizes: Sequence[StageSize], speed: float) -> dict[
                 "parameters": one.parameters,
                 "layer_parameters": one.layer_parameters,
                 "flops": one.flops,
-                "work_flops": one.work_flops,
+                "work_flops": one.flops,
                 "gradient_bytes": one.gradient_bytes,
                 "sent_bytes": one.sent_bytes,
                 "memory_bytes": one.memory_bytes,

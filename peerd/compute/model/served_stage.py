@@ -227,14 +227,15 @@ class ServedStage(Model):
         if len(own) >= HELD_BATCHES_PER_TRAINER * self._batch:
             numbers = set(admitted)
             left = [other for other in own if other.seq not in numbers] or own
-            self._let_go(book, left[0])
+            self._let_go(book, left[0], mb.trainer)
         if len(book) >= HELD_BATCHES * self._batch:
             silent = list(self._called)
-            self._let_go(book, min(book, key=lambda other: silent.index(other.trainer)))
+            self._let_go(book, min(book, key=lambda other: silent.index(other.trainer)), mb.trainer)
 
-    def _let_go(self, book: MicrobatchBook, mb: Mb) -> None:
+    def _let_go(self, book: MicrobatchBook, mb: Mb, caller: str) -> None:
+        """Drop `mb`, and forget the trainers that hold nothing; `caller` is about to."""
         book.remove(mb)
-        held = {other.trainer for other in (*self._held, *self._early)}
+        held = {caller, *(other.trainer for other in (*self._held, *self._early))}
         self._called = {trainer: None for trainer in self._called if trainer in held}
 
     def _steps(self) -> tuple[int, int]:

@@ -24,7 +24,6 @@ from peerd.core.messages.token import NO_TOKEN, Revoked, Token, fault, signed_by
 # Roles, as tokens name them, that may call a method or a whole service. Every member may call what is not listed.
 CALLERS: Final[dict[str, frozenset[str]]] = {
     "stage/6/forward": frozenset({"trainer"}),
-    "stage/6/backward": frozenset({"trainer"}),
     "stage/6/loss": frozenset({"trainer"}),
     "stage/6/prepare": frozenset({"stage"}),
     "stage/6/commit": frozenset({"stage"}),

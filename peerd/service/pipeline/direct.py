@@ -104,9 +104,7 @@ class _Options(NamedTuple):
 
 
 class DirectPipeline:
-    """A run's stages in order, for one trainer, with the interface of `MicrobatchSchedule`. Relays calls in
-    `serving`.
-    """
+    """A run's stages in order, for one trainer. With a `route`, only its peers are used. Relays calls in `relaying`."""
 
     def __init__(
         self,
@@ -368,14 +366,11 @@ class DirectPipeline:
     def _note_cut(self, one: str, other: str) -> None:
         self._cuts.put_aside((one, other), trio.current_time() + _CUT_S)
 
-    # --- as MicrobatchSchedule --------------------------------------------------------------------------------
+    # --- evaluation and the stages' peers ---------------------------------------------------------------------
 
     async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
         """The loss summed over the samples, with the current parameters of the stages."""
-        x = tokens
-        for stage in range(self._last):
-            x = await self._stages.forward(stage, None, 0, x)
-        return await self._stages.loss(self._last, x, targets)
+        return await self._stages.evaluate(tokens, targets)
 
     async def run(self) -> None:
         """Check overdue answers and probe unreachable peers, until cancelled."""

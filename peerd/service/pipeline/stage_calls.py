@@ -21,7 +21,7 @@ from peerd.core.errors import LocalError, PeerdError, Refused, other_run_file
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_ROUND_DEADLINE_S, STREAMS_INBOUND
 from peerd.core.messages.handover import PassRequest
-from peerd.core.messages.swarm import Commit, Prepare, Relocate, Restore, StageBackward, StageForward, StageLoss
+from peerd.core.messages.swarm import Commit, Prepare, Relocate, Restore, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
@@ -53,7 +53,6 @@ _METHODS: Final = {
     "transfer": ("stage/6/relocate", Relocate, _ORDERS),
     "forward": ("stage/6/forward", StageForward, _WORK),
     "loss": ("stage/6/loss", StageLoss, _WORK),
-    "backward": ("stage/6/backward", StageBackward, _WORK),
     "passes": ("handover/2/pass", PassRequest, _WAY),
 }
 DECLARED: Final = {method: declared for method, _, declared in _METHODS.values()}
@@ -69,7 +68,6 @@ class StageHandlers:
     transfer: Handler | None = None
     forward: Handler | None = None
     loss: Handler | None = None
-    backward: Handler | None = None
     passes: Handler | None = None
     objections: Mapping[str, Objection] = field(default_factory=dict)  # by method, before the frames
     samples_per_s: Callable[[], float] = lambda: 0.0  # of a device that is never idle; 0 if unknown

@@ -47,7 +47,7 @@ _CLOSING_S: Final = 0.05  # between two checks whether the sum is still being av
 
 
 class ExpertFlights:
-    """The flights of one trainer. The interface is that of `service.pipeline.schedule.MicrobatchSchedule`."""
+    """The flights of one trainer. The interface is that of `service.pipeline.direct.DirectPipeline`."""
 
     def __init__(
         self,
