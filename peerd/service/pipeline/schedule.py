@@ -14,7 +14,6 @@ from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import MemberInfo, StageAnswer
 from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
-from peerd.machine.pipeline.routes import Route
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.stage_client import StageClient, TrainerCredentials
 from peerd.service.pipeline.stage_peers import StageLinks, StagePeers
@@ -22,18 +21,10 @@ from peerd.service.rpc.rpc import Answer, Rpc
 
 
 class MicrobatchSchedule:
-    """A run's stages in order, for one trainer. With a `route`, only its peers are called."""
+    """A run's stages in order, for one trainer."""
 
-    def __init__(
-        self,
-        run: RunFile,
-        rpc: Rpc,
-        clock: Clock,
-        ways: StageLinks,
-        papers: TrainerCredentials,
-        route: Route | None = None,
-    ) -> None:
-        self._peers = StagePeers(run.pipeline.stages, clock, ways, route)
+    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock, ways: StageLinks, papers: TrainerCredentials) -> None:
+        self._peers = StagePeers(run.pipeline.stages, clock, ways)
         self._stages = StageClient(run, rpc, self._peers, papers)
         self._last = run.pipeline.stages - 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from peerd.core.keys import Keypair
 from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb, MemberInfo, StageAnswer, StageBackward, StageForward
 from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile, fingerprint
-from peerd.machine.pipeline.routes import FixedRoute, Route
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.schedule import MicrobatchSchedule
 from peerd.service.pipeline.stage_client import TrainerCredentials
@@ -25,7 +23,6 @@ from peerd.sim.clock import SimClock
 
 STAGES = 3
 PEERS = [Keypair.from_seed(f"stage {stage}".encode().ljust(32, b".")) for stage in range(STAGES)]
-OTHERS = [Keypair.from_seed(f"other {stage}".encode().ljust(32, b".")) for stage in range(STAGES)]
 TRAINER = Keypair.from_seed(b"t".ljust(32, b"."))
 OWN = TRAINER.peer_id.text
 RUN = RunFile(
@@ -72,7 +69,7 @@ def members(keys: list[Keypair]) -> list[MemberInfo]:
     return [MemberInfo(key.peer_id.text, stage, [], True) for stage, key in enumerate(keys)]
 
 
-def pipeline(stages: Any, route: Route | None = None) -> MicrobatchSchedule:
+def pipeline(stages: Any) -> MicrobatchSchedule:
     class Ways:
         def linked(self, peer: PeerId) -> bool:
             return True
@@ -80,9 +77,8 @@ def pipeline(stages: Any, route: Route | None = None) -> MicrobatchSchedule:
         def doubt(self, peer: PeerId) -> float:
             return 0.0
 
-    made = MicrobatchSchedule(
-        RUN, stages, SimClock(1, "t"), Ways(), TrainerCredentials(OWN, lambda seq: None, TRAINER.sign), route
-    )
+    papers = TrainerCredentials(OWN, lambda seq: None, TRAINER.sign)
+    made = MicrobatchSchedule(RUN, stages, SimClock(1, "t"), Ways(), papers)
     made.update(members(PEERS))
     return made
 
@@ -125,28 +121,3 @@ async def test_a_loss_is_taken_with_whatever_parameters_there_are(autojump_clock
     assert stages.asked == [(0, "forward", None), (1, "forward", None), (2, "loss", None)]
     assert made.sent_bytes == 4 * (8 + 24 + 24 + 8)
     assert made.received_bytes == 4 * (24 + 24)
-
-
-def fixed() -> FixedRoute:
-    names = [key.peer_id.text for key in PEERS]
-    return FixedRoute(names[0], dict(pairwise(names)), STAGES)
-
-
-async def test_a_route_is_kept_whoever_else_serves(autojump_clock: MockClock) -> None:
-    made = pipeline(Stages(), fixed())
-    made.update(members(OTHERS) + members(PEERS))
-    for seq in range(10):  # a call to one of the others would fail in `Stages`
-        holdings = await made.train(7, seq, load())
-        assert [holding.peer for holding in holdings] == [key.peer_id.text for key in PEERS]
-    assert made.peers() == STAGES
-
-
-async def test_a_microbatch_waits_for_the_peer_of_its_route(autojump_clock: MockClock) -> None:
-    made = pipeline(Stages(), fixed())
-    made.update([*members(OTHERS), *members(PEERS)[::2]])
-    with trio.move_on_after(60) as wait:
-        await made.train(7, 1, load())
-    assert wait.cancelled_caught
-    assert made.waits_for == "stage 1 has no peers on this route"
-    made.update(members(OTHERS) + members(PEERS))
-    assert (await made.train(7, 1, load()))[1].peer == PEERS[1].peer_id.text
