@@ -162,12 +162,8 @@ class Model(Protocol):
         """The same state, to be read piece by piece while the model goes on. `make_room` allocates room for copies."""
         ...
 
-    def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
-        """The state as (name, dtype, shape, bytes), sorted by name."""
-        ...
-
     def outline(self) -> list[TensorSpec]:
-        """Name, dtype and shape of each item of `describe`, in its order, without copying anything."""
+        """Name, dtype and shape of each item of the state, sorted by name, without copying anything."""
         ...
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -416,12 +412,8 @@ class ServedStage:
         self.module.load_state(state)
         self._held, self._early = _Book(), _Book()
 
-    def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
-        """A copy of the state as (name, dtype, shape, bytes), sorted by name."""
-        return items_of(self.state())
-
     def outline(self) -> list[TensorSpec]:
-        """Name, dtype and shape of each item of `describe`, in its order, without copying anything."""
+        """Name, dtype and shape of each item of the state, sorted by name, without copying anything."""
         views = self.module.state_views()
         return [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(views.items())]
 

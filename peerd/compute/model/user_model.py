@@ -29,7 +29,7 @@ from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import FlatLayout
 from peerd.compute.frozen_state import FrozenState, MakeRoom
 from peerd.compute.model.grad_sums import Sums, to_make_again
-from peerd.compute.model.served_stage import Stale, Vector, items_of
+from peerd.compute.model.served_stage import Stale, Vector
 from peerd.compute.model.shared_buffers import GradientNotFinite, Live, SharedBuffers
 from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.user_loop.batch_tail import BatchTail
@@ -361,12 +361,8 @@ class UserModel:
         """A copy of the state in memory, since the user's own code may change the tensors at any time."""
         return FrozenState(self.state())
 
-    def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
-        """A copy of the state as (name, dtype, shape, bytes), sorted by name."""
-        return items_of(self.state())
-
     def outline(self) -> list[TensorSpec]:
-        """Name, dtype and shape of each item of `describe`, in its order, without copying anything."""
+        """Name, dtype and shape of each item of the state, sorted by name, without copying anything."""
         specs = [(f"param/{name}", p.dtype, p.shape) for name, p in self._named.items()]
         specs += [(name, kept.dtype, kept.shape) for name, kept in self._outline.items()]
         if self._outline:

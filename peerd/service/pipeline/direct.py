@@ -117,7 +117,7 @@ class DirectPipeline:
         ways: StageLinks,
         papers: TrainerCredentials,
     ) -> None:
-        self._run, self._rpc, self._papers = run, rpc, papers
+        self._rpc, self._papers = rpc, papers
         self._mark = fingerprint(run)
         self._last = run.pipeline.stages - 1
         self._cost = run.pipeline.microbatch * (1.0 + BACKWARD_COST)

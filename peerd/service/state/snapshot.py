@@ -29,14 +29,12 @@ from peerd.core.work import Worker
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.fetch import BegunDownload, Donors, FetchPlan, FetchReport, StateFetch, fetch_layout
 from peerd.service.state.state_room import StateRoom
-from peerd.service.state.state_server import KEPT, STATE, Freeze, Methods, StateServer
+from peerd.service.state.state_server import KEPT, STATE, Methods, StateServer
 
 __all__ = [
     "KEPT",
     "Donors",
-    "FetchReport",
     "Fetched",
-    "Freeze",
     "SnapshotFetcher",
     "Snapshots",
     "StateItem",
