@@ -32,7 +32,6 @@ from peerd.compute.frozen_state import FrozenState, MakeRoom
 from peerd.compute.model.kept_graph import KeptGraph
 from peerd.compute.model.stage_module import ResultNotFinite, StageModule
 from peerd.compute.tensors import TORCH_DTYPES, dtype_name, largest_in, raw_bytes, values_of
-from peerd.compute.worker import Timed
 from peerd.core.errors import PeerdError
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER, HELD_PADDING_BYTES
@@ -58,7 +57,7 @@ class Stale(PeerdError):
 
 
 @dataclass(slots=True)
-class StageOutcome(Timed):
+class StageOutcome:
     """Result of a call. `answer` is a tensor until it is encoded; the frame then replaces it."""
 
     answer: Tensor | TensorFrame | None  # the output, or the input's gradient (None in the first stage)

@@ -12,7 +12,6 @@ import torch
 import trio
 
 from peerd.compute.changes import ParametersLost
-from peerd.compute.worker import InlineWorker
 from peerd.core.errors import ConfigError, NoMemory
 from peerd.core.run.runfile import (
     BatchSection,
@@ -35,6 +34,7 @@ from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.worlds.machines.fakehost import leaves
 from tests.worlds.network.world import home_world
+from tests.worlds.roles.inline_worker import InlineWorker
 
 T = TypeVar("T")
 
