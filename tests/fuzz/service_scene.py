@@ -155,7 +155,6 @@ async def start_peer(
         clock=clock,
         data_dir=folder / name,
         device="cpu",
-        seed=1,
         log=EventLog(clock),
         worker=workers.__getitem__,
     )

@@ -46,7 +46,6 @@ def keeping(folder: Path, run: RunFile = RUN) -> CheckpointKeeper:
         clock=RealClock(seed=1),
         data_dir=folder,
         device="cpu",
-        seed=1,
         log=cast("Any", SimpleNamespace(event=lambda *_, **__: None)),
         worker=lambda _: InlineWorker(),
     )

@@ -136,7 +136,6 @@ class Scene:
             clock=clock,
             data_dir=self.folder,
             device="cpu",
-            seed=1,
             log=log,
             worker=lambda device: worker,
         )

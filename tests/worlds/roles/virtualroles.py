@@ -166,7 +166,6 @@ class Roles:
             clock=node.clock,
             data_dir=directory,
             device="cpu",
-            seed=1,
             log=log,
             worker=workers.__getitem__,
         )
