@@ -4,21 +4,16 @@ Invariants: jobs run one at a time, urgent ones first, otherwise in the order of
 end even if its caller is cancelled (its result is dropped); a job whose caller is cancelled before it starts is
 skipped. The caller receives a job's exception, which is NoMemory if torch ran out of memory. A job on a GPU ends when
 the GPU has finished it.
-
-`InlineWorker` keeps the same guarantees under the virtual clock. A thread would let virtual time run ahead, because
-trio regards a task that waits for a thread as idle. So it computes at once, then sleeps for the virtual cost of the
-job.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, TypeVar
@@ -68,52 +63,6 @@ class _Ticket:
 
 _Place = tuple[int, int, _Ticket | None]  # in the queue: urgency, number and job; None closes the worker
 _URGENT, _ORDINARY, _LAST = range(3)
-
-
-class _Turn:
-    """A lock that admits urgent tasks first, otherwise in order of arrival, and nobody before `free_at`."""
-
-    def __init__(self) -> None:
-        self.free_at = float("-inf")
-        self._taken = False
-        self._line: list[tuple[int, int, trio.Event]] = []
-        self._numbers = itertools.count()
-
-    @contextlib.asynccontextmanager
-    async def taken(self, urgency: int) -> AsyncIterator[None]:
-        mine, holds = (urgency, next(self._numbers)), False
-        try:
-            while not holds:
-                if self._taken:
-                    await self._stand_in_line(mine)
-                self._taken = holds = True
-                await trio.sleep_until(max(self.free_at, trio.current_time()))
-                if self._line and self._line[0][:2] < mine:  # a more urgent task has arrived
-                    holds = False
-                    self._pass_on()
-            yield
-        finally:
-            if holds:
-                self._pass_on()
-
-    async def _stand_in_line(self, mine: tuple[int, int]) -> None:
-        place = (*mine, trio.Event())
-        heapq.heappush(self._line, place)
-        try:
-            await place[2].wait()
-        except trio.Cancelled:
-            if place[2].is_set():  # the turn was passed to this task after it was cancelled
-                self._pass_on()
-            else:
-                self._line.remove(place)
-                heapq.heapify(self._line)
-            raise
-
-    def _pass_on(self) -> None:
-        if self._line:
-            heapq.heappop(self._line)[2].set()
-        else:
-            self._taken = False
 
 
 class DeviceWorker:
@@ -219,40 +168,6 @@ def _within_memory(job: Callable[[], T], name: str) -> T:
             raise
         reason = (str(error) or "this machine has none").splitlines()[0]
         raise NoMemory(f"there is no memory for the job “{name}”: {reason}") from None
-
-
-class Timed:
-    """Base of job results that carry the seconds their job took."""
-
-    __slots__ = ()
-    seconds: float
-
-
-class InlineWorker:
-    """A `peerd.core.work.Worker` for the virtual clock: computes on the loop, then sleeps for `cost_s * slowness`.
-
-    The next job starts when the cost of the previous one has passed, as on a real device. `Timed` results carry virtual
-    seconds.
-    """
-
-    def __init__(self, *, slowness: float = 1.0) -> None:
-        self.slowness = slowness
-        self.busy_s = 0.0
-        self.jobs_done = 0
-        self._turn = _Turn()
-
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
-        async with self._turn.taken(_URGENT if urgent else _ORDINARY):
-            result = outcome.capture(_within_memory, job, name)
-            cost_s *= self.slowness
-            if isinstance(result, outcome.Value) and isinstance(result.value, Timed):
-                result.value.seconds = cost_s
-            self._turn.free_at = finished_at = trio.current_time() + cost_s
-            self.busy_s += cost_s
-            self.jobs_done += 1
-        if cost_s > 0:
-            await trio.sleep_until(finished_at)
-        return result.unwrap()
 
 
 class CpuPace:

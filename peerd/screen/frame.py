@@ -18,6 +18,7 @@ from peerd.screen.chart import Curve, Point, chart
 from peerd.screen.columns import Columns
 
 WIDE: Final = 110  # columns from which the events are beside the table
+_BETWEEN: Final = " · "  # parts of one line
 _GAP: Final = "   "  # between the table and the events beside it
 _TABLE_PART: Final = 0.55  # largest share of a wide screen's width
 _CHART_LEAST, _EVENTS_LEAST, _TABLE_LEAST = 5, 3, 3  # fewest lines, if all three fit
@@ -63,12 +64,12 @@ def compose(picture: FramePicture, width: int, height: int) -> list[Text]:
     return [_cut(line, width) for line in lines[:height]]
 
 
-def flow(parts: Parts, width: int, between: str = " · ") -> list[Text]:
+def flow(parts: Parts, width: int) -> list[Text]:
     """Join the parts into as few lines as possible. A part that is wider than a line is wrapped between words."""
     lines: list[Text] = []
     for part in parts:
-        if lines and lines[-1].cell_len + len(between) + part.cell_len <= width:
-            lines[-1] = lines[-1].copy().append(between, "dim").append_text(part)
+        if lines and lines[-1].cell_len + len(_BETWEEN) + part.cell_len <= width:
+            lines[-1] = lines[-1].copy().append(_BETWEEN, "dim").append_text(part)
         elif part.cell_len <= width:
             lines.append(part.copy())
         else:

@@ -22,8 +22,6 @@ from peerd.core.messages.swarm import Grant
 from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile, fingerprint, shared_text, sources_of
 from peerd.core.work import Worker
 from peerd.machine.connectivity import path_selection
-from peerd.machine.pipeline.route_policy import RoutePolicy
-from peerd.machine.pipeline.routes import Route
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
 from peerd.service.averaging.preconnect import Preconnector
@@ -79,24 +77,10 @@ def _listed(told: Sequence[str]) -> str:
 
 
 class RunServices:
-    """Builds the services of one run at their first use. Starts no task.
+    """Builds the services of one run at their first use. Starts no task."""
 
-    `route`: which peers this process's trainer may use; None means all. `policy`: how it chooses among them in direct
-    hand-over; the default chooses by flow.
-    """
-
-    def __init__(
-        self,
-        run: RunFile,
-        host: Host,
-        rpc: Rpc,
-        dht: Dht,
-        clock: Clock,
-        *,
-        route: Route | None = None,
-        policy: RoutePolicy | None = None,
-    ) -> None:
-        self.run, self.route, self._policy = run, route, policy
+    def __init__(self, run: RunFile, host: Host, rpc: Rpc, dht: Dht, clock: Clock) -> None:
+        self.run = run
         self.fingerprint = fingerprint(run)
         self.clock = clock
         self._host, self._rpc, self._dht = host, rpc, dht
@@ -271,7 +255,7 @@ class RunServices:
         `evaluation_grant`: returns the newest grant to evaluate.
         """
         papers = TrainerCredentials(self._host.id.text, grant_of, self._host.sign, evaluation_grant)
-        return DirectPipeline(self.run, self._rpc, self.clock, self, papers, self.route, self._policy)
+        return DirectPipeline(self.run, self._rpc, self.clock, self, papers)
 
     def linked(self, peer: PeerId) -> bool:
         """True if calls reach `peer` without a dial: over an existing link, or because it is this peer itself."""

@@ -22,7 +22,6 @@ import torch
 import trio
 
 from benchmarks._report import Figure, Report
-from peerd.compute.worker import InlineWorker
 from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
@@ -39,6 +38,7 @@ from peerd.sim.simnet import NetConfig, SimLine
 from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.worlds.roles.inline_worker import InlineWorker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.worlds.roles.virtualroles import Roles

@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from peerd.compute.model.served_stage import ServedStage
+from peerd.compute.model.served_stage import ServedStage, items_of
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key
 from peerd.core.messages.encoding import Empty, encode
@@ -280,7 +280,7 @@ ANSWERS = [
 
 def donor() -> list[Good]:
     """State of stage 0, after a step that the hostile peer names; all in one piece."""
-    items = [StateItem(*item) for item in ServedStage(RUN, 0, "cpu").describe()]
+    items = [StateItem(*item) for item in items_of(ServedStage(RUN, 0, "cpu").state())]
     layout = StateLayout(items)
     piece = bytes(layout.cut_out(0, [item.payload for item in items]))
     digests = piece_digest(piece)

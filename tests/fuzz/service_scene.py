@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import trio
 
-from peerd.compute.worker import InlineWorker
 from peerd.core.errors import Overloaded, Refused, RemoteError
 from peerd.core.messages.proof import grant
 from peerd.core.messages.swarm import (
@@ -59,6 +58,7 @@ from roles.stage import StageRole
 from tests.fuzz.session_points import WHO
 from tests.fuzz.sessions import HOST, NETWORK, WITHIN_S, ServiceStage, attacked
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
+from tests.worlds.roles.inline_worker import InlineWorker
 from tests.worlds.roles.stagescene import microbatch
 
 RUN = RunFile(
@@ -155,7 +155,6 @@ async def start_peer(
         clock=clock,
         data_dir=folder / name,
         device="cpu",
-        seed=1,
         log=EventLog(clock),
         worker=workers.__getitem__,
     )

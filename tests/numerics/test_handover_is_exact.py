@@ -23,7 +23,6 @@ from peerd.core.errors import Unreachable
 from peerd.core.messages.handover import PassRequest
 from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.call_times import CallTimes
-from peerd.machine.pipeline.route_policy import InTurn
 from peerd.service.pipeline import direct
 from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.next_stage import NextStage
@@ -33,6 +32,7 @@ from peerd.training.stage.handover import HandOver
 from roles.trainer import TrainerRole
 from tests.kit.amount import few
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
+from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.roles.training import Peer, all_finished, events, stage_peers, swarm
 
 pytestmark = pytest.mark.slow

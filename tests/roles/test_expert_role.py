@@ -14,7 +14,6 @@ import pytest
 import trio
 
 from peerd.commands.status.swarm_view import swarm_view
-from peerd.compute.worker import InlineWorker
 from peerd.core.errors import ConfigError
 from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid
@@ -27,6 +26,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig
 from peerd.sim.world import Node, World, WorldConfig
 from roles.expert import ExpertRole
+from tests.worlds.roles.inline_worker import InlineWorker
 from tests.worlds.roles.virtualroles import Roles
 
 PERIOD_S = 10.0

@@ -10,9 +10,9 @@ import pytest
 
 from peerd.machine.placement.cost import CostKind
 from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
-from peerd.machine.placement.search import arranged
 from peerd.machine.placement.starts import random_placement
 from scripts.benchmarks._placed_cost import WorkBytes, paper_s, paths_s
+from tests.worlds.machines.placements import arranged
 from tests.worlds.roles.placed import PlacedRun
 
 MICROBATCHES = 4

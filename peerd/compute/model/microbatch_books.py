@@ -20,7 +20,6 @@ from itertools import groupby
 from torch import Tensor
 
 from peerd.compute.model.kept_graph import KeptGraph
-from peerd.compute.worker import Timed
 from peerd.core.errors import PeerdError
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import Mb
@@ -31,7 +30,7 @@ class Stale(PeerdError):
 
 
 @dataclass(slots=True)
-class StageOutcome(Timed):
+class StageOutcome:
     """Result of a call. `answer` is a tensor until it is encoded; the frame then replaces it."""
 
     answer: Tensor | TensorFrame | None  # the output, or the input's gradient (None in the first stage)

@@ -86,13 +86,9 @@ class Model(MicrobatchBooks):
     def freeze(self, make_room: MakeRoom | None = None) -> FrozenState:
         """The same state, to be read piece by piece while the model goes on. `make_room` allocates room for copies."""
 
-    def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
-        """A copy of the state as (name, dtype, shape, bytes), sorted by name."""
-        return items_of(self.state())
-
     @abstractmethod
     def outline(self) -> list[TensorSpec]:
-        """Name, dtype and shape of each item of `describe`, in its order, without copying anything."""
+        """Name, dtype and shape of each item of the state, sorted by name, without copying anything."""
 
     @abstractmethod
     def load(self, state: dict[str, Tensor]) -> None:

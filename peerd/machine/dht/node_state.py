@@ -74,7 +74,6 @@ class NodeState:
         self.hot = HotKeys()
         self.publisher = Publisher(signer, config.repeat_s)
         self.responder = Responder(self.id, config.k, self.neighbours, self.store, self.hot)
-        self.verifier = verifier
 
     @property
     def hello(self) -> Hello:

@@ -30,8 +30,6 @@ class CachedClaim:
 
     host: PeerId
     generation: int = 0
-    version: int = 0
-    queue_s: float = 0.0
     only_dials: bool = False  # nobody can dial the host: it can be asked only while it is connected
 
     @property

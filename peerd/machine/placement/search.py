@@ -221,20 +221,8 @@ def placed(layout: StageLayout) -> StagePlacement:
 
 def cost_of(problem: PlacementProblem, placement: StagePlacement, kind: CostKind = CostKind.LATENCY) -> PlacementCost:
     """Cost of a placement with its stages in their order, and neighbouring stages matched optimally."""
-    return _laid_out(problem, placement, kind, keep_order=True).cost.real()
-
-
-def arranged(
-    problem: PlacementProblem, placement: StagePlacement, kind: CostKind = CostKind.LATENCY
-) -> tuple[StagePlacement, PlacementCost]:
-    """The same stages in the best order (if it is free), with the partners between them, and the cost."""
-    layout = _laid_out(problem, placement, kind, keep_order=False)
-    return placed(layout), layout.cost.real()
-
-
-def _laid_out(problem: PlacementProblem, placement: StagePlacement, kind: CostKind, *, keep_order: bool) -> StageLayout:
-    model = CostModel(problem, kind, keep_order)
-    return StageLayout(model, [placement.members(stage) for stage in range(len(problem.stages))])
+    members = [placement.members(stage) for stage in range(len(problem.stages))]
+    return StageLayout(CostModel(problem, kind, keep_order=True), members).cost.real()
 
 
 def count_bound(problem: PlacementProblem) -> int:

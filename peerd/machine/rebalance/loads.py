@@ -28,7 +28,6 @@ class PeerLoad:
     peer: str
     stage: int
     rate: float  # microbatches per second of its stage, when it is never idle
-    queue: float = 0.0  # mean number of microbatches that wait for it
     stays: bool = False  # it may not move now
 
 

@@ -39,7 +39,6 @@ class PostView:
     stage: int
     ready: bool  # has the current state
     rate: float  # microbatches per second, as estimated
-    queue: float = 0.0
     movable: bool = True
     saved: frozenset[Position] = frozenset()  # checkpoints that it has
 
@@ -172,7 +171,7 @@ class OrderedMoves:
                 if post.ready or now - self._coming_since[peer] < _COMING_S:
                     goes = post.ready and post.movable and reserves.spare(post)
                     is_fixed = stays or not goes
-                    loads.append(PeerLoad(peer, post.stage, post.rate, post.queue, is_fixed))
+                    loads.append(PeerLoad(peer, post.stage, post.rate, is_fixed))
         return loads
 
     def _rate_at(self, posts: Sequence[PostView], target: int) -> float:

@@ -47,7 +47,7 @@ from peerd.net.link.unread import Unread
 from peerd.net.link.upgrade import UpgradedLink, recognise, upgrade
 from peerd.net.transport import RawLink, Transport, close_surely
 
-__all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerIdentified", "PeerInfo", "PeerUp"]
+__all__ = ["Host", "HostConfig", "PeerDown", "PeerIdentified", "PeerUp"]
 
 _log = logging.getLogger("peerd.net")
 Handler = Callable[[Stream], Awaitable[None]]

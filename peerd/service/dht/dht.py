@@ -222,10 +222,10 @@ class Dht:
         self._cache.pop(key, None)
         await self._perform(lambda op: q.Withdraw(op, key, suffix), q.PutDone, timeout_s, leaving=True)
 
-    async def withdraw_all(self, *, timeout_s: float = _WITHDRAW_S) -> None:
+    async def withdraw_all(self) -> None:
         """Withdraw all our records except those that stay, in few messages, before leaving."""
         self._cache.clear()
-        await self._perform(lambda op: q.Withdraw(op), q.PutDone, timeout_s, leaving=True)
+        await self._perform(lambda op: q.Withdraw(op), q.PutDone, _WITHDRAW_S, leaving=True)
 
     def entry_peers(self) -> list[PeerId]:
         """Connected peers at bootstrap addresses."""

@@ -203,10 +203,10 @@ class ExpertDirectory:
             self.refused += 1
             return iter(())  # already logged by the gate
         self._teach(peer, record.addrs)
-        numbers = zip(record.generations, record.versions, strict=True) if experts else ((0, 0) for _ in below)
+        generations = record.generations if experts else [0] * len(below)
         return (
-            (coordinate, CachedClaim(peer, generation, version, record.queue_s, record.client))
-            for coordinate, (generation, version) in zip(below, numbers, strict=True)
+            (coordinate, CachedClaim(peer, generation, record.client))
+            for coordinate, generation in zip(below, generations, strict=True)
         )
 
     def _teach(self, peer: PeerId, addrs: list[str]) -> None:

@@ -145,7 +145,7 @@ class ExpertServer:
         section = run.experts or ExpertsSection()
         self.stats = ServingStats()
         self.grid = grid_of(run)
-        self._run, self._rpc, self._clock = run, rpc, clock
+        self._rpc, self._clock = rpc, clock
         self._experts, self._config = experts, config or ServerConfig()
         self._fingerprint = fingerprint(run)
         self._shapes, self._dtype = sample_shapes(run), section.dtype

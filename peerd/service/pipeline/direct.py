@@ -31,7 +31,7 @@ from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.machine.pipeline.route_flow import RouteFlow
 from peerd.machine.pipeline.route_policy import RoutePolicy, Sent
-from peerd.machine.pipeline.routes import PlannedRoutes, Route
+from peerd.machine.pipeline.routes import PlannedRoutes
 from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rate.backoff import backoff_s
@@ -113,17 +113,14 @@ class DirectPipeline:
         clock: Clock,
         ways: StageLinks,
         papers: TrainerCredentials,
-        route: Route | None = None,
-        policy: RoutePolicy | None = None,
     ) -> None:
-        """`policy` chooses among the available peers; by default `RouteFlow`."""
-        self._run, self._rpc, self._papers = run, rpc, papers
+        self._rpc, self._papers = rpc, papers
         self._mark = fingerprint(run)
         self._last = run.pipeline.stages - 1
         self._cost = run.pipeline.microbatch * (1.0 + BACKWARD_COST)
-        self._peers = StagePeers(run.pipeline.stages, clock, ways, route, _LATE)
-        chosen = policy or RouteFlow(clock.rng("routes"))
-        self._policy = chosen if run.plan is None else PlannedRoutes(chosen, followers(run.plan))
+        self._peers = StagePeers(run.pipeline.stages, clock, ways, _LATE)
+        flow = RouteFlow(clock.rng("routes"))
+        self._policy: RoutePolicy = flow if run.plan is None else PlannedRoutes(flow, followers(run.plan))
         self._stages = StageClient(run, rpc, self._peers, papers)
         self._judge = NotFiniteJudge(run, self._peers)
         self._cuts = Suspicion[tuple[str, str]](_CUT_S, _CUT_S, _CUTS)  # by peer and peer of the next stage

@@ -48,14 +48,12 @@ from peerd.machine.state.quorum import Claim
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.piece_fetch import BegunDownload, FetchReport, PieceFetch, Shunned, bytes_of
 from peerd.service.state.state_room import StateRoom
-from peerd.service.state.state_server import KEPT, LAYOUT, STATE, Freeze, Methods, StateServer
+from peerd.service.state.state_server import KEPT, LAYOUT, STATE, Methods, StateServer
 
 __all__ = [
     "KEPT",
     "Donors",
-    "FetchReport",
     "Fetched",
-    "Freeze",
     "SnapshotFetcher",
     "Snapshots",
     "StateItem",

@@ -90,7 +90,7 @@ class HandOver:
     def __init__(self, ctx: RoleContext, services: RunServices, place: HandOverPlace, serving: ServingCalls) -> None:
         assert ctx.run is not None
         self._run: RunFile = ctx.run
-        self._place, self._serving, self._clock = place, serving, ctx.clock
+        self._place, self._serving = place, serving
         self._log = ctx.log
         self._own, self._mark = ctx.host.id, services.fingerprint
         self._is_last = place.stage == self._run.pipeline.stages - 1

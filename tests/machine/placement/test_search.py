@@ -19,10 +19,10 @@ from peerd.machine.placement.problem import (
     StagePlacement,
     StageWork,
 )
-from peerd.machine.placement.search import Plan, SearchOptions, arranged, cost_of, plan
+from peerd.machine.placement.search import Plan, SearchOptions, cost_of, plan
 from peerd.machine.placement.starts import random_placement
 from tests.kit.amount import some
-from tests.worlds.machines.placements import Definition, best_by_definition, drawn_problem
+from tests.worlds.machines.placements import Definition, arranged, best_by_definition, drawn_problem
 
 
 def planned(problem: PlacementProblem, seed: int = 0, start: StagePlacement | None = None, **options: object) -> Plan:

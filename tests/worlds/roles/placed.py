@@ -16,7 +16,6 @@ import msgspec
 import trio
 
 from peerd.core.run.runfile import RunFile
-from peerd.machine.pipeline.routes import FixedRoute
 from peerd.machine.placement.problem import Network, StagePlacement
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimPath
@@ -93,9 +92,8 @@ async def placed_world(placed: PlacedRun, roles: Roles, seed: int) -> AsyncItera
             for device, stage in enumerate(placed.placement.stage_of)
             if stage >= 0
         }
-        follows = {peers[a].id.text: peers[b].id.text for pairs in placed.placement.follows for a, b in pairs}
         for number, chain in enumerate(placed.chains()):
-            route = FixedRoute(peers[chain[0]].id.text, follows, roles.run.pipeline.stages)
+            route = [peers[device].id.text for device in chain]
             program = roles.program(TrainerRole, run=with_equal_shares(roles.run, placed), route=route)
             await world.start(trainer_name(number), program=program)
         yield world
