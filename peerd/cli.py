@@ -26,7 +26,7 @@ import typer
 from msgspec import structs
 
 from peerd.commands import evaluate, export, generate, options, token
-from peerd.commands.grouped_help import ORGANIZE, TAKE_PART, USE, WITH_LINK, GroupedCommands, GroupedOptions
+from peerd.commands.grouped_help import ORGANIZE, TAKE_PART, USE, GroupedCommands, GroupedOptions
 from peerd.commands.plan import plan
 from peerd.control.guest import GuestFlags, JoinRequest, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
@@ -84,16 +84,13 @@ def backbone(
     seed: options.Seed = None,
     log_level: options.LogLevel = "info",
 ) -> None:
-    """Run an entry point through which others join.
-
-    With a run file it also keeps checkpoints and the learning curve.
-    """
+    """Run an entry point through which others join."""
     _start(Flags(["backbone"], model, bootstrap, listen, data_dir, "cpu", seed, log_level, announce=announce))
 
 
 @app.command(cls=GroupedOptions, rich_help_panel=TAKE_PART)
 def join(
-    link: Annotated[str | None, typer.Argument(metavar="[LINK]", help="A join line: peerd://...")] = None,
+    link: Annotated[str | None, typer.Argument(metavar="[LINK]", help="A join link: peerd://...")] = None,
     role: Annotated[
         list[str] | None,
         typer.Option(
@@ -117,26 +114,13 @@ def join(
     trust: options.Trust = None,
     seed: options.Seed = None,
     log_level: options.LogLevel = "info",
-    yes: Annotated[bool, typer.Option("--yes", help="Agree to its run file.", rich_help_panel=WITH_LINK)] = False,
-    data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Your text, if the run has none.", rich_help_panel=WITH_LINK)
-    ] = None,
-    token: Annotated[
-        str | None,
-        typer.Option("--token", metavar="TOKEN", help="Your token, or a file with it.", rich_help_panel=WITH_LINK),
-    ] = None,
-    allow_code: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", help="Code that the run may execute. Repeatable.", rich_help_panel=WITH_LINK),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The run's tokenizer.", rich_help_panel=WITH_LINK)
-    ] = None,
+    yes: options.Yes = False,
+    data: options.OwnText = None,
+    token: options.OwnToken = None,
+    allow_code: options.AllowCode = None,
+    tokenizer: options.OwnTokenizer = None,
 ) -> None:
-    """Join a run by its line or its run file.
-
-    A peer may have several roles.
-    """
+    """Join a run from a join link or its run file."""
     guest = GuestFlags(
         upload_mbit=upload_mbit,
         download_mbit=download_mbit,
@@ -289,10 +273,7 @@ def doctor(
     device: options.Device = "cpu",
     as_json: options.AsJson = False,
 ) -> None:
-    """Check what `peerd join` needs on this machine.
-
-    Each failed check says what to do.
-    """
+    """Check what `peerd join` needs on this machine."""
     from peerd.commands.doctor import checkup as checks
 
     loaded = _load(model, bootstrap, listen, announce)

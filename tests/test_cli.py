@@ -36,7 +36,7 @@ def test_the_help_of_join_has_arguments_options_limits_and_what_a_line_needs(
         "Arguments": "[LINK]",
         "Options": "--role",
         "Limits of this machine": "--hours",
-        "With a join line": "--yes",
+        "With a join link": "--yes",
     }
     for group, option in groups.items():
         assert f"\n  {option} " in shown.partition(f"\n{group}:")[2].partition("\n\n")[0]

@@ -16,7 +16,7 @@ TAKE_PART: Final = "Take part"
 ORGANIZE: Final = "Organize a run"
 USE: Final = "Use the trained model"
 LIMITS: Final = "Limits of this machine"
-WITH_LINK: Final = "With a join line"
+WITH_LINK: Final = "With a join link"
 
 _ORDER: Final = (TAKE_PART, ORGANIZE, USE)  # of commands
 Row = tuple[str, str]  # a name, and its help

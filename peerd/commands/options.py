@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from peerd.commands.grouped_help import LIMITS
+from peerd.commands.grouped_help import LIMITS, WITH_LINK
 
 RunFileOption = Annotated[Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file (YAML).")]
 Bootstrap = Annotated[
@@ -58,4 +58,19 @@ Trust = Annotated[
 ]
 DiskGb = Annotated[
     float | None, typer.Option(metavar="GB", help="Limit on disk space for checkpoints.", rich_help_panel=LIMITS)
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Agree to its run file.", rich_help_panel=WITH_LINK)]
+OwnText = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Your text, if the run has none.", rich_help_panel=WITH_LINK)
+]
+OwnToken = Annotated[
+    str | None,
+    typer.Option("--token", metavar="TOKEN", help="Your token, or a file with it.", rich_help_panel=WITH_LINK),
+]
+AllowCode = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="Code that the run may execute. Repeatable.", rich_help_panel=WITH_LINK),
+]
+OwnTokenizer = Annotated[
+    str | None, typer.Option(metavar="FILE", help="The run's tokenizer.", rich_help_panel=WITH_LINK)
 ]

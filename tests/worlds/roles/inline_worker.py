@@ -15,7 +15,7 @@ from typing import TypeVar
 import outcome
 import trio
 
-from peerd.compute.model.served_stage import StageOutcome
+from peerd.compute.model.microbatch_books import StageOutcome
 from peerd.compute.worker import _ORDINARY, _URGENT, _within_memory
 
 T = TypeVar("T")
