@@ -43,7 +43,7 @@ class AuxAggregatorRole:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Help one stage; switch to another one if this process starts to serve it."""
-        await self._services.compare_settings()
+        await self._services.settings.compare()
         task_status.started()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tally.run)
@@ -101,7 +101,7 @@ class AuxAggregatorRole:
 
     def report(self, whole: bool) -> PostReport:
         """The current report to the conductor: this helper's link rates."""
-        return PostReport(line=own_line(self._services.carries(), "aux"), helps=True)
+        return PostReport(line=own_line(self._services.line_speeds(), "aux"), helps=True)
 
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
         """Process the conductor's answer to a report."""

@@ -243,7 +243,7 @@ class BackboneRole:
     async def _agrees(self, services: RunServices) -> bool:
         """True if the run's published settings equal this peer's, False if there are none; ConfigError if not equal."""
         try:
-            return await services.agrees()
+            return await services.settings.agrees()
         except RemoteError:
             return False
 

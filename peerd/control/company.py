@@ -119,7 +119,7 @@ class Company:
             if self._services is None or not self._host.connected() or self._found.is_set():
                 continue
             with suppress(RemoteError):
-                await self._services.publish_settings()
+                await self._services.settings.publish()
                 if await self._services.directory.fellows():
                     self._found.set()
 

@@ -178,7 +178,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.dht.dht.DIRECTORY_S": AGAIN,
     "peerd.service.dht.dht._WITHDRAW_S": LEAVING,
     "peerd.service.run_offer._ANSWER_S": SMALL,
-    "peerd.service.run_services._PROBE_S": SMALL,
+    "peerd.service.network.peer_links._PROBE_S": SMALL,
     "peerd.machine.dht.hot_keys._MINUTE_S": COUNTS,
     "peerd.machine.dht.publisher.RECORD_TTL_S": "a record is published again before it expires",
     "peerd.service.access._AGAIN_S": REST,

@@ -321,6 +321,6 @@ class Contributor(Generic[T]):
         value = encode_progress(self._work.progress())
         try:
             await self._ctx.dht.put(progress_key(self._services.run.run), value, ttl_s=_RECORD_TTL_S)
-            await self._services.publish_settings()
+            await self._services.settings.publish()
         except RemoteError as error:
             self._ctx.log.event("dht.announce_failed", level="warning", reason=str(error))

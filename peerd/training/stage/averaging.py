@@ -184,7 +184,7 @@ class AveragingRounds:
 
     def line(self) -> LineInfo:
         """Our line rates and the size of our vector, by which the conductor divides rounds."""
-        return own_line(self._services.carries(), "node", *self._vector_is)
+        return own_line(self._services.line_speeds(), "node", *self._vector_is)
 
     def plan(self, order: Prepare, sender: PeerId) -> AveragingPlan:
         """The plan of the round that `sender` orders. Raises ProtocolViolation if the order is inconsistent."""

@@ -100,7 +100,7 @@ class HandOver:
         self._takes_inbound: Callable[[], bool] = lambda: ctx.host.takes_inbound
         self.next: NextStage | None = None
         if not self._is_last:
-            self.next = NextStage(self._run, place.stage, ctx.rpc, ctx.clock, services, services.way)
+            self.next = NextStage(self._run, place.stage, ctx.rpc, ctx.clock, services.links, services.links.way)
         self._before = frozenset({self._own.text})
         self._under_way: dict[tuple[int, Mb], _UnderWay] = {}
         self._above = BoundedDict[tuple[int, Mb], _Above](MICROBATCHES)

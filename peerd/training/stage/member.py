@@ -60,13 +60,13 @@ class StageMember:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve stages until cancelled."""
-        await self._services.compare_settings()
+        await self._services.settings.compare()
         async with trio.open_nursery() as nursery:
             if self._run.pipeline.stages > 1:
                 nursery.start_soon(self._placing.answer, self._serving)
             stages = self._run.limits.stages or [await self.choose()]
             self._nursery = nursery
-            nursery.start_soon(self._services.keep_comparing)
+            nursery.start_soon(self._services.settings.keep_comparing)
             for stage in stages:
                 await self.enter(stage)
             nursery.start_soon(self._tally.run)

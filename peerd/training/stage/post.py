@@ -390,7 +390,7 @@ class Post:
             self._ctx.log.event("stage.contributes", stage=self.stage)
 
     def _rest_text(self) -> str | None:
-        return rest_text(self._rest, self._services.carries()) if self._rest is not None else None
+        return rest_text(self._rest, self._services.line_speeds()) if self._rest is not None else None
 
     # --- status -----------------------------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class AveragerRole:
         """Compare settings until the first step: peers that start together may not have published theirs yet."""
         while not self._begun:
             await trio.sleep(_SETTINGS_S)
-            await self._services.compare_settings()
+            await self._services.settings.compare()
 
     def _came_in(self) -> None:
         if not self._contributor.books.open():

@@ -39,7 +39,7 @@ class ExpertCallsRole:
         self.part.role = self
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        await self._services.compare_settings()
+        await self._services.settings.compare()
         calls = BlockingExperts(self._client)
         try:
             async with trio.open_nursery() as nursery:
