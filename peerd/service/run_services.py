@@ -60,7 +60,7 @@ _PROBE_S: Final = 8.0  # for a dial, maybe over a relay, and a ping that queues 
 
 @dataclass(frozen=True, slots=True)
 class LineSpeeds:
-    """Rates of this peer's line in bytes/s: its limits in the run file, else measured rates; 0 if unknown.
+    """Rates of this peer's internet connection in bytes/s: limits in the run file, else measured; 0 if unknown.
 
     `takes_inbound`: other peers can connect to this one.
     """
@@ -214,7 +214,7 @@ class RunServices:
         await self.directory.publish_settings(PublishedSettings(shared_text(self.run), self._corpus, token))
 
     def carries(self) -> LineSpeeds:
-        """Rates of this peer's line: limits of the run file, else measured rates."""
+        """Rates of this peer's internet connection: limits of the run file, else measured rates."""
         limits, line = self.run.limits, self._host.line
         up, down = limits.upload_mbit * BYTES_PER_MBIT, limits.download_mbit * BYTES_PER_MBIT
         return LineSpeeds(

@@ -34,7 +34,7 @@ PAGES: Final = 8  # of a map: 4,096 pairs in total
 
 
 class HasLine(Protocol):
-    """Rates of a line up and down, in bytes/s, as `RunServices.carries` returns them."""
+    """Upload and download rates of an internet connection in bytes/s, as `RunServices.carries` returns them."""
 
     @property
     def up_bytes_per_s(self) -> float: ...
@@ -45,7 +45,7 @@ class HasLine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NamedPair:
-    """One pair of a map, with peer ids."""
+    """One pair of peers in a network map, with their peer ids and measurements."""
 
     one: str
     other: str
@@ -54,7 +54,7 @@ class NamedPair:
 
 @dataclass(slots=True)
 class ReadMap:
-    """A conductor's map, as far as it was read."""
+    """The part of a conductor's network map that was read."""
 
     total_peers: int = 0
     pairs: list[NamedPair] = field(default_factory=list)
@@ -62,7 +62,7 @@ class ReadMap:
 
 
 class LinkWatch:
-    """Measures and reports the links of one peer. `line` returns the rates of our own line."""
+    """Measures and reports the links of one peer. `line` returns the rates of our own internet connection."""
 
     def __init__(
         self, run: bytes, net: tuple[Host, Rpc], clock: Clock, following: ConductorClient, line: Callable[[], HasLine]

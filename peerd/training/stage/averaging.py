@@ -1,4 +1,4 @@
-"""A member's part in its stage's averaging rounds: plan, residual, sums, and the line rates that it declares.
+"""A member's part in its stage's averaging rounds: plan, residual, sums, and the link rates that it declares.
 
 A partial sum is kept until a later order has the member contribute it, so a group that fails costs no other group its
 sum. The residual of a round (what the lossy code dropped) is settled only after the step with its total is made
@@ -110,7 +110,7 @@ class _Attempt:
 
 
 class AveragingRounds:
-    """A member's averaging rounds: one at a time, besides those in which it only helps. Codes and sums on `worker`."""
+    """A member's averaging rounds: one at a time, except those in which it only helps. `worker` encodes and sums."""
 
     def __init__(
         self, run: RunFile, services: RunServices, worker: Worker, own: PeerId, folder: Path | None = None
@@ -147,8 +147,9 @@ class AveragingRounds:
 
     @contextmanager
     def under_way(self, attempt: bytes, conductor: PeerId, *, helps: bool = False) -> Iterator[None]:
-        """The scope of an attempt's rounds. Raises Refused if the attempt is cancelled. `helps`: we only sum for
-        others.
+        """Context manager around an attempt's rounds. Raises Refused if the attempt is cancelled.
+
+        `helps`: we only sum for others.
         """
         with trio.CancelScope() as scope:
             found = _Attempt(attempt, conductor, trio.current_time(), scope, helps)
@@ -183,7 +184,7 @@ class AveragingRounds:
         self._vector_is = first, outline.dtype, further  # the conductor derives a round's time limit from it
 
     def line(self) -> LineInfo:
-        """Our line rates and the size of our vector, by which the conductor divides rounds."""
+        """Our link rates and the size of our vector, by which the conductor divides rounds."""
         return own_line(self._services.carries(), "node", *self._vector_is)
 
     def plan(self, order: Prepare, sender: PeerId) -> AveragingPlan:
@@ -228,9 +229,7 @@ class AveragingRounds:
         return room_for_residual(self._run, self._folder, size, self._round_s)
 
     def _settle(self, found: _Sum) -> None:
-        """Settle the residual after the step with this sum. If we only listened, our residual is still to be
-        contributed.
-        """
+        """Settle the residual after the step with this sum. Keeps our own residual if our gradient is not in it."""
         if self._feedback is None:
             return
         if found.own:
@@ -245,8 +244,8 @@ class AveragingRounds:
     async def _brought(
         self, order: Prepare, plan: AveragingPlan, vector: Vector | None, low_rank: PowerSgd | None
     ) -> _Sum:
-        """The vector that we contribute: our gradient or a kept sum. A listener without a kept sum gets an empty
-        buffer.
+        """The vector that we contribute: our gradient or a kept sum. If we only receive and have no kept sum, it is an
+        empty buffer.
         """
         work, feedback = self._worker, self._feedback
         if vector is not None:
