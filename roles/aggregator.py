@@ -23,7 +23,7 @@ from peerd.training.stage.session import ConductorSession, PostReport
 
 
 class AuxAggregatorRole:
-    """A helper of one stage at a time."""
+    """Role of a helper that sums gradients for one stage at a time."""
 
     name: ClassVar[str] = "aux"
     needs_run: ClassVar[bool] = True
@@ -56,7 +56,7 @@ class AuxAggregatorRole:
                     await self._services.calls.changed()
 
     def _stage_to_help(self) -> int | None:
-        """The first configured stage that this process does not serve itself, or else the first such stage of all."""
+        """The first stage of limits.stage, else of all stages, that this process does not serve itself, or None."""
         served, stages = self._services.calls.stages, range(self._run.pipeline.stages)
         return next((stage for stage in (*self._run.limits.stages, *stages) if stage not in served), None)
 

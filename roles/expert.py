@@ -27,7 +27,7 @@ _COUNTED_S: Final = PERIOD_S / 4  # interval for counting the updates made
 
 
 class ExpertRole:
-    """One host of experts in a run."""
+    """Role of a peer that hosts experts of a run."""
 
     name: ClassVar[str] = "expert"
     needs_run: ClassVar[bool] = True

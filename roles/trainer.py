@@ -50,7 +50,7 @@ _DELAYED_IN_FLIGHT = 32  # maximum, where reports are slow because they are sent
 
 
 class TrainerRole:
-    """One trainer of a run."""
+    """Role of a peer that supplies microbatches to a run."""
 
     name: ClassVar[str] = "trainer"
     needs_run: ClassVar[bool] = True
@@ -142,15 +142,13 @@ class TrainerRole:
             nursery.cancel_scope.cancel()
 
     async def _compare_again(self) -> None:
-        """Compare with the texts that peers which started at the same time have published since."""
+        """Compare our text with those of peers that started at the same time, once they have published theirs."""
         for pause_s in _COMPARED_AGAIN_S:
             await trio.sleep(pause_s)
             await self._services.settings.refuse_texts_of_few()
 
     async def _compare_late(self) -> None:
-        """Compare a large text once it has been read; ConfigError reports how much of it was used in training until
-        then.
-        """
+        """Compare a large text once it has been read. The ConfigError says how much of it training has used by then."""
         try:
             differences = await self._services.settings.compare_late(await self._data.digests())
             if self._services.settings.has_tokens:
@@ -266,7 +264,7 @@ class TrainerRole:
         return LIMITED if self._run.limits.microbatches_in_flight else self._flow.why
 
     def told_together(self) -> int:
-        """Number of microbatches per report: 1, or for a delayed replica those that it computes in _TELL_S."""
+        """Number of microbatches per report: 1, or for a delayed replica the number that it computes in _TELL_S."""
         if not self._is_replica or not self._run.optimizer.delayed or self._run.limits.microbatches_in_flight:
             return 1
         return max(1, min(int(_TELL_S / self._microbatch_s), self._most_unheard // 2))

@@ -1,6 +1,6 @@
-"""A daemon's status snapshot, as far as the commands show it.
+"""The part of a daemon's status snapshot that the commands show, as structs.
 
-`decode_status` is the edge: behind it, commands read fields of structs. `peerd status --json` prints a snapshot as
+Commands call `decode_status` and read fields of structs. `peerd status --json` prints a snapshot as
 received, which has more fields than these. Text may come from untrusted peers.
 """
 
@@ -30,7 +30,7 @@ class ConnectedPeerStatus(StatusPart, frozen=True):
 
 
 class RateStatus(StatusPart, frozen=True):
-    """One direction of the internet line, in Mb/s."""
+    """One direction of the internet connection, in Mb/s."""
 
     limit_mbit: Figure = None
     measured_mbit: Figure = None  # the highest measured rate
@@ -50,7 +50,7 @@ class TrafficStatus(StatusPart, frozen=True):
 
 
 class CarriedStatus(StatusPart, frozen=True):
-    """The daemon's work as a relay."""
+    """Circuits and bytes that the daemon carries for others as a relay."""
 
     circuits: int = 0
     reservations: int = 0
@@ -69,7 +69,7 @@ class ReachableStatus(StatusPart, frozen=True):
 
 
 class BootstrapStatus(StatusPart, frozen=True):
-    """A bootstrap address."""
+    """A bootstrap address, and the state of the connection to it."""
 
     addr: str = "?"
     connected: bool = False
@@ -78,7 +78,7 @@ class BootstrapStatus(StatusPart, frozen=True):
 
 
 class DirectoryStatus(StatusPart, frozen=True):
-    """The daemon's part in the DHT."""
+    """The daemon's contacts and stored records in the DHT, and what it waits for there."""
 
     waits_for: str | None = None
     peers: int = 0
@@ -90,7 +90,7 @@ class DirectoryStatus(StatusPart, frozen=True):
 
 
 class LimitsStatus(StatusPart, frozen=True):
-    """The user's limits, as one phrase."""
+    """The limits that the user set for this machine, as one phrase."""
 
     text: str = ""
 
@@ -104,7 +104,7 @@ class BudgetUserStatus(StatusPart, frozen=True):
 
 
 class BudgetStatus(StatusPart, frozen=True):
-    """Use of one resource, and the peer, place and region that use most of it."""
+    """Use of one resource, and the peer, place (address block) and region that use most of it."""
 
     means: str = "?"
     used: Figure = 0
@@ -115,14 +115,14 @@ class BudgetStatus(StatusPart, frozen=True):
 
 
 class FaultStatus(StatusPart, frozen=True):
-    """The last internal error at one place in the code."""
+    """The last internal error at one line of code."""
 
     place: str = "?"
     error: str = "?"
 
 
 class FaultsStatus(StatusPart, frozen=True):
-    """Internal errors: their number, and the place of the last one."""
+    """Internal errors: their number, and the code line of the last one."""
 
     count: int = 0
     last: str | None = None
@@ -130,7 +130,7 @@ class FaultsStatus(StatusPart, frozen=True):
 
 
 class StatusSnapshot(StatusPart, frozen=True):
-    """The status of a daemon. Roles and events have any further figures and facts, under their own names."""
+    """The status of a daemon. Roles and events may have further fields, under names of their own."""
 
     version: str = "?"
     uptime_s: Figure = 0.0

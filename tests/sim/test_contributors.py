@@ -84,7 +84,7 @@ async def one_slow_among_three(roles: Roles, first: bool) -> tuple[float, float]
         told = str(roles.live["slow"].replica.status()["waits_for"])
         print(told)
         assert told.startswith("this peer rests: a step takes ")
-        assert "it would contribute with a line of " in told
+        assert "it would contribute with a connection of " in told
         assert "(it carries 0.25 Mb/s)" in told
         assert roles.live["slow"].replica.step < roles.replica_step()
         assert [note for note in roles.conductor_notes() if "rests" in note]

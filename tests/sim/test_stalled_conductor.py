@@ -45,7 +45,7 @@ def test_a_delayed_run_goes_on_after_its_conductor_stood_still(tmp_path: Path, s
     )
     roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.25))
     run_virtual(stall_again_and_again, roles, seed, seed=seed)
-    handed_on = [note for note in roles.conductor_notes() if "hands the conductor's duty on" in note]
+    handed_on = [note for note in roles.conductor_notes() if "hands over the conductor's duty" in note]
     assert len(handed_on) >= STALLS, "it was taken over each time, and whoever had stood still gave it up"
 
 

@@ -77,7 +77,7 @@ class TrunkModule(StageModule):
 
     @property
     def era(self) -> Era:
-        """The current parameters."""
+        """The era of a microbatch that begins now: the current parameters."""
         if not self.asynchronous:
             return Era(self.step, self.loads)
         snapshot = self._snapshot() if self._snapshot is not None else None

@@ -26,7 +26,7 @@ class TrunkStage(ServedStage):
         super().__init__(run, 0, device, self.trunk)
 
     def flight(self, step: int | None, tokens: Tensor, targets: Tensor) -> TrunkMicrobatch:
-        """Start a microbatch of `step`. With None it is one for evaluation, which uses the current parameters.
+        """Start a microbatch of `step`, or, if that is None, one for evaluation, which uses the current parameters.
 
         Raises ValueError if the tensors are not those of a microbatch.
         """

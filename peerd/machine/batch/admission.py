@@ -84,17 +84,17 @@ class Admission:
         return trainers - self._trainers.keys()
 
     def first(self) -> str | None:
-        """The first trainer by name, or None if there is none."""
+        """The alphabetically first trainer, or None if there is none."""
         if self._first is None:
             self._first = min(self._trainers, default=None)
         return self._first
 
     def first_at_work(self) -> str | None:
-        """The first trainer by name of those that do not rest, or None if there is none."""
+        """The alphabetically first trainer that does not rest, or None if there is none."""
         return min(self._trainers.keys() - self.resting, default=None) if self.resting else self.first()
 
     def report(self, trainer: str, wishes: tuple[int, ...], bound: Iterable[int] = (), bound_to: int = 0) -> None:
-        """Record the microbatches that the trainer has open (`wishes`). Those in `bound` only fit step `bound_to`."""
+        """Record what the trainer has requested or begun (`wishes`); those in `bound` are only for step `bound_to`."""
         known = self._trainers.get(trainer)
         if known is None:
             known = self._trainers[trainer] = _Trainer()
@@ -111,7 +111,7 @@ class Admission:
             self._first = None
 
     def wish_again(self, trainers: Iterable[str] | None = None) -> None:
-        """Record that microbatches of these trainers, or of all, have lost their slots in a batch."""
+        """Consider the requests of these trainers, or of all, again, since microbatches have lost their slots."""
         again = self._trainers if trainers is None else trainers
         self._wishing |= {trainer: None for trainer in again if trainer in self._trainers}
 
@@ -153,13 +153,13 @@ class Admission:
         self.newcomers.look(now, due, lambda name: bool(self._unplaced(name, [due], ())))
 
     def _least_lease(self, lease: float, first: float) -> float:
-        """Lower bound of the leases of all connected trainers."""
+        """Lower bound of the leases (`_lease`) of all connected trainers, in seconds."""
         if 0 < len(self.newcomers.others) < len(self._trainers):  # there are newcomers
             lease = min(lease, WAIT_S)
         return min(first, lease / 2.0**_HALVINGS_MOST if self._leashes else lease)
 
     def _lease(self, now: float, trainer: str, lease: float) -> float:
-        """The lease of one trainer. `lease`: that of a trainer in good standing."""
+        """Seconds that a trainer may keep a microbatch until it is late. `lease`: the same without earlier failures."""
         if trainer in self.newcomers:
             return min(lease, self.newcomers.lease_s(trainer))
         leash = self._leashes.get(trainer)
@@ -171,7 +171,7 @@ class Admission:
         return known.pace.at if known is not None else -math.inf
 
     def ran_out(self, now: float) -> None:
-        """Record that leases ran out. They double until a trainer finishes something, since all may be slow."""
+        """Record that leases ran out. All of them double until a trainer finishes something, since all may be slow."""
         self._patience += now > self._ran_out_at
         self._ran_out_at = now
 
@@ -293,8 +293,8 @@ class Admission:
     ) -> None:
         """Record whether any trainer works, and whether any that has helped before works.
 
-        A trainer works if it computes, or may have what it requests. If none does, no microbatches are reserved for
-        these.
+        A trainer works if it computes, or may have what it requests. If none works, trainers that pause, and newcomers,
+        may get more than usual.
         """
         rested = [name for name in wishing if self._is_rested(now, name)]
         helped = [name for name in rested if name not in self.newcomers]
@@ -309,11 +309,11 @@ class Admission:
         )
 
     def _goes_on(self, now: float, trainer: str, begun: tuple[int, float]) -> bool:
-        """True unless the trainer has finished nothing of what it began for far longer than usual."""
+        """False if the trainer has finished none of its begun microbatches for far longer than usual."""
         return now - max(begun[1], self._done_at(trainer)) < self.newcomers.usual_s
 
     def _does_more(self, name: str, under_way: int, given: Mapping[str, int | None], ledger: Ledger) -> bool:
-        """True if the others of a batch may leave the rest to this trainer: it computes, or requests what it may have.
+        """True if this trainer is expected to compute more of the batch: it computes now, or requests what it may have.
 
         A trainer that gave back microbatches of this batch is excluded, as it may do so again.
         """
@@ -352,7 +352,7 @@ class Admission:
 
 
 def _in_turn(wishes: Iterable[tuple[str, tuple[int, ...]]], ledgers: Sequence[Ledger]) -> list[Mb]:
-    """The requests that have no slot in a batch: the trainers' first ones, in this order, then their second ones."""
+    """Requests without a slot in a batch: the first one of each trainer in this order, then the second ones, ..."""
     found: list[tuple[int, int, Mb]] = []
     for place, (trainer, seqs) in enumerate(wishes):
         placed = [one.by_trainer.get(trainer, {}) for one in ledgers]

@@ -35,7 +35,7 @@ class StageView(NamedTuple):
 
 
 class Batches:
-    """The batches of a run. `microbatches` make one complete, each with a gradient in every one of `stages` stages."""
+    """A run's current and next batch. Each has `microbatches` microbatches, which pass through all `stages` stages."""
 
     def __init__(self, stages: int, microbatches: int, versions: ReaderVersions, own_pace: bool | None = None) -> None:
         """`own_pace`: each trainer is as fast as its own machine; by default yes if there is one stage."""
@@ -59,7 +59,7 @@ class Batches:
         self.early.lose(peer, now)
 
     def rest(self, peer: str, now: float) -> None:
-        """Record that `peer`, a post, contributes nothing for now, neither what it holds nor its own trainer's work."""
+        """Record that `peer` (a post) rests: neither its gradients nor its own trainer's microbatches count now."""
         self.lose(peer, now)
         if self.trainers.own_pace:
             trainer = peer_of(peer)
@@ -138,7 +138,7 @@ class Batches:
         if mb.trainer in self.trainers.newcomers and not self._shows(step, mb, done):
             self.strike(now, mb.trainer, proven=True)
             ledger.newcomers -= mb in ledger.entries  # no time was lost: another newcomer may have this slot
-            self.tell(f"trainer …{mb.trainer[-8:]} is new and shows no receipts: it gets fewer microbatches")
+            self.tell(f"trainer …{mb.trainer[-8:]} is new and has no valid receipts: it gets fewer microbatches")
             return self.void([mb])
         if not ledger.admit(mb, now):
             return False
@@ -207,7 +207,7 @@ class Batches:
         return found
 
     def late(self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]) -> dict[str, int]:
-        """Trainers that hold up the step longer than others do, with the number of their overdue microbatches."""
+        """Trainers that hold up the full batch beyond their leases, with the number of their overdue microbatches."""
         if not self.due.full:
             return {}
         lateness = self.trainers.lateness(now, lease_s, alone=True)
@@ -216,7 +216,7 @@ class Batches:
         return {name: count for name, count in late.items() if count}
 
     def strike(self, now: float, trainer: str, *, proven: bool = False) -> int:
-        """Record that the trainer held up the step: it gets less than it has under way. Returns its number of strikes.
+        """Record that the trainer held up the step, so that it gets fewer microbatches. Returns its number of strikes.
 
         `proven`: as in `Probation.failed`.
         """

@@ -21,7 +21,10 @@ AGAIN_STEPS: Final = 100  # if a run diverges again within this many steps of it
 
 
 class Divergence:
-    """Divergence record of one conductor. `barred`: positions not to return to; `stopped`: why no step is made."""
+    """Detects that the run diverges (no finite gradients), and has it go back once, or stop.
+
+    `barred`: positions not to return to. `stopped`: why the run has stopped, or "".
+    """
 
     def __init__(self) -> None:
         self.barred: set[Position] = set()
@@ -35,7 +38,7 @@ class Divergence:
             self._dropped[trainer] = self._dropped.get(trainer, 0) + count
 
     def member_came(self) -> None:
-        """Let a stopped run try again, since another peer serves and earlier reports may have been wrong."""
+        """Let a stopped run try again, since another peer has joined and earlier reports may have been wrong."""
         self.stopped = ""
 
     def arrived(self) -> None:
@@ -53,11 +56,14 @@ class Divergence:
         return enough and not finished and not self.stopped and everybody
 
     def judge(self, current: Position) -> str:
-        """Bar the swarm's position, or stop the run; returns the warning."""
+        """Return a warning, and bar the position at which the run diverged, or stop the run.
+
+        The run is stopped if it diverges again within AGAIN_STEPS steps of its last return.
+        """
         self.arrived()
         told = f"the run has diverged: no microbatch of step {current.step} has a finite gradient"
         if self._returned_at is not None and current.step <= self._returned_at + AGAIN_STEPS:
-            self.stopped = f"{told}, again; lower optimizer.lr, or set optimizer.clip_norm, and start anew"
+            self.stopped = f"{told}, again; lower optimizer.lr, or set optimizer.clip_norm, and start the run again"
             return self.stopped
         self.barred.add(current)
         self._returned_at = current.step

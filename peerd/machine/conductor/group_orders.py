@@ -139,7 +139,7 @@ class StageClose:
 
 
 class GroupOrders:
-    """Plans the attempts of all stages. `note` receives texts for the log."""
+    """Plans the groups, attempts and orders of all stages. `note` receives texts for the log."""
 
     def __init__(
         self, grouping: GroupTopology, batches: Batches, rng: random.Random, factors: bool, note: Callable[[str], None]
@@ -211,7 +211,7 @@ class GroupOrders:
         return [self._attempt(order, task) for task in found]
 
     def _ended(self, order: _Order, top: PartialSum) -> list[_Task]:
-        """Tasks for when the only sum left is not one to step with (`last`): each member converts its own copy."""
+        """Tasks if members cannot step with the only sum left (it is not `last`): each member converts its own copy."""
         if top.last or (self._factors and order.close.first is None):
             return []
         return self._bring(order, [OrderedGroup(MoshpitGroup((peer,)), None) for peer in top.kept], (top,), True)
@@ -335,7 +335,7 @@ def _newest(parts: tuple[PartialSum, ...], peer: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """Values that all orders of one turn share."""
+    """Values that are common to all orders planned in one call of `GroupOrders.next`."""
 
     now: float
     stage: int

@@ -146,7 +146,7 @@ class PartialSums:
         self.tops = [found for top in self.tops for found in self._left_of(ledger, top, now, frozenset())]
 
     def forget_outgrown(self, ledger: Ledger, now: float) -> None:
-        """Discard sums with gradients of members that hold more microbatches by now, even if these do not store them.
+        """Discard each sum with gradients of a member that holds further microbatches by now.
 
         Such a member's own microbatches are then summed again, all together.
         """

@@ -20,7 +20,7 @@ Cut = Callable[[str, str], bool]  # True for two peers that recently could not r
 class Sent:
     """A microbatch in flight. `route`: the peers that are to compute it.
 
-    `loads`: number of our microbatches that each had before; `on_ways`: the same for the line from each peer to the
+    `loads`: number of our microbatches that each had before; `on_ways`: the same for the path from each peer to the
     next.
     """
 
@@ -30,7 +30,7 @@ class Sent:
 
 
 class RoutePolicy(Protocol):
-    """The choice of a trainer's paths through the stages."""
+    """Chooses a trainer's routes through the stages."""
 
     def choose(self, now: float, options: Options, cut: Cut) -> list[str]:
         """A peer of each stage. Two that are cut off from each other are chosen only if there is no alternative."""

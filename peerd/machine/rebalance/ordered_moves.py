@@ -181,7 +181,7 @@ class OrderedMoves:
         return one.rate * self._work[one.stage] / self._work[target]
 
     def _harmless(self, moves: Iterable[Transfer], seen: _Posts) -> list[Transfer]:
-        """Those of the moves that leave every stage a current state, and the checkpoint that counts."""
+        """The moves that leave each stage a peer with the current state, and one with the common checkpoint."""
         reserves, found = _Reserves(len(self._work), seen.all, self._under_way), list[Transfer]()
         for one in moves:
             post = next(post for post in seen.of[one.peer] if post.stage == one.source)

@@ -82,7 +82,7 @@ class Rebalancing:
         for one in self._moves.look(now, posts, step_s):
             why = self._wished_for.get(one) or told(one, loads)
             out.append(SendTransfer(post_name(one.peer, one.source), one.target, why))
-            out.append(Note(f"peer {short(one.peer)} is ordered from stage {one.source} to stage {one.target}: {why}"))
+            out.append(Note(f"peer {short(one.peer)} must move from stage {one.source} to stage {one.target}: {why}"))
         return out
 
     def _publish_rates(self) -> None:

@@ -10,7 +10,7 @@ from peerd.net.host.host import Host
 
 @dataclass(frozen=True, slots=True)
 class LineSpeeds:
-    """Rates of this peer's line in bytes/s: its limits in the run file, else measured rates; 0 if unknown.
+    """Rates of this peer's internet connection in bytes/s: limits in the run file, else measured; 0 if unknown.
 
     `takes_inbound`: other peers can connect to this one.
     """
@@ -23,7 +23,7 @@ class LineSpeeds:
 
 
 def line_speeds(run: RunFile, host: Host) -> LineSpeeds:
-    """Rates of this peer's line: limits of the run file, else measured rates."""
+    """Rates of this peer's internet connection: limits of the run file, else measured rates."""
     limits, line = run.limits, host.line
     up, down = limits.upload_mbit * BYTES_PER_MBIT, limits.download_mbit * BYTES_PER_MBIT
     return LineSpeeds(

@@ -224,7 +224,7 @@ class DirectPipeline:
         search.avoid[way.first].add(name)
 
     def _give_up_holder(self, search: _Search, way: _Way, reason: str) -> None:
-        """Have the stage before the lowest computed again as well."""
+        """Have the stage before the lowest computed again as well, because its holder does not provide its output."""
         log.info(
             "stage %d is computed again as well, because …%s does not provide its output: %s",
             way.first,

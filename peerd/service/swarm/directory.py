@@ -63,7 +63,7 @@ class SettingsTold:
 
 
 class Directory:
-    """The stage peers and keepers of one run."""
+    """Finds the stage peers of one run and the keepers of its checkpoints, and publishes our own records."""
 
     def __init__(self, run: str, stages: int, host: Host, dht: Dht, gate: AccessGuard | None = None) -> None:
         self.run, self.stages = run, stages

@@ -56,7 +56,7 @@ class UserPart:
 
 
 class AveragerRole:
-    """The role of one user's loop. `role_for` makes a subclass for each user."""
+    """Role that contributes the gradients of a user's own loop; `role_for` makes a subclass for each user."""
 
     name: ClassVar[str] = "library"
     acts_as: ClassVar[str] = "trainer"  # in a run with tokens
@@ -246,7 +246,7 @@ class AveragerRole:
 
 
 def role_for(user: UserPart) -> type[AveragerRole]:
-    """A role class bound to this user."""
+    """Make the role class of this user."""
 
     class Bound(AveragerRole):
         part = user

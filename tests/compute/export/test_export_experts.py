@@ -169,7 +169,7 @@ def test_experts_of_another_run_or_block_are_left_out(tmp_path: Path) -> None:
     for pointer in (wrong, foreign):
         disk.write(pointer, digests_of(stranger), stranger)
     (note,) = swarm.exported().notes
-    assert note.endswith("is of another block than the run's")
+    assert note.endswith("has another block than the run")
 
 
 GOOD = ExportedExperts(first=2, block="ffn", hidden=12, grid=[2, 3], top_k=3, missing=["1.0.1"])
