@@ -18,12 +18,17 @@ import importlib
 import json
 import pkgutil
 import sys
+from pathlib import Path
 from types import ModuleType
 
-import benchmarks
-from benchmarks._report import Figure, Report
 from rich.console import Console
 from rich.table import Table
+
+if __package__ in (None, ""):  # run as a script, so the repository is not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts import benchmarks
+from scripts.benchmarks._report import Figure, Report
 
 
 def names() -> list[str]:
@@ -32,7 +37,7 @@ def names() -> list[str]:
 
 
 def module_of(name: str) -> ModuleType:
-    return importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+    return importlib.import_module(f"scripts.benchmarks.{name.replace('-', '_')}")
 
 
 def first_line(name: str) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 import trio
 from torch import Tensor
 
-from benchmarks._report import Figure
 from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.local_network import LocalExperts
@@ -42,6 +41,7 @@ from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
 from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
+from scripts.benchmarks._report import Figure
 from tests.worlds.roles.virtualroles import Roles
 
 FAILING = 0.1  # share of the requests to experts that fail

@@ -8,41 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
+from scripts.process_usage import Look, look_at
+
 _LOOK_S: Final = 0.1
-_SET_BACK: Final = "5"  # written to /proc/PID/clear_refs, resets the peak
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """One memory sample of a process, in bytes."""
-
-    at: float  # Unix seconds
-    peak: int  # highest resident size since the previous sample
-    private: int  # current private bytes
-
-
-def resident_peak(pid: int | str = "self") -> int:
-    """Peak resident size of a process since its start, or since the peak was reset."""
-    return _kib(Path(f"/proc/{pid}/status"), "VmHWM:")
-
-
-def look_at(pid: int) -> Look:
-    """Sample the memory of a process, and reset its peak."""
-    peak = resident_peak(pid)
-    Path(f"/proc/{pid}/clear_refs").write_text(_SET_BACK)
-    rollup = Path(f"/proc/{pid}/smaps_rollup")
-    return Look(time.time(), peak, _kib(rollup, "Private_Clean:") + _kib(rollup, "Private_Dirty:"))
-
-
-def _kib(file: Path, key: str) -> int:
-    line = next(line for line in file.read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) << 10
 
 
 class MemoryWatch:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import _quantize_beside as beside
-from benchmarks._quantize_cpu import CALLS_PER_BATCH, Coded, Way, all_codes, over_copy
-from benchmarks._quantize_cpu import median_seconds as host_seconds
 from peerd.compute.kernels import ops
 from peerd.core.blockwise import CODES
+from scripts.benchmarks import _quantize_beside as beside
+from scripts.benchmarks._quantize_cpu import CALLS_PER_BATCH, Coded, Way, all_codes, over_copy
+from scripts.benchmarks._quantize_cpu import median_seconds as host_seconds
 
 BESIDE = ("none", "bf16", "dynamic8")
 

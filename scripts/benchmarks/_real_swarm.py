@@ -2,55 +2,43 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from lab import WideHost, WideLab
-
-from benchmarks._peers import Peer, SwarmFailed
-from benchmarks._swarm import Swarm
+from scripts.lab import WideLab
+from scripts.process_swarm import ProcessSwarm, SwarmFailed
 
 _RESTS, _CONTRIBUTES = "stage.rests", "stage.contributes"  # events
 
 
 @dataclass(slots=True)
-class RealSwarm(Swarm):
+class RealSwarm(ProcessSwarm):
     """The processes of one run, each on a host with its own line."""
 
-    lab: WideLab  # type: ignore[assignment]
-    entry: str = field(default="", init=False)
-    left: set[str] = field(default_factory=set, init=False)  # names of peers that the benchmark has ended
+    lab: WideLab = field(kw_only=True)
 
-    def begin(self) -> None:
-        """Start the backbone, on a fast line."""
-        self.entry = self._enter()
+    @classmethod
+    def started(cls, folder: str, run: dict[str, Any], lab: WideLab) -> Self:
+        """A swarm whose backbone runs, on a fast line."""
+        swarm = cls(Path(folder), run, lambda name: lab.hosts.get(name) or lab.host(name), ("--threads", "1"), lab=lab)
+        swarm.start_backbone()
+        return swarm
 
-    def join(self, name: str, role: str, up_mbit: float, down_mbit: float, **limits: Any) -> Peer:
-        """Start a peer with a line of these rates, which its `limits` state, and with other `limits`."""
+    def join_with_line(self, name: str, role: str, up_mbit: float, down_mbit: float, **limits: Any) -> None:
+        """Start a peer with a line of these rates, which its limits state."""
         self.lab.host(name, up_mbit=up_mbit, down_mbit=down_mbit)
-        stated = {"upload_mbit": up_mbit, "download_mbit": down_mbit, **limits}
-        self._join(name, role, self.entry, {**self.run, "limits": stated}, "--log-level", "debug", "--threads", "1")
-        return self.peers[-1]
+        logged = () if role == "trainer" else ("--log-level", "debug")  # logs each step
+        self.join(name, role, *logged, upload_mbit=up_mbit, download_mbit=down_mbit, **limits)
 
-    def kill(self, name: str) -> None:
-        """Kill a peer without warning, like a power cut."""
-        self.left.add(name)
-        self.peer(name).popen.kill()
-
-    def leave(self, name: str) -> float:
+    def interrupt(self, name: str) -> float:
         """End a peer with SIGINT. Returns the seconds that this took."""
-        self.left.add(name)
         peer, began = self.peer(name), time.monotonic()
-        peer.popen.send_signal(signal.SIGINT)
-        if peer.popen.wait(timeout=600) != 0:
+        if self.end(peer, patience_s=600) != 0:
             raise SwarmFailed(f"{name} ended with code {peer.popen.returncode}\n{peer.said[-2000:]}")
         return time.monotonic() - began
-
-    def peer(self, name: str) -> Peer:
-        return next(peer for peer in self.peers if peer.name == name)
 
     def made(self, names: Iterable[str]) -> dict[int, float]:
         """For each step, the time in Unix seconds at which the last of these peers had made it."""
@@ -98,9 +86,3 @@ class RealSwarm(Swarm):
 
     def _stepped(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.peer(name).events() if event["name"] == "stage.stepped"]
-
-    def _failed(self) -> list[str]:
-        return [name for name in Swarm._failed(self) if name not in self.left]
-
-    def _place(self, name: str) -> WideHost:
-        return self.lab.hosts.get(name) or self.lab.host(name)

@@ -16,7 +16,6 @@ import time
 import numpy as np
 import trio
 
-from benchmarks._report import Figure, Report
 from peerd.core.addr import parse_addr
 from peerd.core.ids import Key
 from peerd.core.keys import Keypair
@@ -26,6 +25,7 @@ from peerd.service.dht.dht import Dht
 from peerd.service.peer_stack import peer_stack
 from peerd.sim.dht_churn import Loss, measure_loss
 from peerd.sim.dht_grid import GridPlan, GridReport, GridSwarm
+from scripts.benchmarks._report import Figure, Report
 
 TARGETS_MS = {100: 120.0, 1000: 200.0, 10_000: 260.0}
 PAPER_MS = {100: 317, 1000: 528, 10_000: 764}  # Learning@home, section 4.1

@@ -18,11 +18,11 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks._digit_trunk import PIXELS, DigitTrainer, accuracy, digit_trunks, digits
-from benchmarks._expert_swarm import FAR, GRIDS, LAYERS, NEAR, Curve, ExpertSwarm, Rates, Weather, run_of
-from benchmarks._report import Figure, Report
 from peerd.core.run.runfile import DataSection, ModelSection, RunFile
 from peerd.sim.clock import run_virtual
+from scripts.benchmarks._digit_trunk import PIXELS, DigitTrainer, accuracy, digit_trunks, digits
+from scripts.benchmarks._expert_swarm import FAR, GRIDS, LAYERS, NEAR, Curve, ExpertSwarm, Rates, Weather, run_of
+from scripts.benchmarks._report import Figure, Report
 
 MICROBATCHES = 3000  # of all trainers together
 SIZES = (64,)  # experts of each layer

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import trio
 
-from benchmarks._report import Figure, Report
 from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
 from peerd.core.messages.swarm import LineInfo, Mbs, Prepare
@@ -30,6 +29,7 @@ from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.service.peer_stack import peer_stack
+from scripts.benchmarks._report import Figure, Report
 
 T = TypeVar("T")
 TERMS = MemberTerms(part_bytes=4 << 20, patience_s=60.0)

@@ -24,12 +24,7 @@ from typing import Any, Final
 
 import torch
 import trio
-from lab import WideLab, why_not_wide
 
-from benchmarks._far_swarm import FarSwarm
-from benchmarks._report import Figure, Report
-from benchmarks._swarm import BASE
-from benchmarks.pipeline import LayerDevice, start_stage
 from peerd.core.decoders import convert
 from peerd.core.run.runfile import RunFile
 from peerd.sim.clock import run_virtual
@@ -38,6 +33,10 @@ from peerd.sim.sim_pipe import PACKET_BYTES
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
+from scripts.benchmarks._report import Figure, Report
+from scripts.benchmarks.pipeline import LayerDevice, start_stage
+from scripts.lab import WideLab, why_not_wide
+from scripts.process_swarm import BASE, ProcessSwarm
 from tests.worlds.roles.virtualroles import Roles
 
 STAGES: Final = 3
@@ -54,7 +53,6 @@ ACTIVATION_BYTES: Final = 4 * SAMPLES * CONTEXT * WIDTH
 STEP_TOKENS: Final = MICROBATCHES * SAMPLES * CONTEXT
 HEADER_BYTES: Final = 20 + 32  # of a packet, as counted by limits: IP, and TCP with timestamps
 WARM_STEPS: Final = 2  # until the trainer knows how many microbatches fill the stages
-PATIENCE_S: Final = 240.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +91,11 @@ def in_the_lab(mode: str, steps: int, queue_ms: float, stated: bool) -> Measured
         tempfile.TemporaryDirectory(prefix="peerd-handover-") as folder,
         WideLab(up_mbit=RATE_MBIT, down_mbit=RATE_MBIT, delay_ms=RTT_MS / 4, queue_ms=queue_ms) as lab,
     ):
-        swarm = FarSwarm(Path(folder), lab, run, None)
-        swarm.start()
-        swarm.wait_for_step(WARM_STEPS, PATIENCE_S)
-        before = swarm.moment()
-        swarm.wait_for_step(WARM_STEPS + steps, PATIENCE_S)
-        after = swarm.moment()
-        ends = swarm.steps()[WARM_STEPS - 1 : WARM_STEPS + steps]
+        swarm = ProcessSwarm(Path(folder), run, lab.host)
+        swarm.start_pipeline()
+        (found,) = swarm.measure(WARM_STEPS, steps)
         device_s = SAMPLES / swarm.peer("stage-1").role()["samples_per_s"]
-    sent = sum(after.traffic[name].since(before.traffic[name]).sent for name in before.traffic)
-    return _measured(ends, sent, device_s)
+    return _measured(found.ends, found.sent, device_s)
 
 
 def _median_of(mode: str, steps: int, queue_ms: float, stated: bool, runs: int) -> Measured:

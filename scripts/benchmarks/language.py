@@ -19,11 +19,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from benchmarks._expert_swarm import FAR, GRIDS, LAYERS, NEAR, Curve, ExpertSwarm, Rates, Weather, flown, run_of
-from benchmarks._report import Figure, Report
 from peerd.compute.data.stream import samples_of
 from peerd.core.run.runfile import DataSection, ModelSection, RunFile
 from peerd.sim.clock import run_virtual
+from scripts.benchmarks._expert_swarm import FAR, GRIDS, LAYERS, NEAR, Curve, ExpertSwarm, Rates, Weather, flown, run_of
+from scripts.benchmarks._report import Figure, Report
 
 MICROBATCHES = 600  # of all trainers together
 MICROBATCHES_FULL: Final = 4000

@@ -11,7 +11,6 @@ the speed; in mode `direct`, they go from stage to stage.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ import msgspec
 import torch
 import trio
 
-from benchmarks._report import Figure, Report
 from peerd.compute.worker import InlineWorker
 from peerd.core.run.runfile import (
     BatchSection,
@@ -40,8 +38,7 @@ from peerd.sim.simnet import NetConfig, SimLine
 from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.benchmarks._report import Figure, Report
 from tests.worlds.roles.virtualroles import Roles
 
 T = TypeVar("T")

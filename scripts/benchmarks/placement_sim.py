@@ -24,9 +24,6 @@ from typing import Final
 import numpy as np
 import torch
 
-from benchmarks._placed_cost import WorkBytes, paper_s, paths_s
-from benchmarks._placement_cases import ACTIVATION_BYTES, GRADIENT_BYTES, Case, cases
-from benchmarks._report import Figure, Report
 from peerd.compute.model.partition import build
 from peerd.core.run.runfile import (
     AveragingSection,
@@ -44,6 +41,9 @@ from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevic
 from peerd.machine.placement.search import SearchOptions, plan
 from peerd.machine.placement.starts import random_placement
 from peerd.sim.clock import run_virtual
+from scripts.benchmarks._placed_cost import WorkBytes, paper_s, paths_s
+from scripts.benchmarks._placement_cases import ACTIVATION_BYTES, GRADIENT_BYTES, Case, cases
+from scripts.benchmarks._report import Figure, Report
 from tests.worlds.roles.placed import Handover, PlacedRun, placed_world, step_times
 from tests.worlds.roles.virtualroles import Roles
 

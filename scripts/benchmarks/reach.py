@@ -12,11 +12,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lab import Unexpected, why_not_wide
-
-from benchmarks._matrix import KINDS, Matrix, best, matrix, of_all_kinds
-from benchmarks._ocean import Ocean, crossed
-from benchmarks._report import Figure, Report
+from scripts.benchmarks._matrix import KINDS, Matrix, best, matrix, of_all_kinds
+from scripts.benchmarks._ocean import Ocean, crossed
+from scripts.benchmarks._report import Figure, Report
+from scripts.lab import Unexpected, why_not_wide
 
 NOTE = (
     "Way of a pair: direct, punched, relayed or failed, the worse of what both sides see. Round trips between hosts of "

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from benchmarks._report import Figure, Report
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
 from peerd.machine.rebalance.ordered_moves import OrderedMoves, PostView
 from peerd.machine.rebalance.queue_rule import QueueRule
 from peerd.machine.rebalance.rebalancer import RebalanceConfig, Rebalancer
+from scripts.benchmarks._report import Figure, Report
 
 HOUR_S: Final = 3600.0
 HOURS: Final = 32

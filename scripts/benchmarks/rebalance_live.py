@@ -27,7 +27,6 @@ import pytest
 import torch
 import trio
 
-from benchmarks._report import Figure, Report
 from peerd.core.run.runfile import BatchSection, PipelineSection, RunFile
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.mux.stream import YamuxConfig
@@ -39,6 +38,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from scripts.benchmarks._report import Figure, Report
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
 from tests.worlds.network.world import home_line
 from tests.worlds.roles.virtualroles import PacedDevice, Roles

@@ -28,10 +28,6 @@ import numpy as np
 import torch
 import trio
 
-from benchmarks._placement_cases import CITIES, cases
-from benchmarks._report import Figure, Report
-from benchmarks._routing_flow import FlowRoutes
-from benchmarks.pipeline import LayerDevice, _worker_source
 from peerd.core.messages.handover import Hop
 from peerd.core.run.runfile import (
     BatchSection,
@@ -53,6 +49,10 @@ from peerd.sim.simnet import NetConfig, SimPath
 from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from scripts.benchmarks._placement_cases import CITIES, cases
+from scripts.benchmarks._report import Figure, Report
+from scripts.benchmarks._routing_flow import FlowRoutes
+from scripts.benchmarks.pipeline import LayerDevice, _worker_source
 from tests.worlds.roles.virtualroles import Roles
 
 POLICIES: Final = ("swarm", "flow", "ours")

@@ -7,25 +7,26 @@ reliable. CPU seconds are those of both processes. Calls have 100 bytes there an
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import trio
 
-from benchmarks._far import (
+from peerd.core.addr import parse_addr
+from peerd.core.ids import PeerId
+from peerd.net.host.host import Host
+from peerd.service.rpc.rpc import Rpc
+from scripts.benchmarks._far import (
     CALL_BYTES,
     CIPHER,
-    ECHO,
+    ECHO_STREAM,
     FRAME_BYTES,
     KEY,
     NONCE,
@@ -33,14 +34,9 @@ from benchmarks._far import (
     SPENT,
     TAG_BYTES,
     TOTAL,
-    Blob,
-    new_stack,
 )
-from benchmarks._report import Figure, Report
-from peerd.core.addr import parse_addr
-from peerd.core.ids import PeerId
-from peerd.net.host.host import Host
-from peerd.service.rpc.rpc import Rpc
+from scripts.benchmarks._remote_process import ECHO, Blob, RemoteProcess, new_stack
+from scripts.benchmarks._report import Figure, Report
 
 WRITE_BYTES = 1 << 20
 BATCH_FRAMES = 17  # frames per send of the baseline: a whole write, which was the fastest
@@ -157,12 +153,12 @@ async def raw_round_trip_ms(port: int, count: int) -> float:
 
 
 async def one_call(near: Near) -> None:
-    await near.rpc.call(near.peer, "bench/1/echo", Blob(bytes(CALL_BYTES)), Blob, timeout_s=10)
+    await near.rpc.call(near.peer, ECHO, Blob(bytes(CALL_BYTES)), Blob, timeout_s=10)
 
 
 async def one_stream(near: Near) -> None:
     """Open a stream, echo 100 bytes, and close it: a call without the RPC layer."""
-    stream = await near.host.open_stream(near.peer, ECHO)
+    stream = await near.host.open_stream(near.peer, ECHO_STREAM)
     await stream.send(bytes(CALL_BYTES))
     await stream.receive_exactly(CALL_BYTES)
     await stream.aclose()
@@ -232,12 +228,11 @@ async def with_peerd(places: dict[str, Any], sizes: Sizes) -> Rounds:
 
 
 def measured(sizes: Sizes) -> Rounds:
-    scripts = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(scripts), str(scripts.parent)])}
-    command = [sys.executable, "-m", "benchmarks._far"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as far:
-        assert far.stdout is not None
-        return trio.run(with_peerd, json.loads(far.stdout.readline()), sizes)
+    far = RemoteProcess(subprocess.Popen, "_far")
+    try:
+        return trio.run(with_peerd, far.answer(), sizes)
+    finally:
+        far.end()
 
 
 def measure(full: bool) -> Report:

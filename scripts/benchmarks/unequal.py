@@ -18,13 +18,13 @@ import msgspec
 import torch
 import trio
 
-from benchmarks._report import Figure, Report
-from benchmarks.pipeline import ACTIVATION_BYTES, STAGES, Cell, LayerDevice, Roles, run_of, start_stage
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
+from scripts.benchmarks._report import Figure, Report
+from scripts.benchmarks.pipeline import ACTIVATION_BYTES, STAGES, Cell, LayerDevice, Roles, run_of, start_stage
 
 SLOWER: Final = 4.0
 DEVICE_S: Final = 0.1  # of a microbatch

@@ -22,7 +22,7 @@ def lab() -> Iterator[Lab]:
         yield lab
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def _needs_a_wide_lab() -> None:
     reason = why_not_wide()
     if reason is not None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from scripts.lab import WideHost, WideLab, why_not_wide
+from scripts.benchmarks._matrix import Swarm
+from scripts.lab import WideHost, WideLab
 from scripts.waiting import eventually
 from tests.worlds.processes.foreign import command_line, require
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 PORT = 4001
 PATIENCE_S = 60.0
 
@@ -31,12 +30,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[WideLab]:
-    reason = why_not_wide()
-    if reason is not None:
-        pytest.skip(reason)
+def wide(_needs_a_wide_lab: None) -> Iterator[WideLab]:
     require("js")
-    monkeypatch.syspath_prepend(str(SCRIPTS))
     with WideLab(delay_ms=10) as lab:
         yield lab
 
@@ -71,8 +66,6 @@ def is_past_the_relay(way: str | None, seen: list[str]) -> bool:
 
 
 def test_js_behind_our_relay_is_reached_and_dials_us_then(wide: WideLab) -> None:
-    from benchmarks._matrix import Swarm
-
     swarm = Swarm(wide, relays=1)
     (relay,) = swarm.known
     js = Js(wide.host("js", "port-restricted"), f"behind={relay}", f"listen=/ip4/0.0.0.0/tcp/{PORT}", "dcutr")

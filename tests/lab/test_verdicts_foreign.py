@@ -6,16 +6,15 @@ import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.lab import Kind, Unexpected, WideHost, WideLab, why_not_wide
+from scripts.benchmarks._matrix import Swarm, started
+from scripts.lab import Kind, Unexpected, WideHost, WideLab
 from scripts.waiting import eventually
 from tests.worlds.processes.foreign import command_line, require
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 PORT = 31337
 GO_WAITS_S = 90.0  # go-libp2p lets some time pass before it asks
 
@@ -23,12 +22,8 @@ pytestmark = [pytest.mark.lab, pytest.mark.interop, pytest.mark.socket, pytest.m
 
 
 @pytest.fixture(autouse=True)
-def _needs_a_wide_lab_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = why_not_wide()
-    if reason is not None:
-        pytest.skip(reason)
+def _needs_a_wide_lab_and_go(_needs_a_wide_lab: None) -> None:
     require("go")
-    monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
 class Go:
@@ -72,16 +67,13 @@ def go(host: WideHost, *flags: str) -> Iterator[Go]:
     [("none", "drop", "reachable"), ("port-restricted", "reset", "port-restricted"), ("firewall", "reset", "firewall")],
 )
 def test_go_libp2p_is_a_judge_for_our_peers(kind: Kind, unexpected: Unexpected, verdict: str) -> None:
-    from benchmarks._matrix import started
-
     with WideLab(delay_ms=5) as lab, go(lab.host("go"), "-autonat", "-forceReachabilityPublic") as judge:
         leaf = started(lab.host("leaf", kind, unexpected), [judge.addr])
-        leaf.hear()
+        leaf.answer()
         status: dict[str, Any] = {}
 
         def is_known() -> bool:
-            leaf.tell(do="where")
-            status.update(leaf.hear()["status"])
+            status.update(leaf.ask(do="where")["status"])
             return status["verdict"] != "unknown"
 
         eventually(is_known, 30)
@@ -90,8 +82,6 @@ def test_go_libp2p_is_a_judge_for_our_peers(kind: Kind, unexpected: Unexpected, 
 
 
 def test_go_libp2p_asks_our_peers_and_is_dialed_back() -> None:
-    from benchmarks._matrix import Swarm
-
     with WideLab(delay_ms=5) as lab:
         [ours] = (swarm := Swarm(lab, relays=1)).relays  # alone, so that nobody else asks it
         with go(lab.host("go"), "-autonat") as asker:
