@@ -10,11 +10,9 @@ throttled peer gets a quarter of the others' share of a busy machine. The script
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shutil
+import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -25,7 +23,10 @@ from typing import Any, Final
 if __package__ in (None, ""):  # run as a script, so the repository is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.peerd_process import PeerdProcess
+import yaml
+
+from scripts.check_report import add_json, add_keep, data_folder, show
+from scripts.process_swarm import ProcessSwarm
 from scripts.waiting import eventually
 
 STAGES: Final = 3
@@ -36,56 +37,40 @@ THROTTLED: Final = "17"  # niceness; the others' is 10
 RUN: Final = """\
 run: churn
 seed: 3
-model: {{d_model: 96, heads: 4, layers: 6, context: 64}}
-pipeline: {{stages: 3, microbatch: 4}}
-optimizer: {{name: adamw, lr: 2.0e-3}}
-batch: {{target_samples: 96}}
-averaging: {{sender_timeout_s: 5}}
-data: {{path: stdlib}}
-evaluate: {{every_steps: 0}}
-checkpoint: {{every_steps: 10, keep: 2}}
+model: {d_model: 96, heads: 4, layers: 6, context: 64}
+pipeline: {stages: 3, microbatch: 4}
+optimizer: {name: adamw, lr: 2.0e-3}
+batch: {target_samples: 96}
+averaging: {sender_timeout_s: 5}
+data: {path: stdlib}
+evaluate: {every_steps: 0}
+checkpoint: {every_steps: 10, keep: 2}
 """
 
 
-@dataclass
-class Churn:
+@dataclass(slots=True)
+class Churn(ProcessSwarm):
     """The processes of the test, and what was observed."""
 
-    folder: Path
-    rng: random.Random
-    peers: list[PeerdProcess] = field(default_factory=list)  # living stage peers
-    all: list[PeerdProcess] = field(default_factory=list)
+    rng: random.Random = field(kw_only=True)
     losses: list[tuple[int, float]] = field(default_factory=list)
     longest_stall_s: float = 0.0
-    kills: int = 0
 
     def start_all(self) -> None:
         """Start the backbone, the stage peers and the trainer, and wait for the first three steps."""
-        file = self.folder / "run.yaml"
-        file.write_text(RUN.format())
-        self._listen = ("--listen", "/ip4/127.0.0.1/tcp/0")
-        bootstrap = eventually(self._start("backbone", "backbone", *self._listen).addr, 60)
-        if not bootstrap:
-            raise SystemExit(f"the backbone never listened: see {self.folder}/backbone.log")
-        self._join = ("--model", str(file), "--bootstrap", str(bootstrap), *self._listen)
+        self.start_backbone()
+        self.join("trainer", "trainer")
         for number in range(FIRST):
-            self.join("--nice", THROTTLED) if not number else self.join()
-        self.trainer = self._start("trainer", "join", "--role", "trainer", *self._join)
-        if not eventually(lambda: self.step() >= 3, 180):
-            raise SystemExit(f"training did not begin: see the logs in {self.folder}")
+            self.join_stage("--nice", THROTTLED) if not number else self.join_stage()
+        self.until(lambda: self.step() >= 3, "training did not begin", 180)
 
-    def _start(self, name: str, *arguments: str) -> PeerdProcess:
-        found = PeerdProcess(name, self.folder, arguments)
-        self.all.append(found)
-        return found
-
-    def join(self, *options: str) -> None:
+    def join_stage(self, *options: str) -> None:
         """Start one more stage peer."""
-        self.peers.append(self._start(f"stage{len(self.all)}", "join", "--role", "stage", *self._join, *options))
+        self.join(f"stage{len(self.peers)}", "stage", *options)
 
     def step(self) -> int:
         """The trainer's step, or -1 if its status is unknown. Records the loss of a new step."""
-        role = self.trainer.role()
+        role = self.peer("trainer").role()
         step = int(role.get("step", -1))
         if step > 0 and (not self.losses or self.losses[-1][0] != step):
             self.losses.append((step, float(role.get("loss", "nan"))))
@@ -95,18 +80,16 @@ class Churn:
         """The trainer's step if it is later than `step`, else 0."""
         return now if (now := self.step()) > step else 0
 
-    def kill(self) -> str:
+    def kill_one(self) -> str:
         """Kill a peer of a stage that has others. Returns its name and stage, or "" if there is none."""
-        stages = {peer.name: peer.role().get("stage", -1) for peer in self.peers}
+        living = [peer for peer in self.peers[2:] if peer.name not in self.left]
+        stages = {peer.name: peer.role().get("stage", -1) for peer in living}
         count = Counter(stages.values())
-        spare = [peer for peer in self.peers if count[stages[peer.name]] > 1]
+        spare = [peer for peer in living if count[stages[peer.name]] > 1]
         if not spare:
             return ""
         lost = self.rng.choice(spare)
-        lost.popen.kill()
-        lost.popen.wait()
-        self.peers.remove(lost)
-        self.kills += 1
+        self.end(lost, signal.SIGKILL)
         return f"{lost.name} of stage {stages[lost.name]}"
 
     def watch(self, minutes: float, every_s: float) -> None:
@@ -119,8 +102,8 @@ class Churn:
             self.longest_stall_s = max(self.longest_stall_s, time.monotonic() - stepped_at)
             if passed >= due:
                 due += every_s
-                lost = self.kill()
-                self.join()
+                lost = self.kill_one()
+                self.join_stage()
                 print(f"{passed:6.0f} s  step {step}  killed {lost}, one joins", file=sys.stderr)
 
     def moves(self) -> list[str]:
@@ -128,16 +111,10 @@ class Churn:
         return [
             f"{each.name} {event['name']} from stage {event['before']} to {event['stage']}: "
             f"{event.get('why') or event.get('reason')}"
-            for each in self.all
+            for each in self.peers
             for event in each.events()
             if event["name"] in ("stage.moved", "stage.move_failed")
         ]
-
-    def stop(self) -> None:
-        for each in self.all:
-            if each.popen.poll() is None:
-                each.popen.kill()
-            each.popen.wait()
 
 
 def mean(values: list[float]) -> float:
@@ -147,14 +124,14 @@ def mean(values: list[float]) -> float:
 def measure(churn: Churn, options: argparse.Namespace) -> dict[str, Any]:
     churn.start_all()
     churn.watch(options.minutes, options.every)
-    ended = [peer.name for peer in [*churn.peers, churn.trainer, churn.all[0]] if peer.popen.poll() is not None]
+    ended = [p.name for p in churn.peers if p.popen.poll() is not None and p.name not in churn.left]
     losses = [loss for _, loss in churn.losses]
     first, last = mean(losses[:10]), mean(losses[-10:])
     return {
         "minutes": options.minutes,
         "seed": options.seed,
         "steps": churn.losses[-1][0],
-        "kills": churn.kills,
+        "kills": len(churn.left),
         "first_loss": first,
         "last_loss": last,
         "longest_stall_s": churn.longest_stall_s,
@@ -169,20 +146,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=30.0, help="seconds between two deaths, each with an arrival")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="folder for logs and data, which stays")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    add_keep(parser)
+    add_json(parser)
     options = parser.parse_args()
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="peerd-churn-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    churn = Churn(folder, random.Random(options.seed))
-    try:
-        report = measure(churn, options)
-    finally:
-        churn.stop()
-        if options.keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(report) if options.json else "\n".join(f"{name}: {value}" for name, value in report.items()))
-    return 0 if report["met"] else 1
+    with (
+        data_folder("peerd-churn-", options.keep) as folder,
+        Churn(folder, yaml.safe_load(RUN), rng=random.Random(options.seed)) as churn,
+    ):
+        return show(measure(churn, options), options.json)
 
 
 if __name__ == "__main__":

@@ -176,6 +176,11 @@ class ProcessSwarm:
             self.join(f"stage-{number}", "stage", stage=number % stages)
         self.join("trainer", "trainer")
 
+    def replicas(self, count: int) -> list[dict[int, Path]]:
+        """For each replica that `start_pipeline` started, the data directories of its stages' peers."""
+        stages = self.run["pipeline"]["stages"]
+        return [{s: self.folder / f"stage-{stages * number + s}" for s in range(stages)} for number in range(count)]
+
     def peer(self, name: str) -> PeerdProcess:
         return next(peer for peer in self.peers if peer.name == name)
 

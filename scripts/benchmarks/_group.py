@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scripts.benchmarks._remote_process import RemoteProcess, Start
+from scripts.benchmarks._remote_process import RemoteProcess, Start, module
 
 LEAD_S = 0.05  # from an order to the common start time
 
@@ -20,7 +20,7 @@ class Peer(RemoteProcess):
     """The process of one peer."""
 
     def __init__(self, start: Start, *arguments: str) -> None:
-        super().__init__(start, "_averager", *arguments)
+        super().__init__(start, module("_averager", *arguments))
 
 
 def ask(members: Sequence[Peer], **order: Any) -> list[dict[str, Any]]:

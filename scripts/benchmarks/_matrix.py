@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.benchmarks._remote_process import RemoteProcess
+from scripts.benchmarks._remote_process import RemoteProcess, module
 from scripts.lab import Kind, Unexpected, WideHost, WideLab
 from scripts.waiting import eventually
 
@@ -75,7 +75,7 @@ class Member:
 def started(host: WideHost, known: Sequence[str], *, relay: bool = False, dht: bool = False) -> RemoteProcess:
     """Start a peer that listens on all addresses of `host`. The caller must read its first answer."""
     kind = ("relay" if relay else "leaf", "dht" if dht else "alone")
-    return RemoteProcess(host.popen, "_reach_peer", f"/ip4/0.0.0.0/tcp/{PORT}", *kind, *known)
+    return RemoteProcess(host.popen, module("_reach_peer", f"/ip4/0.0.0.0/tcp/{PORT}", *kind, *known))
 
 
 class Swarm:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scripts.benchmarks._remote_process import RemoteProcess
+from scripts.benchmarks._remote_process import RemoteProcess, module
 from scripts.lab import WideLab
 from scripts.process_usage import others_s
 
@@ -49,8 +49,8 @@ def crossed(rtt_ms: float, seconds: float = 12.0, first_calls: int = 5) -> Ocean
     """Build a lab with lines of this round-trip time, and measure."""
     with WideLab(up_mbit=RATE_MBIT, down_mbit=RATE_MBIT, delay_ms=rtt_ms / 4, queue_ms=QUEUE_MS) as lab:
         near, far = (lab.host(name) for name in ("near", "far"))
-        server = RemoteProcess(far.popen, "_ocean_peer", f"/ip4/{far.ip}/tcp/{PORT}")
-        client = RemoteProcess(near.popen, "_ocean_peer", f"/ip4/{near.ip}/tcp/{PORT}")
+        server = RemoteProcess(far.popen, module("_ocean_peer", f"/ip4/{far.ip}/tcp/{PORT}"))
+        client = RemoteProcess(near.popen, module("_ocean_peer", f"/ip4/{near.ip}/tcp/{PORT}"))
         addr = server.answer()["addr"]
         client.answer()
         calls = [client.ask(do="call", addr=addr)["seconds"] for _ in range(first_calls)]

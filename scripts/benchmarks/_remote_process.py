@@ -33,18 +33,18 @@ class Start(Protocol):
     def __call__(self, argv: list[str], **options: Any) -> subprocess.Popen[Any]: ...
 
 
-class RemoteProcess:
-    """A process that runs a module of this folder. Its first answer describes it."""
+def module(name: str, *arguments: str) -> list[str]:
+    """The command line of a module of this folder."""
+    return [sys.executable, "-m", f"scripts.benchmarks.{name}", *arguments]
 
-    def __init__(self, start: Start, module: str, *arguments: str) -> None:
-        self._process = start(
-            [sys.executable, "-m", f"scripts.benchmarks.{module}", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        )
+
+class RemoteProcess:
+    """A process that receives orders. Its first answer describes it."""
+
+    def __init__(self, start: Start, argv: list[str], **options: Any) -> None:
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = start(argv, **pipes, cwd=ROOT, env=env, **options)
         self.pid = self._process.pid
 
     def order(self, **order: Any) -> None:
@@ -96,10 +96,11 @@ class Blob(Message, frozen=True):
     data: bytes
 
 
-def new_stack() -> PeerStack:
-    """The network stack of a new peer, over TCP."""
+def new_stack(number: int | None = None) -> PeerStack:
+    """The network stack of a new peer, over TCP. Peers with the same number have the same identity."""
     clock = RealClock()
-    return peer_stack(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
+    seed = clock.secure_bytes(32) if number is None else number.to_bytes(32, "big")
+    return peer_stack(Keypair.from_seed(seed), clock, [TcpTransport()])
 
 
 def serve_echo(rpc: Rpc) -> None:

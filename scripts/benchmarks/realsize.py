@@ -19,11 +19,12 @@ from typing import Any, Final
 
 from scripts.benchmarks._real_swarm import RealSwarm
 from scripts.benchmarks._report import Figure, Report
-from scripts.lab import WideLab
+from scripts.lab import WideLab, why_not_wide
 from scripts.plain_torch import Alone, alone
 from scripts.process_swarm import BASE, CORES
 from scripts.process_usage import resident_peak
 
+WHY_NOT = why_not_wide
 BYTES_PER_MBIT: Final = 125_000.0
 PAYLOAD: Final = 0.95  # share of a line's rate without the headers of Ethernet, IP, TCP and Noise
 INT8_BYTES: Final = 1 + 4 / 64  # per value, with its share of the block's scale

@@ -35,7 +35,7 @@ from scripts.benchmarks._far import (
     TAG_BYTES,
     TOTAL,
 )
-from scripts.benchmarks._remote_process import ECHO, Blob, RemoteProcess, new_stack
+from scripts.benchmarks._remote_process import ECHO, Blob, RemoteProcess, module, new_stack
 from scripts.benchmarks._report import Figure, Report
 
 WRITE_BYTES = 1 << 20
@@ -183,41 +183,27 @@ async def flood_per_s(once: Callable[[], Awaitable[object]], seconds: float) -> 
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
-@dataclass(slots=True)
-class Rounds:
-    """Results of all rounds."""
-
-    raw: list[Bulk]
-    frames: list[Bulk]
-    peerd: list[Bulk]
-    raw_ms: list[float]
-    call_ms: list[float]
-    stream_ms: list[float]
-    calls_per_s: list[float]
-
-
-async def run_rounds(near: Near, sizes: Sizes) -> Rounds:
+async def run_rounds(near: Near, sizes: Sizes) -> dict[str, list[Any]]:
+    """Measurements of all rounds, by candidate. The candidates take turns."""
     data = memoryview(os.urandom(WRITE_BYTES))
-    rounds = Rounds([], [], [], [], [], [], [])
+    ways: dict[str, Callable[[], Awaitable[Any]]] = {
+        "raw": partial(timed, partial(raw_transfer, near.ports["sink"]), data, sizes),
+        "frames": partial(timed, partial(frame_transfer, near.ports["frames"]), data, sizes),
+        "peerd": partial(timed, partial(peerd_transfer, near), data, sizes),
+        "raw_ms": partial(raw_round_trip_ms, near.ports["echo"], sizes.calls),
+        "call_ms": partial(median_ms, partial(one_call, near), sizes.calls),
+        "stream_ms": partial(median_ms, partial(one_stream, near), sizes.calls),
+        "calls_per_s": partial(flood_per_s, partial(one_call, near), sizes.flood_s),
+    }
+    taken: dict[str, list[Any]] = {name: [] for name in ways}
     for number in range(sizes.rounds + 1):
-        raw = await timed(partial(raw_transfer, near.ports["sink"]), data, sizes)
-        frames = await timed(partial(frame_transfer, near.ports["frames"]), data, sizes)
-        peerd = await timed(partial(peerd_transfer, near), data, sizes)
-        raw_ms = await raw_round_trip_ms(near.ports["echo"], sizes.calls)
-        call_ms = await median_ms(partial(one_call, near), sizes.calls)
-        stream_ms = await median_ms(partial(one_stream, near), sizes.calls)
-        calls_per_s = await flood_per_s(partial(one_call, near), sizes.flood_s)
-        if number:  # the first round warms up
-            for values, value in zip((rounds.raw, rounds.frames, rounds.peerd), (raw, frames, peerd), strict=True):
-                values.append(value)
-            rounds.raw_ms.append(raw_ms)
-            rounds.call_ms.append(call_ms)
-            rounds.stream_ms.append(stream_ms)
-            rounds.calls_per_s.append(calls_per_s)
-    return rounds
+        for name, way in ways.items():
+            found = await way()
+            taken[name] += [found] if number else []  # the first round warms up
+    return taken
 
 
-async def with_peerd(places: dict[str, Any], sizes: Sizes) -> Rounds:
+async def with_peerd(places: dict[str, Any], sizes: Sizes) -> dict[str, list[Any]]:
     stack = new_stack()
     async with trio.open_nursery() as nursery:
         await nursery.start(stack.run)
@@ -227,8 +213,8 @@ async def with_peerd(places: dict[str, Any], sizes: Sizes) -> Rounds:
     return rounds
 
 
-def measured(sizes: Sizes) -> Rounds:
-    far = RemoteProcess(subprocess.Popen, "_far")
+def measured(sizes: Sizes) -> dict[str, list[Any]]:
+    far = RemoteProcess(subprocess.Popen, module("_far"))
     try:
         return trio.run(with_peerd, far.answer(), sizes)
     finally:
@@ -238,11 +224,11 @@ def measured(sizes: Sizes) -> Rounds:
 def measure(full: bool) -> Report:
     sizes = FULL if full else QUICK
     rounds = measured(sizes)
-    bulks = (rounds.raw, rounds.frames, rounds.peerd)
+    bulks = [rounds[name] for name in ("raw", "frames", "peerd")]
     raw, frames, peerd = (statistics.median(bulk.mb_s for bulk in each) for each in bulks)
     cpu_raw, cpu_frames, cpu_peerd = (statistics.median(bulk.cpu_s_per_gb for bulk in each) for each in bulks)
-    call_ms, raw_ms = statistics.median(rounds.call_ms), statistics.median(rounds.raw_ms)
-    stream_ms, calls_per_s = statistics.median(rounds.stream_ms), statistics.median(rounds.calls_per_s)
+    names = ("call_ms", "raw_ms", "stream_ms", "calls_per_s")
+    call_ms, raw_ms, stream_ms, calls_per_s = (statistics.median(rounds[name]) for name in names)
     bulk = [
         Figure("stream_mb_s", "one peerd stream", peerd, "MB/s", 0),
         Figure("raw_tcp_mb_s", "plain trio TCP", raw, "MB/s", 0),
@@ -261,14 +247,7 @@ def measure(full: bool) -> Report:
         Figure("raw_round_trip_ms_median", "plain trio TCP, 100 B there and back", raw_ms, "ms", 3),
         Figure("call_over_raw_round_trip", "call / plain round trip", call_ms / raw_ms),
         Figure("stream_call_ms_median", "new stream, 100 B there and back", stream_ms, "ms", 3),
-        Figure(
-            "calls_per_s_64",
-            "calls a second, 64 in flight",
-            calls_per_s,
-            "",
-            0,
-            at_least=6000,
-        ),
+        Figure("calls_per_s_64", "calls a second, 64 in flight", calls_per_s, "", 0, at_least=6000),
     ]
     note = f"two processes on loopback, 1 MiB writes, median of {sizes.rounds} alternating rounds"
     return Report("transport", [bulk, cpu, calls], note)
