@@ -15,10 +15,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
 
 
-def add_keep(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--keep", type=Path, help="folder for logs and data, which stays")
-
-
 @contextlib.contextmanager
 def data_folder(prefix: str, keep: Path | None = None) -> Iterator[Path]:
     """The folder `keep`, or a temporary one that is removed at the end."""

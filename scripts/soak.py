@@ -29,7 +29,7 @@ if __package__ in (None, ""):  # run as a script, so the repository is not on th
 from peerd.core.decoders import convert
 from peerd.core.run.runfile import RunFile
 from scripts.alike import CONTEXT, alike_run, difference, write_text
-from scripts.check_report import add_json, add_keep, data_folder, show
+from scripts.check_report import add_json, data_folder, show
 from scripts.peerd_process import PeerdProcess
 from scripts.process_swarm import ROOT, ProcessSwarm
 from scripts.process_usage import resident_bytes
@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--line-mbit", type=float, default=10.0, help="of each honest peer")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="names of attacks, with commas between")
-    add_keep(parser)
+    parser.add_argument("--keep", type=Path, help="folder for logs and data, which stays")
     add_json(parser)
     options = parser.parse_args()
     with (

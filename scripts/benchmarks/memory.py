@@ -11,10 +11,12 @@ may keep the activations of one microbatch. Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -22,10 +24,10 @@ from typing import Any, Final
 from peerd.core.decoders import convert
 from peerd.core.model.model_size import stage_sizes
 from peerd.core.run.runfile import RunFile
-from scripts.benchmarks._memory_watch import MemoryWatch, Span, longest
 from scripts.benchmarks._report import Figure, Report
 from scripts.plain_torch import alone
 from scripts.process_swarm import BASE, ProcessSwarm
+from scripts.process_usage import Look, look_at
 
 MICROBATCH, MICROBATCHES = 4, 4
 CHECKPOINT_STEPS: Final = 4
@@ -40,6 +42,7 @@ MOST_OFF: Final = 0.1  # relative difference of measured and predicted
 PATIENCE_S: Final = 600.0
 IDLE_S: Final = 20.0
 SEEN_S: Final = 0.5  # for samples of memory after each step: steps of the tiny model take milliseconds
+_LOOK_S: Final = 0.1
 
 
 def run_file(kind: str, model: dict[str, int], layers: int) -> dict[str, Any]:
@@ -51,6 +54,57 @@ def run_file(kind: str, model: dict[str, int], layers: int) -> dict[str, Any]:
         "batch": {"target_samples": MICROBATCH * MICROBATCHES},
         "checkpoint": {"every_steps": CHECKPOINT_STEPS, "keep": 1},
     }
+
+
+class MemoryWatch:
+    """Samples processes periodically in a thread. `looks` has the samples of each process by name."""
+
+    def __init__(self) -> None:
+        self.looks: dict[str, list[Look]] = {}
+        self._pids: dict[str, int] = {}
+        self._over = threading.Event()
+
+    def add(self, name: str, pid: int) -> None:
+        self.looks[name] = []
+        self._pids = {**self._pids, name: pid}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            for name, pid in self._pids.items():
+                with contextlib.suppress(OSError, StopIteration):  # the process has ended
+                    self.looks[name].append(look_at(pid))
+
+    def between(self, name: str, begin: float, end: float) -> Span:
+        """Memory of a process between two times in Unix seconds."""
+        found = [look for look in self.looks[name] if begin <= look.at <= end]
+        return Span(max(look.peak for look in found), min(look.private for look in found))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Memory of a process in a period, in bytes: the highest resident size, and the lowest private size."""
+
+    peak: int
+    rest: int
+
+    def beside(self, base: Span) -> Span:
+        """The difference to `base`, which is usually a process without a model."""
+        return Span(self.peak - base.peak, self.rest - base.rest)
+
+
+def longest(spans: Mapping[str, Span]) -> Span:
+    """The largest values of several processes."""
+    return Span(max(span.peak for span in spans.values()), max(span.rest for span in spans.values()))
 
 
 @dataclass(slots=True)

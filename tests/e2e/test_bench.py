@@ -16,7 +16,6 @@ import torch
 from peerd.core.blockwise import CODES
 from scripts import bench
 from scripts.benchmarks import (
-    _quantize_beside,
     _quantize_cuda,
     digits,
     gradients,
@@ -142,7 +141,7 @@ def test_the_quantize_benchmark_holds_a_gpu_to_the_bytes_that_must_move(monkeypa
     assert found["dynamic8"]["quantize_gb_s"] == pytest.approx(0.8)
     assert found["dynamic8"]["dequantize_over_bound"] == pytest.approx((1 + 1 / 4 + 1 / 256) / 1.25)
     assert found["int4"]["quantize_over_bound"] == pytest.approx((1 + 1 / 8 + 1 / 64) / 2.5)
-    beside = _quantize_beside.measured(("int8",), 1, "cpu", 64)
+    beside = _quantize_cuda.beside_computing(("int8",), 1, "cpu", 64)
     calls = _quantize_cuda.call_us(torch.device("cpu"), 1)
     section = quantize.gpu_section({**found, "bf16": found, "call_us": calls, "beside_computing": beside})
     met = {figure.key: figure.met for figure in section if figure.met is not None}
