@@ -163,13 +163,3 @@ def test_the_gradients_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPa
     vectors = [found[f"powersgd_{rank}_bytes"] for rank in (1, 4, 16)]
     assert vectors[1] - vectors[0] == 3 * (vectors[2] - vectors[1]) / 12  # each column costs the same
     assert all(1.0 < found[f"{name}_loss"] < 6.0 for name in names)
-
-
-def test_the_benchmarks_are_listed_with_what_they_measure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["bench.py"])
-    assert bench.main() == 0
-    printed = capsys.readouterr().out
-    assert "transport " in printed
-    assert "quantize " in printed

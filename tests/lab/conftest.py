@@ -1,4 +1,4 @@
-"""Tests in this folder run in a network lab (scripts/lab.py), and are skipped where there can be none."""
+"""Tests in this folder run in a network lab (scripts/lab), and are skipped where there can be none."""
 
 from __future__ import annotations
 
