@@ -22,7 +22,6 @@ from torch import Tensor
 
 from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.hosted_expert import HostedExpert
-from peerd.compute.experts.local_network import LocalExperts
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.core.errors import Refused
 from peerd.core.experts.grid import Uid
@@ -45,6 +44,7 @@ from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
 from scripts.benchmarks._report import Figure, Report
 from scripts.benchmarks._virtual_pipeline import booted
+from tests.kit.local_experts import LocalExperts
 from tests.worlds.roles.virtualroles import Roles
 
 FAILING = 0.1  # share of the requests to experts that fail

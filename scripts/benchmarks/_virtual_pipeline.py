@@ -10,13 +10,13 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from peerd.compute.worker import InlineWorker
 from peerd.core.run.runfile import BatchSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
+from tests.worlds.roles.inline_worker import InlineWorker
 from tests.worlds.roles.virtualroles import Roles, virtual_run
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class LayerDevice(InlineWorker):
 
 
 def small_run(
-    folder: Path, name: str, stages: int, microbatches: int, width: int, context: int, samples: int = 1, **pipeline: Any
+    folder: Path, name: str, stages: int, microbatches: int, width: int, context: int, samples: int = 1
 ) -> RunFile:
     """A run of a small model with steps of this size, on text written to `folder`."""
     return virtual_run(
@@ -44,7 +44,7 @@ def small_run(
         (40_000,) * 4,
         run=name,
         model=ModelSection(d_model=width, heads=2, layers=stages, context=context),
-        pipeline=PipelineSection(stages=stages, microbatch=samples, **pipeline),
+        pipeline=PipelineSection(stages=stages, microbatch=samples),
         optimizer=OptimizerSection(name="sgd", lr=0.1),
         batch=BatchSection(target_samples=microbatches * samples),
     )

@@ -5,8 +5,7 @@ with its own line. A model's layers take t ms of device time per microbatch, 1/3
 backward pass takes 2.5 times as long), and its activation and gradient together take c ms of a line, as in the paper at
 500 Mb/s; tensors and rates are reduced by the same factor. `utilization` is the mean share of busy device time over all
 stages, between 30 % and 90 % of a step's microbatches. The fill and drain of a synchronous step is reported separately,
-as the bubble. In mode `trainer`, all tensors go through the trainer, whose line is unlimited so that it does not limit
-the speed; in mode `direct`, they go from stage to stage.
+as the bubble. The trainer's line is unlimited.
 """
 
 from __future__ import annotations
@@ -47,11 +46,10 @@ FROM, TO = 0.3, 0.9  # shares of a step's microbatches between which the pipelin
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One model at one round-trip time, with one mode of handover."""
+    """One model at one round-trip time."""
 
     layers: str
     rtt_ms: int
-    handover: str
 
     @property
     def microbatches(self) -> int:
@@ -70,14 +68,14 @@ class Measured:
     wire_over_payload: float
 
 
-def run_of(cell: Cell, folder: Path, microbatches: int) -> RunFile:
-    return small_run(folder, "pipeline", STAGES, microbatches, WIDTH, CONTEXT, handover=cell.handover)
+def run_of(folder: Path, microbatches: int) -> RunFile:
+    return small_run(folder, "pipeline", STAGES, microbatches, WIDTH, CONTEXT)
 
 
 async def _cell(cell: Cell, folder: Path) -> Measured:
     """Measure the second of two steps, when the trainer knows how many microbatches fill the stages."""
     t, c = LAYERS[cell.layers]
-    run = run_of(cell, folder, cell.microbatches)
+    run = run_of(folder, cell.microbatches)
     mbit_s = 2 * ACTIVATION_BYTES * 8 / (c / 1e3) / 1e6
     line = SimLine(latency_s=cell.rtt_ms / 4e3, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
     free = SimLine(latency_s=cell.rtt_ms / 4e3)
@@ -122,24 +120,19 @@ def measured(cell: Cell) -> Measured:
 
 def measure(full: bool) -> Report:
     torch.set_num_threads(1)
-    modes = ("direct", "trainer") if full else ("direct",)
-    found = {mode: {name: [measured(Cell(name, rtt, mode)) for rtt in RTT_MS] for name in LAYERS} for mode in modes}
-    sections = [section for mode in modes for name in LAYERS for section in [_section(mode, name, found[mode][name])]]
+    found = {name: [measured(Cell(name, rtt)) for rtt in RTT_MS] for name in LAYERS}
+    sections = [_section(name, of) for name, of in found.items()]
     extra: dict[str, Any] = {
-        "utilization": _table(found["direct"], lambda one: one.utilization),
+        "utilization": _table(found, lambda one: one.utilization),
         "paper": {name: dict(zip(map(str, RTT_MS), [v / 100 for v in PAPER[name]], strict=True)) for name in LAYERS},
         "closed_form": {name: {str(rtt): blocking(name, rtt) for rtt in RTT_MS} for name in LAYERS},
-        "bubble": {
-            name: {str(r): m.bubble for r, m in zip(RTT_MS, found["direct"][name], strict=True)} for name in LAYERS
-        },
+        "bubble": _table(found, lambda one: one.bubble),
     }
-    if "trainer" in found:
-        extra["utilization_over_the_trainer"] = _table(found["trainer"], lambda one: one.utilization)
-    wire = max(one.wire_over_payload for of in found["direct"].values() for one in of)
+    wire = max(one.wire_over_payload for of in found.values() for one in of)
     sections.append(
         [Figure("wire_over_payload", "bytes sent over activations and gradients, at most", wire, "", 3, at_most=1.05)]
     )
-    note = f"{STAGES} stages of one peer; paper: blocking calls, t / (t + c + 2 RTT); --full: over the trainer as well"
+    note = f"{STAGES} stages of one peer; paper: blocking calls, t / (t + c + 2 RTT)"
     return Report("pipelines at growing delays", sections, note, extra)
 
 
@@ -153,12 +146,12 @@ def blocking(name: str, rtt_ms: float) -> float:
     return t / (t + c + 2 * rtt_ms)
 
 
-def _section(mode: str, name: str, found: Sequence[Measured]) -> list[Figure]:
+def _section(name: str, found: Sequence[Measured]) -> list[Figure]:
     figures = []
     for rtt, one, paper in zip(RTT_MS, found, PAPER[name], strict=True):
-        told = f"{name}, {rtt} ms, {mode}: busy (paper {paper:g} %, closed form {blocking(name, rtt):.1%})"
-        figures.append(Figure(f"{mode}_{name}_{rtt}", told, 100 * one.utilization, "%", 1))
-        if rtt in LEAST and mode == "direct":
+        told = f"{name}, {rtt} ms: busy (paper {paper:g} %, closed form {blocking(name, rtt):.1%})"
+        figures.append(Figure(f"direct_{name}_{rtt}", told, 100 * one.utilization, "%", 1))
+        if rtt in LEAST:
             share = one.utilization / found[0].utilization
             figures.append(Figure(f"{name}_{rtt}_kept", "  over that without delay", share, "", 3, at_least=LEAST[rtt]))
     return figures

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -29,8 +30,9 @@ import trio
 from peerd.core.messages.handover import Hop
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.pipeline.route_flow import RouteFlow
-from peerd.machine.pipeline.route_policy import Cut, InTurn, Options, RoutePolicy, Sent
+from peerd.machine.pipeline.route_policy import Cut, Options, RoutePolicy, Sent
 from peerd.service.dht.dht import DhtConfig
+from peerd.service.pipeline import direct
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimPath
 from peerd.sim.world import Node, World, WorldConfig
@@ -39,6 +41,7 @@ from scripts.benchmarks._placement_cases import CITIES, cases
 from scripts.benchmarks._report import Figure, Report
 from scripts.benchmarks._routing_flow import FlowRoutes
 from scripts.benchmarks._virtual_pipeline import LayerDevice, booted, in_virtual_time, small_run, start_stage
+from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.roles.virtualroles import Roles
 
 POLICIES: Final = ("swarm", "flow", "ours")
@@ -155,9 +158,7 @@ class Swarm:
         self._present: list[Node] = []
         self._roles: list[tuple[str, Roles]] = []
         self.left = 0
-        self.run = small_run(
-            folder, "routing", scene.stages, scene.microbatches, WIDTH, CONTEXT, SAMPLES, handover="direct"
-        )
+        self.run = small_run(folder, "routing", scene.stages, scene.microbatches, WIDTH, CONTEXT, SAMPLES)
         self.policy = Block({policy: self._policy(policy) for policy in POLICIES})
 
     def _policy(self, policy: str) -> RoutePolicy:
@@ -175,7 +176,7 @@ class Swarm:
         self._add("trainer", Seat(-1, 0, 0.0), world)
         for seat in seats_of(self.scene, self._rng):
             await self._join(world, seat)
-        program = Roles(self.run, self._folder).program(TrainerRole, swarm(dht_config=QUIET), policy=self.policy)
+        program = Roles(self.run, self._folder).program(TrainerRole, swarm(dht_config=QUIET))
         await world.start("trainer", program=program)
 
     def _add(self, name: str, seat: Seat, world: World) -> None:
@@ -223,8 +224,10 @@ async def _measured(scene: Scene, folder: Path) -> dict[str, Measured]:
     """Measure all policies, one after another with the same peers. Policies do not share what they learn."""
     one, found, first = Swarm(scene, folder), dict[str, Measured](), 0
     config = WorldConfig(net=NetConfig(window_bytes=WINDOW_BYTES))
+    policy_of_trainer = patch.object(direct, "RouteFlow", lambda rng: one.policy)
     async with booted(scene.seed, config=config, program=swarm(dht_config=QUIET)) as world:
-        await one.start(world)
+        with policy_of_trainer:
+            await one.start(world)
         first_one = scene.seed % len(POLICIES)
         for policy in POLICIES[first_one:] + POLICIES[:first_one]:
             one.policy.current = policy

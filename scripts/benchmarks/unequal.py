@@ -20,7 +20,7 @@ from peerd.sim.simnet import SimLine
 from roles.trainer import TrainerRole
 from scripts.benchmarks._report import Figure, Report
 from scripts.benchmarks._virtual_pipeline import LayerDevice, booted, in_virtual_time, start_stage
-from scripts.benchmarks.pipeline import ACTIVATION_BYTES, STAGES, Cell, run_of
+from scripts.benchmarks.pipeline import ACTIVATION_BYTES, STAGES, run_of
 from tests.worlds.roles.virtualroles import Roles
 
 SLOWER: Final = 4.0
@@ -52,7 +52,7 @@ def possible(kind: str) -> float:
 
 
 async def _measured(kind: str, folder: Path) -> Unequal:
-    run = run_of(Cell("ours", RTT_MS, "direct"), folder, MICROBATCHES)
+    run = run_of(folder, MICROBATCHES)
     mbit_s = 2 * ACTIVATION_BYTES * 8 / LINE_S / 1e6
     free = SimLine(latency_s=RTT_MS / 4e3)
     async with booted(line=free) as world:

@@ -26,11 +26,11 @@ pytestmark = [
 ]
 
 
-def run_file(handover: str) -> dict[str, Any]:
+def run_file() -> dict[str, Any]:
     return BASE | {
         "run": "cut-off",
         "model": {"d_model": 32, "heads": 1, "layers": 2, "context": 32},
-        "pipeline": {"stages": 2, "microbatch": 4, "handover": handover},
+        "pipeline": {"stages": 2, "microbatch": 4},
         "optimizer": {"name": "adamw", "lr": 1.0e-3, "total_steps": 100_000},
         "batch": {"target_samples": 128},
     }
@@ -74,10 +74,10 @@ class FarSwarm(ProcessSwarm):
 
 
 @contextmanager
-def far_swarm(handover: str, folder: Path) -> Iterator[FarSwarm]:
+def far_swarm(folder: Path) -> Iterator[FarSwarm]:
     """Two peers of each of two stages, and a trainer, that have made some steps."""
     with WideLab(delay_ms=5) as lab:
-        swarm = FarSwarm(folder, run_file(handover), lambda name: lab.hosts.get(name) or lab.host(name))
+        swarm = FarSwarm(folder, run_file(), lambda name: lab.hosts.get(name) or lab.host(name))
         swarm.lab = lab
         swarm.start_pipeline(replicas=2)
         swarm.wait_for_step(3, 120)
@@ -95,9 +95,8 @@ def goes_on(swarm: FarSwarm, since: float) -> float:
     return at_a_pace()[0]
 
 
-@pytest.mark.parametrize("handover", ["direct", "trainer"])
-def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(handover: str, tmp_path: Path) -> None:
-    with far_swarm(handover, tmp_path) as swarm:
+def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(tmp_path: Path) -> None:
+    with far_swarm(tmp_path) as swarm:
         usual = swarm.rate(*passed(WATCHED_S))
         follower = next(n for n in ("stage-0", "stage-2") if not swarm.peer(n).role()["conducts"])
         swarm.cut("trainer", follower)  # whoever conducts is needed by everybody
@@ -121,13 +120,12 @@ def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(handover: st
     assert len(told) <= 4, told
 
 
-@pytest.mark.parametrize("handover", ["direct", "trainer"])
-def test_a_trainer_that_reaches_no_stage_peer_directly_goes_on_over_a_relay(handover: str, tmp_path: Path) -> None:
+def test_a_trainer_that_reaches_no_stage_peer_directly_goes_on_over_a_relay(tmp_path: Path) -> None:
     """The backbone relays; the conductor is among those that are cut off.
 
     What the relay allows is what a trainer reaches that finds no other way from its start.
     """
-    with far_swarm(handover, tmp_path) as swarm:
+    with far_swarm(tmp_path) as swarm:
         usual = swarm.rate(*passed(WATCHED_S))
         for number in range(4):
             swarm.cut("trainer", f"stage-{number}")

@@ -14,9 +14,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.errors import ConfigError, Refused, RemoteError
+from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.swarm import StageAnswer, StageBackward, StageForward
+from peerd.core.messages.handover import PassAnswer, PassRequest, Ticket
+from peerd.core.messages.swarm import StageAnswer, StageForward
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
 from peerd.service.run_services import RunServices
 from peerd.sim.clock import run_virtual
@@ -171,13 +172,15 @@ async def test_bad_frames_are_refused_and_change_nothing(
             [good, frame(np.full((2, 16), -1, "int64"))],
             [good],
         ]
-        body = StageBackward(mark, 1, 0, 7)
+        names = [s.peers["backbone"].host.id.text, stage.host.id.text]
+        body = PassRequest(mark, 1, names[0], Ticket(0, 7, 0, 0, 1, 0, names), None)
         s.peers["backbone"].host.learn(stage.host.id, stage.host.addrs())
         for frames in bad:
             with pytest.raises(RemoteError):
-                await rpc.call(stage.host.id, "stage/6/backward", body, StageAnswer, frames=frames, timeout_s=10)
-        for wrong in (StageForward(b"x" * 16, 1, 0), StageForward(mark, 0, 0), StageForward(mark, 1, 99)):
-            with pytest.raises(Refused):
+                await rpc.call(stage.host.id, "handover/2/pass", body, PassAnswer, frames=frames, timeout_s=10)
+        at_a_step: Any = 99
+        for wrong in (StageForward(b"x" * 16, 1), StageForward(mark, 0), StageForward(mark, 1, at_a_step)):
+            with pytest.raises(RemoteError):
                 await rpc.call(stage.host.id, "stage/6/forward", wrong, StageAnswer, frames=[good], timeout_s=10)
         assert (stage.role.post.state.model.vector() == before).all()
         assert stage.role.post.state.model.held == []

@@ -136,18 +136,15 @@ def makes_a_liar(monkeypatch: pytest.MonkeyPatch, served: Any, method: str) -> N
     monkeypatch.setattr(served, method, lies)
 
 
-@pytest.mark.parametrize("handover", ["direct", "trainer"])
 @pytest.mark.parametrize("method", ["forward", "backward"])
 async def test_a_peer_that_lies_is_named_and_the_run_goes_on_exactly_without_it(
     tmp_path: Path,
     batches: Batches,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    handover: str,
     method: str,
 ) -> None:
     run = run_file("adamw", "float64", write_texts(tmp_path), stages=2)
-    run = msgspec.structs.replace(run, pipeline=msgspec.structs.replace(run.pipeline, handover=handover))
     async with swarm(tmp_path / "peers") as s:
         peers, trainers = await pipeline(s, run, 4)
         for peer in peers:

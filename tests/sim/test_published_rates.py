@@ -49,7 +49,7 @@ async def picks_of_a_latecomer(roles: Roles) -> tuple[float, Counter[str]]:
 @pytest.mark.slow
 def test_a_trainer_that_comes_later_shares_by_published_rates_before_it_has_measured_anything(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    roles = Roles(two_stage_run(tmp_path, "trainer"), tmp_path / "roles", lambda: PacedDevice(MICROBATCH_S))
+    roles = Roles(two_stage_run(tmp_path), tmp_path / "roles", lambda: PacedDevice(MICROBATCH_S))
     ratio, picks = run_virtual(picks_of_a_latecomer, roles, seed=1)
     print(f"published: {ratio:.1f} times as fast; shares {dict(picks)}")
     assert TIMES_SLOWER / 2 <= ratio <= 2 * TIMES_SLOWER

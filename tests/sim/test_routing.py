@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from peerd.machine.pipeline.route_flow import RouteFlow
-from peerd.machine.pipeline.route_policy import InTurn, RoutePolicy
+from peerd.machine.pipeline.route_policy import RoutePolicy
 from scripts.benchmarks import routing
 from scripts.benchmarks._routing_flow import FlowRoutes
+from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.machines.routesim import RouteSim
 
 

@@ -28,7 +28,7 @@ async def train(roles: Roles) -> tuple[float, dict[str, object]]:
 @pytest.mark.slow
 def test_slow_devices_are_waited_for_and_nobody_has_to_do_a_microbatch_again(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    run = two_stage_run(tmp_path, "direct")
+    run = two_stage_run(tmp_path)
     roles = Roles(run, tmp_path / "roles", lambda: PacedDevice(MICROBATCH_S))
     took_s, status = run_virtual(train, roles, seed=1)
     step_s = MICROBATCH_S * (run.batch.target_samples / PEERS + STAGES - 1)

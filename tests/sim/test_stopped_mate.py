@@ -41,7 +41,7 @@ async def longest_pause_s(roles: Roles, after_s: float) -> float:
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.4])
 def test_a_stopped_stage_mate_costs_one_pause_of_seconds(tmp_path: Path, after_s: float) -> None:
     torch.set_num_threads(1)
-    roles = Roles(two_stage_run(tmp_path, "direct"), tmp_path / "roles", partial(PacedDevice, MICROBATCH_S))
+    roles = Roles(two_stage_run(tmp_path), tmp_path / "roles", partial(PacedDevice, MICROBATCH_S))
     longest_s = run_virtual(longest_pause_s, roles, after_s, seed=1)
     print(f"the longest pause took {longest_s:.1f} s")
     assert longest_s <= PAUSE_S, roles.conductor_notes()

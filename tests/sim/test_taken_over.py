@@ -123,7 +123,7 @@ async def halves(roles: Roles, island: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("island", [("b0", "b1"), ("a0", "a1")], ids=" ".join)
 def test_the_half_that_trained_goes_on_when_two_halves_meet(tmp_path: Path, island: tuple[str, ...]) -> None:
-    roles = Roles(two_stage_run(tmp_path, "direct"), tmp_path / "peers", lambda: PacedDevice(MICROBATCH_S))
+    roles = Roles(two_stage_run(tmp_path), tmp_path / "peers", lambda: PacedDevice(MICROBATCH_S))
     run_virtual(halves, roles, island, seed=1)
 
 

@@ -94,7 +94,7 @@ async def test_a_pair_that_cannot_be_punched_rests_and_tries_again_when_an_addre
         await trio.sleep(20)
         dialed = dials(b)
         (why,) = b.punching.status().values()
-        assert "nothing came through in 3 attempts" in why
+        assert "no connection in 3 attempts" in why
         await trio.sleep(FIRST_PAUSE_S * 0.75 - 20)
         assert dialed == []
         await trio.sleep(FIRST_PAUSE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,9 +14,10 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Overloaded, Refused, TooSlow, Unreachable
 from peerd.core.messages.handover import Broken, PassAnswer, Ticket
-from peerd.core.messages.proof import is_ticket_of
-from peerd.core.messages.swarm import Receipt
+from peerd.core.messages.proof import grant, is_ticket_of
+from peerd.core.messages.swarm import Grant, GrantStatement, Receipt, Seqs
 from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.pipeline.routes import FixedRoute
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS
@@ -50,10 +52,12 @@ ALL = ("a0", "b0", "a1", "b1", "a2", "b2")
 class Training:
     """A trainer, and the stages' peers as it meets them."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, route: FixedRoute | None = None) -> None:
         self.peers = Peers()
-        papers = TrainerCredentials(OWN, lambda seq: None, TRAINER.sign)
-        self.pipeline = DirectPipeline(RUN, self.peers, SimClock(1, "t"), Ways(), papers)  # type: ignore[arg-type]
+        self.granted: Callable[[int], Grant | None] = lambda seq: None
+        papers = TrainerCredentials(OWN, lambda seq: self.granted(seq), TRAINER.sign)
+        clock = SimClock(1, "t")
+        self.pipeline = DirectPipeline(RUN, self.peers, clock, Ways(), papers, route)  # type: ignore[arg-type]
         self.pipeline.update(members(*(names or ALL)))
         self.load = Microbatch(frame(SAMPLES, TOKENS), frame(SAMPLES, TOKENS))
 
@@ -115,6 +119,27 @@ async def test_a_peer_that_leaves_while_another_stage_is_waited_for_is_not_sent_
         await trio.testing.wait_all_tasks_blocked()
         one.pipeline.update(members("b0", "b1", "a2"))
     assert one.routes() == [(0, STAGES - 1, ["b0", "b1", "a2"])]
+
+
+def fixed() -> FixedRoute:
+    return FixedRoute(peer("a0"), {peer("a0"): peer("a1"), peer("a1"): peer("a2")}, STAGES)
+
+
+async def test_a_route_is_kept_whichever_others_serve(autojump_clock: MockClock) -> None:
+    one = Training(route=fixed())
+    for seq in range(10):
+        assert await one.train(seq) == ["a0", "a1", "a2"]
+    assert one.pipeline.peers() == STAGES
+
+
+async def test_a_microbatch_waits_for_the_peer_of_its_route(autojump_clock: MockClock) -> None:
+    one = Training("a0", "b0", "b1", "a2", "b2", route=fixed())
+    with trio.move_on_after(60) as wait:
+        await one.train()
+    assert wait.cancelled_caught
+    assert one.pipeline.waits_for == "stage 1 has no peers on this route"
+    one.pipeline.update(members(*ALL))
+    assert await one.train() == ["a0", "a1", "a2"]
 
 
 # --- ways that fail ---------------------------------------------------------------------------------------------------
@@ -252,6 +277,25 @@ async def test_a_first_peer_without_room_is_not_asked_over_and_over(autojump_clo
     del one.peers.doing["a0"]
     assert (await one.train())[0] == "a0"
     assert one.pipeline.retries == 0  # it has not failed
+
+
+async def test_a_peer_that_follows_another_conductor_is_asked_again_soon_with_the_newest_grant(
+    autojump_clock: MockClock,
+) -> None:
+    """A change of conductor costs moments, not the rest that failures bring."""
+    one, began = Training("a0", "a1", "a2"), trio.current_time()
+
+    def newest(seq: int) -> Grant:
+        term = 1 if trio.current_time() < began + 2.0 else 2
+        return grant(TRAINER.sign, GrantStatement(MARK, term, STEP, OWN, Seqs.of([seq])))
+
+    def until_the_second_term(asked: Asked) -> Any:
+        return done(asked) if asked.body.grant.term == 2 else Overloaded("the grant is not of a conductor", 0.3)
+
+    one.granted, one.peers.doing = newest, {"a0": until_the_second_term}
+    assert await one.train() == ["a0", "a1", "a2"]
+    assert trio.current_time() - began < 2.5
+    assert [asked.body.grant.term for asked in one.peers.asked] == [1] * 7 + [2]
 
 
 async def test_a_way_that_stays_broken_is_tried_ever_more_rarely_until_the_microbatch_is_dropped(

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import trio
 
-from peerd.compute.worker import InlineWorker
 from peerd.core.errors import ConfigError, LocalError, Refused
 from peerd.core.experts.grid import Uid, coordinates_in
 from peerd.core.ids import PeerId
@@ -27,6 +26,7 @@ from peerd.training.expert.host import ExpertHost, OwnExpert, Told
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import WIDTH, FakeExpert, frame
 from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
+from tests.worlds.roles.inline_worker import InlineWorker
 
 X = Uid(0, (1, 2))
 PERIOD_S = 8.0
@@ -136,7 +136,6 @@ class Scene:
             clock=clock,
             data_dir=self.folder,
             device="cpu",
-            seed=1,
             log=log,
             worker=lambda device: worker,
         )

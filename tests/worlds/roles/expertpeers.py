@@ -100,7 +100,6 @@ class MadeUpHost:
             clock=stack.clock,
             data_dir=peer.folder,
             device="cpu",
-            seed=1,
             log=self.log,
             worker=lambda _: InlineWorker(),
         )

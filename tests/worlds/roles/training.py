@@ -200,7 +200,6 @@ class Swarm:
                         clock=net.clock,
                         data_dir=directory,
                         device="cpu",
-                        seed=1,
                         log=log.bind(peer=name),
                         worker=workers.__getitem__,
                     )

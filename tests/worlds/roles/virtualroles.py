@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ import torch
 import trio
 
 from peerd.compute.changes import ParametersLost
-from peerd.compute.worker import InlineWorker
 from peerd.core.errors import ConfigError, NoMemory
 from peerd.core.run.runfile import (
     BatchSection,
@@ -27,8 +26,6 @@ from peerd.core.run.runfile import (
 from peerd.core.work import Worker
 from peerd.daemon import RESTART_PAUSES_S
 from peerd.log import EventLog
-from peerd.machine.pipeline.route_policy import RoutePolicy
-from peerd.machine.pipeline.routes import Route
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.sim.programs import swarm
@@ -37,6 +34,7 @@ from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.worlds.machines.fakehost import leaves
 from tests.worlds.network.world import home_world
+from tests.worlds.roles.inline_worker import InlineWorker
 
 T = TypeVar("T")
 
@@ -80,6 +78,19 @@ class PacedDevice(InlineWorker):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+def _hold_to(route: Collection[str], services: RunServices) -> None:
+    """Let the pipelines of these services know of no other peers."""
+    pipeline = services.pipeline
+
+    def held(*grants: Any) -> Any:
+        made = pipeline(*grants)
+        update = made.update
+        made.update = lambda members: update([one for one in members if one.peer in route])  # type: ignore[method-assign]
+        return made
+
+    services.pipeline = held  # type: ignore[method-assign]
+
+
 class Roles:
     """Programs that run one role, and the roles that they run, by node."""
 
@@ -96,11 +107,10 @@ class Roles:
         role: Callable[[RoleContext], Any],
         network: Any = None,
         run: RunFile | None = None,
-        route: Route | None = None,
-        policy: RoutePolicy | None = None,
+        route: Collection[str] | None = None,
     ) -> Any:
-        """A node's program. `run`: the run file as this peer has it, in place of everybody's; `route`, `policy`: of a
-        trainer.
+        """A node's program. `run`: the run file as this peer has it, in place of everybody's. `route`: the only peers
+        that a trainer calls.
         """
         network, own = network or swarm(), run or self.run
 
@@ -115,7 +125,7 @@ class Roles:
                 try:
                     await nursery.start(stand)
                     below.shield = True  # what a role stands on ends after it
-                    await self._live(node, role, own, route, policy, nursery, task_status)
+                    await self._live(node, role, own, route, nursery, task_status)
                 except* ConfigError as errors:
                     first = next(error for error in leaves(errors))
                     if self.owner is None or not self.owner(node.name, str(first)):
@@ -132,8 +142,7 @@ class Roles:
         node: Node,
         role: Callable[[RoleContext], Any],
         run: RunFile,
-        route: Route | None,
-        policy: RoutePolicy | None,
+        route: Collection[str] | None,
         nursery: trio.Nursery,
         task_status: trio.TaskStatus[None],
     ) -> None:
@@ -145,16 +154,18 @@ class Roles:
         }
         self.logs[node.name] = log = EventLog(node.clock)
         self.devices[node.name] = workers["cpu"]
+        services = RunServices(run, node.host, node.rpc, node.dht, node.clock)
+        if route is not None:
+            _hold_to(route, services)
         ctx = RoleContext(
             run=run,
-            services=RunServices(run, node.host, node.rpc, node.dht, node.clock, route=route, policy=policy),
+            services=services,
             host=node.host,
             rpc=node.rpc,
             dht=node.dht,
             clock=node.clock,
             data_dir=directory,
             device="cpu",
-            seed=1,
             log=log,
             worker=workers.__getitem__,
         )
