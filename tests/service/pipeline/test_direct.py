@@ -17,7 +17,6 @@ from peerd.core.messages.handover import Broken, PassAnswer, Ticket
 from peerd.core.messages.proof import grant, is_ticket_of
 from peerd.core.messages.swarm import Grant, GrantStatement, Receipt, Seqs
 from peerd.machine.batch.trainer_ledger import Holding
-from peerd.machine.pipeline.routes import FixedRoute
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS
@@ -52,12 +51,12 @@ ALL = ("a0", "b0", "a1", "b1", "a2", "b2")
 class Training:
     """A trainer, and the stages' peers as it meets them."""
 
-    def __init__(self, *names: str, route: FixedRoute | None = None) -> None:
+    def __init__(self, *names: str) -> None:
         self.peers = Peers()
         self.granted: Callable[[int], Grant | None] = lambda seq: None
         papers = TrainerCredentials(OWN, lambda seq: self.granted(seq), TRAINER.sign)
         clock = SimClock(1, "t")
-        self.pipeline = DirectPipeline(RUN, self.peers, clock, Ways(), papers, route)  # type: ignore[arg-type]
+        self.pipeline = DirectPipeline(RUN, self.peers, clock, Ways(), papers)  # type: ignore[arg-type]
         self.pipeline.update(members(*(names or ALL)))
         self.load = Microbatch(frame(SAMPLES, TOKENS), frame(SAMPLES, TOKENS))
 
@@ -119,27 +118,6 @@ async def test_a_peer_that_leaves_while_another_stage_is_waited_for_is_not_sent_
         await trio.testing.wait_all_tasks_blocked()
         one.pipeline.update(members("b0", "b1", "a2"))
     assert one.routes() == [(0, STAGES - 1, ["b0", "b1", "a2"])]
-
-
-def fixed() -> FixedRoute:
-    return FixedRoute(peer("a0"), {peer("a0"): peer("a1"), peer("a1"): peer("a2")}, STAGES)
-
-
-async def test_a_route_is_kept_whichever_others_serve(autojump_clock: MockClock) -> None:
-    one = Training(route=fixed())
-    for seq in range(10):
-        assert await one.train(seq) == ["a0", "a1", "a2"]
-    assert one.pipeline.peers() == STAGES
-
-
-async def test_a_microbatch_waits_for_the_peer_of_its_route(autojump_clock: MockClock) -> None:
-    one = Training("a0", "b0", "b1", "a2", "b2", route=fixed())
-    with trio.move_on_after(60) as wait:
-        await one.train()
-    assert wait.cancelled_caught
-    assert one.pipeline.waits_for == "stage 1 has no peers on this route"
-    one.pipeline.update(members(*ALL))
-    assert await one.train() == ["a0", "a1", "a2"]
 
 
 # --- ways that fail ---------------------------------------------------------------------------------------------------
