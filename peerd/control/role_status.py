@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from peerd.control.swarm_status import Figure, StatusPart
+from peerd.core.decoders import convert
 
 S = TypeVar("S", bound=StatusPart)
 
@@ -102,6 +103,6 @@ class RoleFigures(StatusPart, frozen=True):
 def figures_of(value: object, kind: type[S]) -> S | None:
     """Decode a figure. Returns None if it has another form, as that of a role that is not built in may have."""
     try:
-        return msgspec.convert(value, kind)
+        return convert(value, kind)
     except msgspec.ValidationError:
         return None

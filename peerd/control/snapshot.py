@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from peerd.control.swarm_status import Figure, StatusPart, SwarmStatus
+from peerd.core.decoders import convert
 from peerd.core.errors import PeerdError
 from peerd.core.version import VERSION
 
@@ -156,7 +157,7 @@ S = TypeVar("S", bound=StatusPart)
 def decode_status(told: dict[str, Any], kind: type[S]) -> S:
     """Decode a snapshot, or a part of it. Raises PeerdError if a field has another type than this version knows."""
     try:
-        return msgspec.convert(told, kind)
+        return convert(told, kind)
     except msgspec.ValidationError as error:
         theirs = told.get("version") or "of another version"
         raise PeerdError(f"peerd {VERSION} can't show the status of the daemon, peerd {theirs}: {error}") from error
