@@ -20,9 +20,9 @@ from typing import Any
 import trio
 from torch import Tensor
 
-from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.trunk import TrunkModule
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.core.errors import Refused
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import (

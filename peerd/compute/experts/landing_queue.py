@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peerd.compute.experts.flight import TrunkMicrobatch
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 
 
 @dataclass(slots=True)

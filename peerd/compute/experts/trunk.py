@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peerd.compute.experts.era import EarlierParameters, Era, Snapshot, TooOld, new_load
+from peerd.compute.experts.earlier_parameters import EarlierParameters, Era, Snapshot, TooOld, new_load
 from peerd.compute.experts.expert_mixture import imbalance, mixed
 from peerd.compute.gpu import free_bytes, is_gpu
 from peerd.compute.model.footprint import spare_bytes

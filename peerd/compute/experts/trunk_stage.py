@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.landing_queue import GradientQueue, LandedFlights
 from peerd.compute.experts.trunk import TrunkModule
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.model.microbatch_books import KeptMicrobatch, Stale
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.messages.swarm import Mb

@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
 from peerd.core.messages.swarm import PostLoad
-from peerd.machine.rebalance.beliefs import EstimatedRates
+from peerd.machine.rebalance.estimated_rates import EstimatedRates
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
 from peerd.machine.rebalance.ordered_moves import OrderedMoves, PostView, told
 from peerd.machine.rebalance.rebalancer import RebalanceConfig

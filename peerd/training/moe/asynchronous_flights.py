@@ -18,9 +18,9 @@ from typing import Final
 
 import trio
 
-from peerd.compute.experts.era import TooOld
-from peerd.compute.experts.flight import TrunkMicrobatch
+from peerd.compute.experts.earlier_parameters import TooOld
 from peerd.compute.experts.landing_queue import GradientQueue
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.model.microbatch_books import Stale
 from peerd.core.experts.expert_network import ExpertNetwork
 from peerd.core.frame import TensorFrame

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from peerd.compute.codec.frames import from_frame
 from peerd.compute.codec.layout import NotFinite
-from peerd.compute.experts.era import TooOld
-from peerd.compute.experts.flight import Scores, TrunkMicrobatch
+from peerd.compute.experts.earlier_parameters import TooOld
+from peerd.compute.experts.trunk_microbatch import Scores, TrunkMicrobatch
 from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, RemoteError

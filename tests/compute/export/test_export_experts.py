@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peerd.commands.export import saved_experts
-from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.trunk import TrunkModule
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.export.experts import ExportedExperts, fault_of
 from peerd.compute.export.export import Exported, ExportRequest, export
 from peerd.compute.export.folder import CONFIG, read_config

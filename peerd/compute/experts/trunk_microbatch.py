@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peerd.compute.experts.era import Era
+from peerd.compute.experts.earlier_parameters import Era
 from peerd.compute.experts.exchange import Exchange
 from peerd.compute.experts.trunk import Answers, Junction, TrunkModule
 from peerd.core.experts.expert_network import ExpertCall, ExpertReply
