@@ -20,6 +20,7 @@ from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.conductor_server import ConductorServer
 from peerd.service.conductor.orders import ConductingConfig
 from peerd.service.conductor.rivals import Rivals
+from peerd.service.conductor.settings_check import SettingsCheck
 from peerd.service.conductor.stage_finder import StageFinder
 from peerd.service.dht.dht import Dht
 from peerd.service.network.line_speeds import LineSpeeds, line_speeds
@@ -35,7 +36,6 @@ from peerd.service.swarm.counted_record import CountedRecord
 from peerd.service.swarm.dial_trainers import TrainerDialer
 from peerd.service.swarm.directory import Directory
 from peerd.service.swarm.run_view import RunView
-from peerd.service.swarm.settings_check import SettingsCheck
 
 if TYPE_CHECKING:
     from peerd.service.averaging.allreduce import AllReduceService

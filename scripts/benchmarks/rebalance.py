@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 from peerd.machine.rebalance.loads import PeerLoad, StageLoads, Transfer
 from peerd.machine.rebalance.ordered_moves import OrderedMoves, PostView
-from peerd.machine.rebalance.rebalancer import RebalanceConfig
+from peerd.machine.rebalance.rebalance_rule import RebalanceConfig
 from scripts.benchmarks._queue_rule import QueuedLoad, QueueRule
 from scripts.benchmarks._report import Figure, Report
 

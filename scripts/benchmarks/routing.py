@@ -29,7 +29,7 @@ import trio
 
 from peerd.core.messages.handover import Hop
 from peerd.machine.dht.node_state import KademliaConfig
-from peerd.machine.pipeline.route_flow import RouteFlow
+from peerd.machine.pipeline.cheapest_route import CheapestRoute
 from peerd.machine.pipeline.route_policy import Cut, Options, RoutePolicy, Sent
 from peerd.service.dht.dht import DhtConfig
 from peerd.service.pipeline import direct
@@ -164,7 +164,7 @@ class Swarm:
     def _policy(self, policy: str) -> RoutePolicy:
         if policy == "flow":
             return FlowRoutes(self.scene.microbatches, self._cost, lambda p: self._peers[p].speed, self.scene.seed)
-        return InTurn() if policy == "swarm" else RouteFlow(random.Random(self.scene.seed))
+        return InTurn() if policy == "swarm" else CheapestRoute(random.Random(self.scene.seed))
 
     def _cost(self, one: str, other: str) -> float:
         """GWTF's d_ij in seconds. Links have the same delay and rate in both directions."""

@@ -26,7 +26,7 @@ from peerd.core.messages.progress import (
 )
 from peerd.core.messages.swarm import Position
 from peerd.core.messages.token import revoked_key
-from peerd.machine.swarm.placement import Arrival
+from peerd.machine.swarm.stage_choice import Arrival
 from peerd.screen.units import known
 from peerd.service.access import Present, Presented
 from peerd.service.run_services import RunServices

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from peerd.machine.pipeline.route_flow import RouteFlow
+from peerd.machine.pipeline.cheapest_route import CheapestRoute
 from peerd.machine.pipeline.route_policy import RoutePolicy
 from scripts.benchmarks import routing
 from scripts.benchmarks._routing_flow import FlowRoutes
@@ -57,7 +57,7 @@ def seconds(scene: routing.Scene, policy: str, *, lines: bool) -> float:
     policies: dict[str, RoutePolicy] = {
         "swarm": InTurn(),
         "flow": FlowRoutes(scene.microbatches, cost, lambda name: seats[name].speed, scene.seed),
-        "ours": RouteFlow(random.Random(1)),
+        "ours": CheapestRoute(random.Random(1)),
     }
     if lines:
         sim = RouteSim(stages, policies[policy], computing_s, far_s, line_s=tensor_s)

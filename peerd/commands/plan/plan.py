@@ -55,10 +55,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
-    """Plan which device serves which stage.
-
-    Without LINKS: what each stage needs from a device and its internet connection.
-    """
+    """Plan which device serves which stage."""
     if links is None:
         _tell_sizes(model, before or out, DEFAULT_TFLOPS if speed is None else speed, as_json)
         return

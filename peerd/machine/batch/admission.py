@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import LEASHED_TRAINERS
 from peerd.core.messages.swarm import Mb
+from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.forecast import TrainerPace, WorkerPace, shared_in_s, whole_in_s
 from peerd.machine.batch.lateness import Lateness, Usual
-from peerd.machine.batch.ledger import Ledger
 from peerd.machine.batch.newcomers import WAIT_S, Newcomers
 from peerd.machine.batch.trainer_limit import TrainerLimit
 
@@ -148,7 +148,7 @@ class Admission:
 
         return Lateness(now, lease_s, 0.0, patience, usual, self._lease, self._done_at, wait_ends)
 
-    def look_for_waits(self, now: float, due: Ledger) -> None:
+    def look_for_waits(self, now: float, due: BatchLedger) -> None:
         """Record whether the step waits for newcomers alone while others would compute their part of the batch."""
         self.newcomers.look(now, due, lambda name: bool(self._unplaced(name, [due], ())))
 
@@ -214,7 +214,7 @@ class Admission:
 
     # --- filling ----------------------------------------------------------------------------------------------
 
-    def whole_in_s(self, now: float, ledger: Ledger) -> float | None:
+    def whole_in_s(self, now: float, ledger: BatchLedger) -> float | None:
         """Seconds until the batch is complete, by what is not done and the pace of those at work. None if unknown."""
         begun = ledger.begun()
         dead = sum(count for name, (count, _) in begun.items() if name not in self._trainers)
@@ -224,9 +224,9 @@ class Admission:
     def wishes(
         self,
         now: float,
-        ledger: Ledger,
+        ledger: BatchLedger,
         counted: Container[Mb],
-        beside: Ledger | None = None,
+        beside: BatchLedger | None = None,
         step: int = 0,
         summed: Set[str] = frozenset(),
     ) -> Iterator[Mb]:
@@ -282,14 +282,14 @@ class Admission:
         }
 
     def _shares(
-        self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: Ledger
+        self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: BatchLedger
     ) -> dict[str, int | None]:
         """Number of microbatches that each of these trainers may have under way, or None if there is no limit."""
         self._look_who_works(now, wishing, begun, ledger)
         return {name: self._given(now, name) for name in wishing}
 
     def _look_who_works(
-        self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: Ledger
+        self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: BatchLedger
     ) -> None:
         """Record whether any trainer works, and whether any that has helped before works.
 
@@ -312,7 +312,7 @@ class Admission:
         """False if the trainer has finished none of its begun microbatches for far longer than usual."""
         return now - max(begun[1], self._done_at(trainer)) < self.newcomers.usual_s
 
-    def _does_more(self, name: str, under_way: int, given: Mapping[str, int | None], ledger: Ledger) -> bool:
+    def _does_more(self, name: str, under_way: int, given: Mapping[str, int | None], ledger: BatchLedger) -> bool:
         """True if this trainer is expected to compute more of the batch: it computes now, or requests what it may have.
 
         A trainer that gave back microbatches of this batch is excluded, as it may do so again.
@@ -320,7 +320,7 @@ class Admission:
         works = under_way > 0 or given.get(name, 0) != 0
         return works and name not in self.newcomers and not ledger.given_back[name]
 
-    def _in_order(self, now: float, ledger: Ledger, given: Mapping[str, int | None]) -> list[str]:
+    def _in_order(self, now: float, ledger: BatchLedger, given: Mapping[str, int | None]) -> list[str]:
         """The trainers that request a microbatch and may get one, in the order of their turns."""
         others = [name for name, most in given.items() if name not in self.newcomers]
         # Unmeasured trainers come first, so that one step measures them all; those that gave back some come last.
@@ -330,7 +330,7 @@ class Admission:
         able = [name for name, most in given.items() if name in self.newcomers and most != 0]
         return [*self.newcomers.in_turn(now, able), *others]
 
-    def _unplaced(self, trainer: str, ledgers: Sequence[Ledger], counted: Container[Mb]) -> set[int]:
+    def _unplaced(self, trainer: str, ledgers: Sequence[BatchLedger], counted: Container[Mb]) -> set[int]:
         """Numbers of the microbatches that the trainer requests and that have no slot in a batch."""
         without = set(self._trainers[trainer].open).difference(*(one.by_trainer.get(trainer, ()) for one in ledgers))
         return {seq for seq in without if Mb(trainer, seq) not in counted}
@@ -351,7 +351,7 @@ class Admission:
         return found
 
 
-def _in_turn(wishes: Iterable[tuple[str, tuple[int, ...]]], ledgers: Sequence[Ledger]) -> list[Mb]:
+def _in_turn(wishes: Iterable[tuple[str, tuple[int, ...]]], ledgers: Sequence[BatchLedger]) -> list[Mb]:
     """Requests without a slot in a batch: the first one of each trainer in this order, then the second ones, ..."""
     found: list[tuple[int, int, Mb]] = []
     for place, (trainer, seqs) in enumerate(wishes):
@@ -362,8 +362,8 @@ def _in_turn(wishes: Iterable[tuple[str, tuple[int, ...]]], ledgers: Sequence[Le
     return [mb for _, _, mb in sorted(found)]
 
 
-def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:
-    """`Ledger.begun` for several batches together."""
+def _begun(ledgers: Iterable[BatchLedger]) -> dict[str, tuple[int, float]]:
+    """`BatchLedger.begun` for several batches together."""
     found: dict[str, tuple[int, float]] = {}
     for ledger in ledgers:
         for name, (count, since) in ledger.begun().items():

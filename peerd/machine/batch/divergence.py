@@ -14,7 +14,7 @@ from collections.abc import Set
 from typing import Final
 
 from peerd.core.messages.swarm import Position
-from peerd.machine.batch.ledger import Ledger
+from peerd.machine.batch.batch_ledger import BatchLedger
 
 DROPPED: Final = 8  # microbatches dropped at one position while none was finished
 AGAIN_STEPS: Final = 100  # if a run diverges again within this many steps of its return, it has not got past the cause
@@ -45,7 +45,7 @@ class Divergence:
         """Record that the swarm has another position, at which nothing was dropped yet."""
         self._dropped.clear()
 
-    def has_come(self, due: Ledger, trainers: Set[str]) -> bool:
+    def has_come(self, due: BatchLedger, trainers: Set[str]) -> bool:
         """True if the run has diverged: no microbatch was finished, and all trainers have dropped some.
 
         `trainers`: those at work, even if they have begun nothing, so that a quick one does not decide for the others.

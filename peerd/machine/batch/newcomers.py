@@ -13,7 +13,7 @@ from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import LEASHED_TRAINERS
-from peerd.machine.batch.ledger import Ledger
+from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.probation import SEVERAL, Probation
 
 WAIT_S: Final = 2.0  # that a step waits for a newcomer at first,
@@ -106,7 +106,7 @@ class Newcomers:
         """True if the others have been idle for a while: newcomers then get the whole batch."""
         return self._idle_since is not None and now - self._idle_since >= self.usual_s
 
-    def room(self, now: float, ledger: Ledger) -> int:
+    def room(self, now: float, ledger: BatchLedger) -> int:
         """Number of slots in a batch that newcomers may have now."""
         if self._has_all(now):
             return ledger.capacity - len(ledger.entries)
@@ -116,7 +116,7 @@ class Newcomers:
         """These newcomers in the order of their turns: those from addresses with few failures come first."""
         return sorted(newcomers, key=lambda name: sum(self.probation.times(now, name)))
 
-    def let_in(self, now: float, newcomer: str, ledger: Ledger) -> None:
+    def let_in(self, now: float, newcomer: str, ledger: BatchLedger) -> None:
         """Record that a newcomer gets a slot in the batch."""
         ledger.newcomers += 1
         self.probation.let_in(now, newcomer)
@@ -128,7 +128,7 @@ class Newcomers:
         """True while the step waits for newcomers alone, or for others that compute instead of them."""
         return self._waits.is_on
 
-    def look(self, now: float, due: Ledger, would: Callable[[str], bool]) -> None:
+    def look(self, now: float, due: BatchLedger, would: Callable[[str], bool]) -> None:
         """Record whether the step waits because of newcomers. `would(trainer)`: True if it would compute more."""
         waits = due.full and bool(due.open)
         if waits and not self._waits.is_on:

@@ -16,8 +16,8 @@ from enum import Enum, auto
 
 from peerd.core.limits import RECEIPTS_LOOKED_AT
 from peerd.core.messages.swarm import Mb, Receipt
+from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.batches import Batches
-from peerd.machine.batch.ledger import Ledger
 from peerd.machine.batch.probation import Probation
 from peerd.machine.conductor.failure_record import Ban, FailureRecord
 from peerd.machine.positions.proven_positions import EstablishedMembers
@@ -169,7 +169,7 @@ class CreditFault(Enum):
 
 
 def fault_of(
-    ledger: Ledger,
+    ledger: BatchLedger,
     step: int,
     where: tuple[int, str],
     mbs: Iterable[Mb],

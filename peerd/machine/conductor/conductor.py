@@ -30,7 +30,7 @@ from peerd.machine.conductor.stage_close import StageClosing
 from peerd.machine.conductor.step_cycle import StepCycle
 from peerd.machine.positions.phases import Phase, RunPhase
 from peerd.machine.positions.position_search import PositionSearch
-from peerd.machine.rebalance.rebalancer import RebalanceConfig
+from peerd.machine.rebalance.rebalance_rule import RebalanceConfig
 from peerd.machine.rebalance.rebalancing import Rebalancing
 from peerd.machine.swarm.events import (
     ConductorConfig,

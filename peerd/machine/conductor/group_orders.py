@@ -19,8 +19,8 @@ from peerd.machine.averaging.moshpit import MoshpitGroup
 from peerd.machine.averaging.shares import NoSplit
 from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, SumTopology
 from peerd.machine.averaging.work_split import Split
+from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.batches import Batches
-from peerd.machine.batch.ledger import Ledger
 from peerd.machine.conductor.attempt import GroupAttempt
 from peerd.machine.conductor.partial_sums import PartialSum, PartialSums
 from peerd.machine.swarm.events import SendPrepare
@@ -56,7 +56,7 @@ class StageClose:
         top = self.sums.tops[0] if len(self.sums.tops) == 1 else None
         return top if top is not None and top.last and len(top.contents) == entries else None
 
-    def complete(self, due: Ledger) -> PartialSum | None:
+    def complete(self, due: BatchLedger) -> PartialSum | None:
         """The only remaining sum, if it has as many microbatches as the batch and no member lacks it; else None."""
         if self.attempts or len(self.sums.tops) != 1 or not due.full:
             return None
@@ -64,7 +64,7 @@ class StageClose:
         behind = {peer for peer in top.behind() if self.sums.stand(peer) is not None} - self.left
         return None if len(top.contents) < len(due.entries) or behind else top
 
-    def fault(self, ledger: Ledger) -> str:
+    def fault(self, ledger: BatchLedger) -> str:
         """Reason that the only remaining sum does not contain the whole batch exactly once, or "" if it does."""
         (top,) = self.sums.tops
         if fault := self.sums.fault(ledger):

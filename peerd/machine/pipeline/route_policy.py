@@ -1,7 +1,8 @@
 """Route policies: the choice of one peer per stage for a microbatch, among those that may be asked now.
 
 A policy chooses a whole route, is informed when a microbatch is sent and when it has returned, and learns from the
-answers. The caller decides which peers may be asked: it handles failures, rests and cuts.
+answers: `CheapestRoute`, or `PlannedRoutes` in a run with a plan. The caller decides which peers may be asked: it
+handles failures, rests and cuts.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ publisher logged. Their addresses go to the host's address book. Of several clai
 (`contested`), else the highest (generation, peer id). Hosts that failed this caller are not used for a while.
 
 What was read is cached for one announcement period, and refreshed in time while it is used (`run`). This module does
-not call experts (`expert_client`) nor choose among them (`machine/experts/beam`).
+not call experts (`expert_client`) nor choose among them (`machine/experts/product_key_beam`).
 """
 
 from __future__ import annotations

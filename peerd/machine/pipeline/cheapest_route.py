@@ -35,7 +35,7 @@ _STILL_ON_THE_LINE: Final = 0.25  # one of two directions, half of it done
 _CUT_S: Final = 1e9  # added for two peers that cannot reach each other
 
 
-class RouteFlow:
+class CheapestRoute:
     """Route policy by least cost. `rng`: draws the samples, and the initial coordinates of peers."""
 
     def __init__(self, rng: random.Random) -> None:

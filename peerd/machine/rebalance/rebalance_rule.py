@@ -40,7 +40,7 @@ class _Plan:
     price: float = 0.0  # microbatches
 
 
-class Rebalancer:
+class RebalanceRule:
     """The rule for one conductor. Call `look` at every change, and when `due`."""
 
     def __init__(self, config: RebalanceConfig) -> None:

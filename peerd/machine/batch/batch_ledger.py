@@ -30,7 +30,7 @@ class Entry:
     proofs: list[Proof]  # that they hold it; only verified if a holder denies it
     since: float  # when it was admitted, or last lost a gradient
     lacking: int  # number of stages without a holder
-    done: bool = False  # its trainer has finished all its stages at least once; see `Ledger.finish`
+    done: bool = False  # its trainer has finished all its stages at least once; see `BatchLedger.finish`
 
     @property
     def is_open(self) -> bool:
@@ -39,7 +39,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Ledger:
+class BatchLedger:
     """The microbatches of one batch, `capacity` at most. Each needs a holder in each of `stages` stages."""
 
     stages: int
