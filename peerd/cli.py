@@ -275,7 +275,7 @@ def doctor(
     device: options.Device = "cpu",
     as_json: options.AsJson = False,
 ) -> None:
-    """Check what `peerd join` needs on this machine."""
+    """Check that this machine has what `peerd join` needs."""
     from peerd.commands.doctor import checkup as checks
 
     loaded = _load(model, bootstrap, listen, announce)

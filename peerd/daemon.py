@@ -275,7 +275,7 @@ class Daemon:
                 return self._give_up(held, failure)
             held.state, held.role, pause_s = "paused", None, pauses.pop(0)
             held.restarts += 1
-            self._log.event("role.failed", level="warn", role=held.cls.name, why=held.failure, again_in_s=pause_s)
+            self._log.event("role.failed", level="warning", role=held.cls.name, why=held.failure, again_in_s=pause_s)
             await trio.sleep(pause_s)
 
     async def _run_role(self, held: _Held, ctx: RoleContext) -> None:
@@ -305,7 +305,7 @@ class Daemon:
         async def leave(held: _Held, role: Role) -> None:
             failure = await _failure_of(role.leave)
             if failure is not None:
-                self._log.event("role.leave_failed", level="warn", role=held.cls.name, why=_sentence(failure))
+                self._log.event("role.leave_failed", level="warning", role=held.cls.name, why=_sentence(failure))
             held.state = "left"
 
         self._log.event("daemon.stopping", why=self._stop_reason)
@@ -319,9 +319,9 @@ class Daemon:
             watch.cancel_scope.cancel()
         if limit.cancelled_caught:
             late = [held.cls.name for held in self._held if held.state == "running"]
-            self._log.event("role.left_late", level="warn", roles=late, after_s=LEAVE_S)
+            self._log.event("role.left_late", level="warning", roles=late, after_s=LEAVE_S)
             for what in self._not_saved():
-                self._log.event("role.not_saved", level="warn", what=what)
+                self._log.event("role.not_saved", level="warning", what=what)
 
     def _unsaved(self) -> list[str]:
         """Messages on states that leaving roles still have to save. Empty if a failure ends the process."""
@@ -398,7 +398,7 @@ class Daemon:
         return self.company.waits_for() is not None and any(held.cls.needs_run for held in self._held)
 
     def _tell_of_company(self, event: str, reason: str) -> None:
-        self._log.event(event, level="info" if event == "company.found" else "warn", reason=reason)
+        self._log.event(event, level="info" if event == "company.found" else "warning", reason=reason)
         if event == "company.missing":
             self._plan.warn(reason)
 

@@ -167,7 +167,8 @@ class BackboneRole:
                 await trio.to_thread.run_sync(self._curves.write_table)
         except (ConfigError, OSError) as error:
             self._no_table = isinstance(error, ConfigError)  # a missing package is logged once
-            self._ctx.log.event("curve.table_skipped", level="warning", reason=str(error))
+            reason = f"the Parquet table of the learning curves was not written: {error}"
+            self._ctx.log.event("curve.table_skipped", level="warning", reason=reason)
 
     async def _show_proofs(self, services: RunServices) -> None:
         """Serve the commit proofs of the kept checkpoints."""

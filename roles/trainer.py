@@ -381,7 +381,8 @@ class TrainerRole:
                 total += await self._pipeline.evaluate(load.tokens, load.targets)
             except MicrobatchNotFinite as error:
                 total = math.nan
-                self._ctx.log.event("trainer.not_evaluated", level="warning", step=step, reason=str(error))
+                reason = f"the evaluation of the held-out samples failed: {error}"
+                self._ctx.log.event("trainer.not_evaluated", level="warning", step=step, reason=reason)
                 break
         self._valid_loss = total / self._run.evaluate.samples
         self._evaluations.append((step, self._valid_loss))

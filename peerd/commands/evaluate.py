@@ -27,11 +27,14 @@ def evaluate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Text; or .jsonl, .parquet with a field `text`.")],
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:N or mps.")] = "cpu",
     model: Annotated[
-        Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file, for a model of your own.")
+        Path | None,
+        typer.Option(
+            "--model", "--config", metavar="FILE", help="The run file; needed only if your own code defines the model."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
-    """Measure an exported model on a text.
+    """Evaluate an exported model on a text.
 
     Prints loss and perplexity per token, and bits per byte.
     """

@@ -37,13 +37,18 @@ def export(
     step: Annotated[int | None, typer.Option("--step", min=0, help="Which step. [default: the newest]")] = None,
     model: Annotated[
         Path | None,
-        typer.Option("--model", "--config", metavar="FILE", help="The run file, for checkpoints without settings."),
+        typer.Option(
+            "--model",
+            "--config",
+            metavar="FILE",
+            help="The run file; needed only if the checkpoints' folder has no record of its settings.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
     """Write a run's trained model.
 
-    Writes safetensors, the config, and a torch file that loads them without peerd.
+    Writes the weights (safetensors), the config and, for a gpt, a Python script that runs it with torch, without peerd.
     """
     from peerd.compute.export import export as work
     from peerd.config import load_run

@@ -39,7 +39,10 @@ def generate(
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")] = None,
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:N or mps.")] = "cpu",
     model: Annotated[
-        Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file, for a model of your own.")
+        Path | None,
+        typer.Option(
+            "--model", "--config", metavar="FILE", help="The run file; needed only if your own code defines the model."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs, at the end.")] = False,
 ) -> None:

@@ -56,7 +56,10 @@ HoursOfDay = Annotated[
     ),
 ]
 Trust = Annotated[
-    list[str] | None, typer.Option(metavar="PEER", help="Peer to trust when it states the run's step. Repeatable.")
+    list[str] | None,
+    typer.Option(
+        metavar="PEER", help="Believe what this peer states about the run's current step, without proof. Repeatable."
+    ),
 ]
 DiskGb = Annotated[
     float | None, typer.Option(metavar="GB", help="Limit on disk space for checkpoints.", rich_help_panel=LIMITS)

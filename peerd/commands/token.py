@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # imports other than typer wait until a command runs
 
 LONGEST_DAYS: Final = 3650
 
-app = typer.Typer(help="Issue and revoke tokens of invited peers.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Issue and revoke tokens for invited peers.", no_args_is_help=True, rich_markup_mode=None)
 
 Organizer = Annotated[
     Path | None,
@@ -112,7 +112,10 @@ def sign(
     file: Annotated[Path, typer.Argument(metavar="RUN_FILE", help="The run file (YAML) to sign.")],
     data_dir: Organizer = None,
 ) -> None:
-    """Sign a run file, so that backbones of others can offer it to newcomers."""
+    """Sign a run file, so that any backbone can offer it.
+
+    Other people's backbones need the signature to send the run file to newcomers.
+    """
     from peerd.config import load_run
     from peerd.core.errors import ConfigError
     from peerd.core.messages.run_link import DOMAIN, shared_file

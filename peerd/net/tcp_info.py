@@ -44,7 +44,8 @@ class TcpInfo:
         """Bytes that arrived since `before`. Bytes behind a lost packet, which the system reports only once the gap is
         filled, do not count in the interval in which it is filled.
 
-        If a virtual machine's network merges packets, their number is unknown, and all bytes count.
+        The bytes that arrived are bounded by the number of packets that arrived. If a virtual machine's network merges
+        packets, that number is too low; then all bytes that the system reports are counted.
         """
         came = self.bytes_received - before.bytes_received
         if self.bytes_received > self.data_segs_in * self.segment_bytes:

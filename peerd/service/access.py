@@ -254,7 +254,7 @@ class Access:
             why = f"its token does not allow {' or '.join(roles)}"
         else:
             return found.name
-        self._tell(peer, "record", f"its record does not count: {why}")
+        self._tell(peer, "record", f"its record is ignored: {why}")
         return None
 
     def waits_for(self) -> str | None:

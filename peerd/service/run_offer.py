@@ -73,7 +73,7 @@ def own_signature(run: RunFile, file: bytes, host: Host, path: Path) -> bytes:
         shared_run(RunFileAnswer(file, signature), run.run)
     except (OSError, ValueError, RemoteError) as error:
         advice = f"`peerd token sign RUN_FILE` on its machine makes one: save it as {path}"
-        raise ConfigError(f"no signature of the organizer for this run file ({error}); {advice}") from None
+        raise ConfigError(f"the run file has no valid signature of the organizer ({error}); {advice}") from None
     return signature
 
 

@@ -39,7 +39,9 @@ def plan(
     seed: Annotated[int, typer.Option(help="Makes the search repeatable.")] = 0,
     cost: Annotated[
         Literal["steady", "latency"],
-        typer.Option(help="Cost of a step: in the steady state of a full pipeline, or as one wave through it."),
+        typer.Option(
+            help="What to minimize: steady: time per step of a full pipeline; latency: time of one pass through it."
+        ),
     ] = "steady",
     horizon: Annotated[
         int,

@@ -23,7 +23,7 @@ class WaitLogger:
             elif reason is None or self._before.get(part) is None or reason == self._told.get(part):
                 continue
             else:
-                level = "warn" if part == "network" else "info"
+                level = "warning" if part == "network" else "info"
                 name = "clock.differs" if part == "clock" else "role.blocked"
                 self._log.event(name, level=level, part=part, reason=reason)
             self._told[part] = reason

@@ -41,7 +41,9 @@ class StageOutcome:
 
 @dataclass(slots=True)
 class KeptMicrobatch:
-    """What is kept of one microbatch in a sum."""
+    """The record of one microbatch whose gradient is in a sum: its frames, from which the gradient can be recomputed,
+    and the answer to its call.
+    """
 
     at: int  # the step of the parameters that it was computed with
     frames: Sequence[TensorFrame] = ()  # inputs; the output's gradient, or the targets in the last stage
@@ -171,7 +173,7 @@ class MicrobatchBooks(ABC):
         return []
 
     def _book(self, step: int) -> MicrobatchBook:
-        """The book of the sum of `step`."""
+        """The list of the microbatches in the gradient sum of `step`."""
         return self._early if self._ahead(step) else self._held
 
     def _ahead(self, step: int | None) -> int:

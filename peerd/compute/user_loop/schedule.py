@@ -72,7 +72,9 @@ class Schedule:
         self._done = 0
 
     def _described(self) -> str:
-        """The scheduler's class, its numbers, and a digest of the settings of the first steps."""
+        """The scheduler's class, its public attributes that are numbers, texts or lists of numbers, and a digest of the
+        optimizer's settings, such as learning rates, in the first steps.
+        """
         numbers = {name: value for name, value in vars(self.scheduler).items() if _is_plain(value)}
         text = ", ".join(f"{name}={numbers[name]}" for name in sorted(numbers) if not name.startswith("_"))
         given = hashlib.sha256()

@@ -85,7 +85,9 @@ def grid_within(peers: int, largest: int) -> tuple[int, ...]:
 
 
 def _grids(peers: int, rounds: int) -> Iterator[tuple[int, ...]]:
-    """Grids with nearly equal sides; the sides ascend, because later clusters are larger and can spare more peers."""
+    """Grids with nearly equal sides. The sides after the first ascend: clusters of later rounds have more peers, so
+    there are more groups, and the surplus peers of larger sides are spread over all of them.
+    """
     about = smallest_side(peers, rounds)
     sides = [side for side in (about - 2, about - 1, about, about + 1) if side >= 2]
     for later in itertools.combinations_with_replacement(sides, rounds - 1):

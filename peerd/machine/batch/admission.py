@@ -47,7 +47,10 @@ class _Trainer:
 
 
 class Admission:
-    """The trainers of a run and their requests. `own_pace`: each is as fast as its own machine."""
+    """Decides which trainers' requests for microbatches are admitted to the batch.
+
+    `own_pace`: each trainer computes on its own machine, so trainers differ in speed; False: the stages set the pace.
+    """
 
     def __init__(self, own_pace: bool) -> None:
         self.own_pace = own_pace

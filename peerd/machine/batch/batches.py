@@ -39,7 +39,7 @@ class Batches:
     """A run's current and next batch. Each has `microbatches` microbatches, which pass through all `stages` stages."""
 
     def __init__(self, stages: int, microbatches: int, versions: ReaderVersions, own_pace: bool | None = None) -> None:
-        """`own_pace`: each trainer is as fast as its own machine; by default yes if there is one stage."""
+        """`own_pace`: each trainer computes at the speed of its own machine. Default: True if there is one stage."""
         self._stages = range(stages)
         self._nothing = [False] * stages  # `settled` of the early batch
         self.due, self.early = BatchLedger(stages, microbatches), BatchLedger(stages, microbatches)

@@ -313,7 +313,7 @@ class RestChoice:
             self._no_help.pop(post, None)
             self._forget([post])
             self._tell_lines(stage)
-            notes.append(Note(f"peer {short(post)} contributes again, once it has caught up"))
+            notes.append(Note(f"peer {short(post)} will contribute again once it has caught up"))
         return notes
 
     def _forget(self, posts: Iterable[str]) -> None:

@@ -156,15 +156,15 @@ class NetworkMap:
     # --- views ------------------------------------------------------------------------------------------------
 
     def peers(self) -> list[str]:
-        """All peers in any figure, sorted."""
+        """All peers of pairs with a measured delay or rate, sorted."""
         return sorted(self._said.keys() | self._about.keys())
 
     def others(self, peer: str) -> list[str]:
-        """Peers that form a pair with `peer` in any figure, sorted."""
+        """Peers whose pair with `peer` has a measured delay or rate, sorted."""
         return sorted(self._said.get(peer, {}).keys() | self._about.get(peer, {}).keys())
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """Every pair with any figure, once each, in the order of names."""
+        """Every pair with a measured delay or rate, once each, in the order of names."""
         for one in self.peers():
             yield from ((one, other) for other in self.others(one) if one < other)
 

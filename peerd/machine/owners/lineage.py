@@ -1,19 +1,19 @@
 """Lineage of experts, sans-IO: which host owns each expert, and which checkpoints its owners made.
 
-Anybody can create an identity, announce an expert in any generation and sign a checkpoint of it. So an owner counts
-only as a link of a chain. A peer that knows the owner of an expert follows
+Anybody can create an identity, announce an expert in any generation and sign a checkpoint of it. So a new owner must
+continue the chain of earlier owners. A peer that knows the owner of an expert accepts a new owner:
 
-* the host to which that owner handed it, by its signature (`CheckpointRef.heir`), unless the owner has made updates
-since;
-* once the owner's claim is gone, or was not renewed for longer than a period: a host that claims the next generation,
-  and whose checkpoint continues from one that a known owner signed (`PreviousOwner`). Its claim comes before its
-  checkpoint, so others wait for the checkpoint, for a while (a turn). If no checkpoint of a known owner was left for a
-  period, no link is needed. A host that made its claim while the owner still renewed its own is skipped, unless holders
-  vouch for it;
-* after a partition: of two owners, the one for which more networks vouch by holding its checkpoints. If one
+* after a handover: the old owner named the new one in a signed checkpoint (`CheckpointRef.heir`), and has made no
+  updates since.
+* after a loss: the owner's claim is gone, or was not renewed for longer than a period. Then a host that claims the next
+  generation becomes the owner if its checkpoint continues from one that a known owner signed (`PreviousOwner`). A host
+  claims before it has a checkpoint, so other peers wait a limited time for the checkpoint (the host's turn). If no
+  checkpoint of a known owner was found for a whole period, the claim alone is enough. A host that claimed while the old
+  owner still renewed its own claim is skipped, unless holders vouch for it.
+* after a partition: if there are two owners, the one for which more networks vouch, by holding its checkpoints. If one
   continues from the other, it wins a tie, and holders of its checkpoints do not count for the other
   (`OwnerTree.beats`). If the two hosts do not see the same networks, an order decides which of them yields (`rivals`),
-  and the others follow the one that is left.
+  and all peers then accept the other.
 
 A peer that knows no owner, because it has just joined or has seen none for long, believes the networks: honest holders
 keep no checkpoint from outside the lineage that they know. A holder vouches only if this peer has a connection to it.

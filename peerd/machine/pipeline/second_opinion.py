@@ -51,7 +51,7 @@ class SecondOpinion:
         return [(stage, peer) for stage, said in sorted(self._said.items()) for peer in sorted(said)]
 
     def asks_another(self, stage: int, others: Collection[str]) -> bool:
-        """Return True while one of `others`, the available peers of the stage, should compute it as well."""
+        """True if another peer of the stage should compute the microbatch as well. `others`: those available."""
         said = self._said.get(stage, {})
         return len(said) < _ASKED and not said.keys() >= set(others)
 

@@ -127,7 +127,8 @@ class StochasticWiring:
             peer.finish = min([peer.finish, *others])
 
     def failed(self, name: str, now: float, took_s: float = 0.0) -> int:
-        """Record that `name` refused or did not answer: it rests. Returns its number of failures since its last answer.
+        """Record that `name` refused or did not answer, so that it is not picked for a while. Returns the number of its
+        failures since its last answer.
 
         `took_s`: seconds until the failure was known.
         """

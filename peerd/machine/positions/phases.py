@@ -68,7 +68,9 @@ class RunPhase:
         self._enter(Phase.OPEN)
 
     def move(self, target: Position, movers: Iterable[str], *, commits: bool) -> None:
-        """Move these members to `target`; `commits`: by the step that was closed."""
+        """Move these members to `target`. `commits`: True if they make the step that was closed, False if they load a
+        state.
+        """
         self.target, self.moving, self.commits = target, set(movers), commits
         self.ordered = target if commits else self.ordered
         self._enter(Phase.MOVING)

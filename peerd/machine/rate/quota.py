@@ -22,10 +22,13 @@ _SUBJECTS: Final = 1024
 
 
 class Quota:
-    """Several simultaneous bounds on actions per minute; each bound counts under its own names."""
+    """Limits actions per minute by several keys at once, such as peer and network. An action must keep all limits.
+
+    Each action has one key (`names`) per limit: for a limit per peer, the peer's id.
+    """
 
     def __init__(self, *most: int) -> None:
-        """`most`: limit of each bound, per minute and name."""
+        """`most`: for each limit, the number of actions allowed per minute and key."""
         self._most = most
         self._done: OrderedDict[tuple[int, Hashable], deque[float]] = OrderedDict()  # latest last
 
@@ -33,7 +36,7 @@ class Quota:
         return len(self._done)
 
     def exceeded(self, now: float, names: Sequence[Hashable]) -> int | None:
-        """Index of the first bound that is reached, or None. `names`: the name to check for each bound."""
+        """Index of the first limit that is reached, or None. `names`: the key to check for each limit."""
         for number, (most, name) in enumerate(zip(self._most, names, strict=True)):
             times = self._done.get((number, name), deque())
             while times and times[0] <= now - _MINUTE_S:
@@ -43,7 +46,7 @@ class Quota:
         return None
 
     def count(self, now: float, names: Sequence[Hashable]) -> None:
-        """Count one action under these names."""
+        """Count one action under these keys, one for each limit."""
         for key in enumerate(names):
             self._done.setdefault(key, deque()).append(now)
             self._done.move_to_end(key)
@@ -51,7 +54,7 @@ class Quota:
             self._done.popitem(last=False)  # stops at the entry just counted, if not earlier
 
     def take_back(self, names: Sequence[Hashable]) -> None:
-        """Remove the latest count under these names, if it is still stored."""
+        """Remove the latest action counted under these keys, if it is still stored."""
         for key in enumerate(names):
             if times := self._done.get(key):
                 times.pop()

@@ -32,7 +32,7 @@ class Claim(NamedTuple):
 
 
 class Camp(NamedTuple):
-    """Donors with the same claim; the greatest camp is the best."""
+    """Donors with the same claim. Camps are ordered by size, then position, then root; the greatest is the best."""
 
     size: int
     claim: Claim

@@ -1,9 +1,9 @@
 """Incoming connections until they are authenticated.
 
 Accepts connections and bounds their number and the time of each one's handshake; the Host authenticates (`prove`).
-Hostile input: strangers that connect and send nothing, from one address or many. If the limit is reached, the oldest
-connection of the place (an address, an IPv6 /64) with the most, in the region (a /24, a /48) with the most, is closed,
-so that no one can block all others.
+Hostile input: strangers that connect and send nothing, from one address or many. If the limit is reached, the gate
+finds the region (a /24, an IPv6 /48) with the most connections, and in it the place (an address, an IPv6 /64) with the
+most, and closes that place's oldest connection. So nobody can block all others.
 """
 
 from __future__ import annotations

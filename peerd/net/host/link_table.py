@@ -357,7 +357,7 @@ class Links:
             try:
                 watcher.send_nowait(event)
             except trio.WouldBlock:
-                _log.warning("a watcher of connections does not keep up: event %s is dropped", event)
+                _log.warning("a subscriber to connection events is too slow; dropped event %s", event)
 
     def traffic(self) -> HostTraffic:
         """Traffic counters of the host and of each connected peer."""

@@ -151,12 +151,12 @@ class TcpLink:
             self._keep_rate(bytes_per_s)
 
     def _keep_rate(self, bytes_per_s: float) -> None:
-        """Have the system keep this rate to a nearby peer; inf: no pacing.
+        """Prepare the connection to a nearby peer for pacing at this rate; inf: no pacing.
 
-        BBR allows only a few packets in flight on a path with a tiny bandwidth-delay product, so other senders in the
-        queue would take the bandwidth; so the connection switches to `_RESTLESS` and keeps it, because each switch
-        makes TCP find its window again. The send buffer is made large enough for all bytes that may wait, so that one
-        send call is enough.
+        BBR allows only a few packets in flight on a path with a tiny bandwidth-delay product, and would lose bandwidth
+        to other senders. The connection therefore switches to `_RESTLESS`, and does not switch back, because each
+        switch resets the congestion window. The send buffer is made large enough for all bytes that may wait, so that
+        one send call is enough.
         """
         paced = math.isfinite(bytes_per_s)
         if paced:
@@ -170,7 +170,9 @@ class TcpLink:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACED_BUFFER_BYTES)
 
     def _limit_unsent(self) -> None:
-        """Limit the unsent bytes in the system's buffer to what is soon sent, because nothing can overtake them."""
+        """Limit the unsent bytes in the system's buffer to those that are sent within milliseconds: data that becomes
+        urgent later cannot overtake them.
+        """
         if _UNSENT_LIMIT is not None:
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(socket.IPPROTO_TCP, _UNSENT_LIMIT, self._sizer.waiting_bytes)

@@ -87,7 +87,10 @@ class Replanner:
     async def _measured(
         self, tenure: Tenure, loads: Sequence[PeerLoad]
     ) -> tuple[Views, dict[str, tuple[float, float]]]:
-        """The conductor's map of these peers, and the network rates that they state. Other tasks run in between."""
+        """The conductor's network map of these peers, and the line rates that the peers report.
+
+        Lets other tasks run while it collects them.
+        """
         now, lines = trio.current_time(), tenure.machine.roster.lines
         peers = [load.peer for load in loads]
         views: Views = {}

@@ -178,7 +178,7 @@ class Relay:
         expires_unix_s = int(self._clock.wall() + self.config.reservation_s)
         voucher = Voucher(self._host.id, peer, expires_unix_s).seal(self._keypair)
         promise = ReservationMessage(expires_unix_s, self._addrs(stream), voucher)
-        _log.debug("%s %s a reservation", peer, "renewed" if decision.renewed else "has")
+        _log.debug("%s the reservation of %s", "renewed" if decision.renewed else "granted", peer)
         answer = HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=promise, limit=self._limit())
         await send_message(stream, answer.encode())
 

@@ -449,8 +449,8 @@ class Dht:
 
         Proven if we dialed it. False if it connects from the internet and has only addresses of a private network, or
         relayed ones: in others' tables it would be a dead entry, or every request to it would load a relay. As in
-        libp2p, such a peer sends requests and gets none. Peers that can be dialed store its records, all of them while
-        these are few, so that the loss of one has no effect.
+        libp2p, such a peer is a client: it sends requests and receives none. Its records are stored by dialable peers.
+        While there are few dialable peers, each stores all records, so no record is lost with one of them.
         """
         link = self._host.links.best(peer)
         if link is None or link.way == PathKind.LOCAL or (link.way == PathKind.DIRECT and link.initiator):

@@ -165,7 +165,9 @@ class ExpertServer:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serve until cancelled. `contain` runs work that may fail by our own fault, as `Host.supervise` does."""
+        """Serve until cancelled. `contain` runs work that may fail because of a bug of our own, as
+        `Host.supervise` does.
+        """
         self._serve()
         try:
             async with trio.open_nursery() as nursery:

@@ -397,10 +397,10 @@ class DirectPipeline:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of frames sent to stages or relayed."""
+        """Bytes of the frames that this peer sent to stage peers, and of those that it relayed between stage peers."""
         return self._sent_bytes + self._stages.sent_bytes + self.relaying.relayed_bytes
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of frames received from stages or relayed."""
+        """Bytes of the frames that this peer received from stage peers, and of those that it relayed between them."""
         return self._stages.received_bytes + self.relaying.relayed_bytes

@@ -73,7 +73,7 @@ class _Call:
     patience_s: float
 
     def deadline(self, heard_at: float) -> float:
-        """The time at which to cancel it if no answer comes after `heard_at`."""
+        """The time at which to cancel the call if its peer answers no call of ours after `heard_at`."""
         return min(heard_at + self.patience_s, self.started + _PATIENCES * self.patience_s)
 
 

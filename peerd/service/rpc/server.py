@@ -145,7 +145,9 @@ class ServedStream:
         return gate is not None and gate.closed(self.peer, [method.name for method in self._methods.values()])
 
     def _objected(self) -> Refused:
-        """The gate's objection to a call of the first method; the gate counts it as a refused call."""
+        """The error for a call on this stream while the gate is closed to the caller: the gate's reason for the first
+        of the protocol's methods, which the gate counts as a refused call.
+        """
         gate, first = self._server.gate, next(iter(self._methods.values()))
         found = gate.objection(self.peer, first.name) if gate is not None else None
         return found or Refused("this service is not for you")

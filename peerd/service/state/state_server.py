@@ -176,7 +176,9 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Shelf:
-    """Copies of one kind, by root."""
+    """Copies of a stage's state of one kind, by root: `frozen` copies of the current state, or copies `by_name`, which
+    are of the position that the request names. At most `most` copies.
+    """
 
     most: int
     copies: dict[bytes, _Copy] = field(default_factory=dict)

@@ -126,4 +126,8 @@ class CountedRecord:
         if table is None:
             return
         work.go_on_from(table.since_step, table.step, ((peer.text, counted) for peer, counted in table.of.items()))
-        _log.info("continuing from the counts of %s since step %d", table.by.short, table.since_step)
+        _log.info(
+            "continuing the counts of each peer's work by the previous conductor %s, which begin at step %d",
+            table.by.short,
+            table.since_step,
+        )

@@ -316,7 +316,9 @@ class CatchUp:
             self._ctx.log.event("stage.download_failed", level="warning", **facts)
 
     def _is_too_slow(self) -> bool:
-        """True while another state would arrive too late again. Logs the figures once."""
+        """True if a state fetched now would be outdated before it has arrived, as the last ones were. Logs the reason,
+        with the measured rates, once.
+        """
         why = self._pace.too_slow(self._ctx.clock.now(), [donor.text for donor in self._donors()])
         if why is None:
             self._too_slow = None

@@ -194,7 +194,7 @@ class CheckpointRecovery:
             self._failed[position] = trio.current_time() + _FAILED_S
             self.problem = f"the checkpoint of step {position.step} could not be fetched: {error}"
             self._ctx.log.event(
-                "checkpoint.not_recalled", level="warning", stage=stage, step=position.step, reason=str(error)
+                "checkpoint.not_recalled", level="warning", stage=stage, step=position.step, reason=self.problem
             )
             return False
         finally:

@@ -70,13 +70,15 @@ class ExpertFlights:
     # --- microbatches -------------------------------------------------------------------------------------------
 
     async def train(self, step: int, seq: int, load: Microbatch) -> list[Holding]:
-        """Fly a microbatch until its gradient is in the sum of `step`; returns its holder."""
+        """Send a microbatch through trunk and experts and back, and repeat this until its gradient is in the sum of
+        `step`; returns the only holder of the gradient.
+        """
         mb = Mb(self._ctx.host.id.text, seq)
         await self._again_until_done(lambda: self._train(step, mb, load), step)
         return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
     async def repeat(self, step: int, seq: int, stage: int, load: Microbatch) -> Holding:
-        """Fly the microbatch again, because the sum with its gradient is lost."""
+        """Train the microbatch again, because the sum with its gradient is lost."""
         return (await self.train(step, seq, load))[0]
 
     async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:

@@ -191,8 +191,9 @@ class PostState:
         return self.position
 
     async def load_saved(self, target: Position) -> None:
-        """Return to a checkpoint of this post. START needs no file. Raises Refused if a user's model has none of
-        `target`.
+        """Return to this post's checkpoint of `target`. START needs none, unless the model is a user's own.
+
+        Raises Refused if the model is a user's own and this post has no checkpoint of `target`.
         """
         before = self.position
         if target == START and self._own is None:

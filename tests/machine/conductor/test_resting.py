@@ -107,7 +107,7 @@ def test_a_member_that_states_a_better_line_contributes_again(scene: Scene) -> N
     scene.line("slow/0", 100.0)
     notes = scene.make_steps(3)
     assert len(notes) == 1
-    assert "contributes again" in notes[0]
+    assert "will contribute again" in notes[0]
     assert "slow/0" not in scene.resting
 
 
@@ -121,7 +121,7 @@ def test_a_measured_line_is_tried_again_ever_more_rarely_and_tries_cost_little(s
     scene.come("slow/0", 1.0, measured=True, position=START)
     began, tries = scene.now, list[float]()
     while scene.now < began + 14 * 86_400.0:
-        if any("contributes again" in note for note in scene.make_steps(1)):
+        if any("will contribute again" in note for note in scene.make_steps(1)):
             tries.append(scene.now - began)
     print([round(at) for at in tries])
     assert 3 <= len(tries) <= 10
@@ -133,7 +133,7 @@ def test_a_measured_line_is_tried_again_ever_more_rarely_and_tries_cost_little(s
 
 def test_a_member_whose_line_got_better_meanwhile_stays_when_it_is_tried(scene: Scene) -> None:
     scene.come("slow/0", 1.0, measured=True, position=START)
-    while not any("contributes again" in note for note in scene.make_steps(1)):
+    while not any("will contribute again" in note for note in scene.make_steps(1)):
         assert scene.now < 100_000
     scene.line("slow/0", 100.0, measured=True)
     assert scene.make_steps(50) == []

@@ -208,8 +208,8 @@ def test_in_a_run_with_tokens_only_experts_by_their_token_are_believed(caplog: p
             found = await mine.read([P])
         assert alive(mine, found) == {"0.1": [2]}
         assert {claim.host for told in found[P].values() for claim in told} == {host.id}
-        assert f"peer {stage.id}: its record does not count: its token does not allow expert" in caplog.text
-        assert f"peer {stranger.id}: its record does not count" in caplog.text
+        assert f"peer {stage.id}: its record is ignored: its token does not allow expert" in caplog.text
+        assert f"peer {stranger.id}: its record is ignored" in caplog.text
 
     in_club(main)
 

@@ -60,7 +60,7 @@ def test_records_count_from_experts_and_backbones_alone(tmp_path: Path, caplog: 
             nursery.cancel_scope.cancel()
         assert set(view.offers) == {host.id, backbone.id}
         assert {holder for copy in view.kept[UID] for holder in copy.holders} == {host.id, backbone.id}
-        assert f"peer {trainer.id}: its record does not count" in caplog.text
+        assert f"peer {trainer.id}: its record is ignored" in caplog.text
 
     in_club(main)
 
