@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import trio
 
-from peerd.sim.clock import run_virtual
+from tests.kit.virtual_time import virtual
 from tests.worlds.roles.two_stages import two_stage_run, two_stages
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
@@ -16,21 +15,16 @@ MICROBATCH_S = 20.0
 STEPS, PEERS, STAGES = 2, 2, 2  # peers: of each stage
 
 
-async def train(roles: Roles) -> tuple[float, dict[str, object]]:
-    """Seconds of the first steps, and the trainer's status after them."""
+@pytest.mark.slow
+@virtual
+async def test_slow_devices_are_waited_for_and_nobody_has_to_do_a_microbatch_again(tmp_path: Path) -> None:
+    run = two_stage_run(tmp_path, "direct")
+    roles = Roles(run, tmp_path / "roles", lambda: PacedDevice(MICROBATCH_S))
     async with two_stages(roles) as world:
         since = trio.current_time()
         made = await world.until(lambda: min(roles.steps(), default=0) >= STEPS, within_s=10_000)
         assert made, roles.story()
-        return trio.current_time() - since, roles.live["trainer"].status()
-
-
-@pytest.mark.slow
-def test_slow_devices_are_waited_for_and_nobody_has_to_do_a_microbatch_again(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    run = two_stage_run(tmp_path, "direct")
-    roles = Roles(run, tmp_path / "roles", lambda: PacedDevice(MICROBATCH_S))
-    took_s, status = run_virtual(train, roles, seed=1)
+        (took_s, status) = trio.current_time() - since, roles.live["trainer"].status()
     step_s = MICROBATCH_S * (run.batch.target_samples / PEERS + STAGES - 1)
     print(f"{took_s / step_s:.2f} steps' time for {STEPS} steps, retries: {status['retries']}")
     assert status["retries"] == 0

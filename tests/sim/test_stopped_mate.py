@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import trio
 
-from peerd.sim.clock import run_virtual
+from tests.kit.virtual_time import virtual
 from tests.worlds.roles.two_stages import MICROBATCH_S, STAGES, two_stage_run, two_stages
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
@@ -17,8 +16,12 @@ STOPPED_S, PAUSE_S = 20.0, 7.0
 LOOK_S = 0.02
 
 
-async def longest_pause_s(roles: Roles, after_s: float) -> float:
-    """The longest time between two steps while a peer of stage 1 is stopped, so long after a step was made."""
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.4])
+@virtual
+async def test_a_stopped_stage_mate_costs_one_pause_of_seconds(tmp_path: Path, after_s: float) -> None:
+    roles = Roles(two_stage_run(tmp_path, "direct"), tmp_path / "roles", partial(PacedDevice, MICROBATCH_S))
     async with two_stages(roles) as world:
         assert await world.until(lambda: min(roles.steps(), default=0) >= 5, within_s=120), roles.story()
         stopped = [name for name in STAGES if STAGES[name] == 1 and name not in roles.conductors()][-1]
@@ -33,15 +36,6 @@ async def longest_pause_s(roles: Roles, after_s: float) -> float:
             longest = max(longest, trio.current_time() - made_at)
             if max(roles.steps()) > step:
                 made_at, step = trio.current_time(), max(roles.steps())
-        return longest
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.4])
-def test_a_stopped_stage_mate_costs_one_pause_of_seconds(tmp_path: Path, after_s: float) -> None:
-    torch.set_num_threads(1)
-    roles = Roles(two_stage_run(tmp_path, "direct"), tmp_path / "roles", partial(PacedDevice, MICROBATCH_S))
-    longest_s = run_virtual(longest_pause_s, roles, after_s, seed=1)
+        longest_s = longest
     print(f"the longest pause took {longest_s:.1f} s")
     assert longest_s <= PAUSE_S, roles.conductor_notes()

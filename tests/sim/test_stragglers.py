@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-import torch
 import trio
 
-from peerd.sim.clock import run_virtual
 from tests.kit.amount import few
+from tests.kit.virtual_time import virtual
 from tests.worlds.roles.two_stages import MICROBATCH_S, STAGES, two_stage_run, two_stages
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
@@ -34,8 +33,17 @@ class StallingDevice(PacedDevice):
         return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
 
 
-async def longest_step_s(roles: Roles, stage: int) -> float:
-    """The longest step while a peer of `stage` stalls that does not conduct."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("handover", "stage"),
+    few([(mode, stage) for mode in ("direct", "trainer") for stage in (0, 1)], ("direct", 1)),
+)
+@pytest.mark.thorough
+@virtual
+async def test_a_device_that_stands_still_costs_a_step_seconds_and_not_a_minute(
+    tmp_path: Path, handover: str, stage: int
+) -> None:
+    roles = Roles(two_stage_run(tmp_path, handover), tmp_path / "roles", StallingDevice)
     async with two_stages(roles) as world:
 
         def at(step: int) -> Callable[[], bool]:
@@ -55,20 +63,6 @@ async def longest_step_s(roles: Roles, stage: int) -> float:
             assert await world.until(at(max(roles.steps()) + 1), within_s=2 * STALL_S), roles.story()
             longest = max(longest, trio.current_time() - before)
         assert roles.live["trainer"].status()["microbatches"]["lost"] == 0, roles.story()
-        return longest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("handover", "stage"),
-    few([(mode, stage) for mode in ("direct", "trainer") for stage in (0, 1)], ("direct", 1)),
-)
-@pytest.mark.thorough
-def test_a_device_that_stands_still_costs_a_step_seconds_and_not_a_minute(
-    tmp_path: Path, handover: str, stage: int
-) -> None:
-    torch.set_num_threads(1)
-    roles = Roles(two_stage_run(tmp_path, handover), tmp_path / "roles", StallingDevice)
-    longest_s = run_virtual(longest_step_s, roles, stage, seed=1)
+        longest_s = longest
     print(f"the longest step took {longest_s:.1f} s")
     assert longest_s < STALL_S / 3

@@ -15,6 +15,7 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
+from tests.kit.runs import changed
 
 VOCAB = 256
 
@@ -44,7 +45,7 @@ def test_a_token_takes_six_flops_for_each_parameter_and_attention_besides(d_mode
 
 
 def through_the_trainer(run: RunFile) -> RunFile:
-    return structs.replace(run, pipeline=structs.replace(run.pipeline, handover="trainer"))
+    return changed(run, pipeline={"handover": "trainer"})
 
 
 def test_all_but_the_last_stage_compute_their_forward_twice_where_the_trainer_carries_tensors() -> None:
@@ -79,7 +80,7 @@ def test_the_line_carries_a_middle_stages_input_and_a_gradient_and_by_the_traine
 def test_codes_make_what_travels_smaller(code: str, bytes_of_1024: int) -> None:
     run = made(d_model=768)
     boundary = BoundarySection(code=code)  # type: ignore[arg-type]
-    run = structs.replace(run, pipeline=structs.replace(run.pipeline, boundary=boundary))
+    run = changed(run, pipeline={"boundary": boundary})
     assert boundary_bytes(run) == 512 * 768 * bytes_of_1024 // 1024
 
 

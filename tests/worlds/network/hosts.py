@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,11 +12,13 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.keys import Keypair
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.host.host import Host, HostConfig
+from peerd.net.link.link import Link
 from peerd.net.link.stream import Stream
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import NetConfig, SimNet
-from tests.worlds.network.virtual import addr_of, running_net, transport
+from tests.worlds.network.virtual import addr_of, connected, running_net, transport
 
 
 def keypair(name: str) -> Keypair:
@@ -89,3 +92,21 @@ async def ask(host: Host, other: Host, data: bytes, protocol: str = "/echo/1") -
         return bytes(answer)
     finally:
         await stream.aclose()
+
+
+_numbers = itertools.count()
+
+
+async def join(hosts: Hosts, a: Host, b: Host, way: PathKind, **line: float) -> tuple[Link, Link]:
+    """A further link dialed by `a`, of kind `way` for both, as relays and hole punching make them: the two ends."""
+    number = next(_numbers)
+    near, far = await connected(hosts.net, f"way {number} from", f"way {number} to", **line)
+    ends: dict[str, Link] = {}
+
+    async def enter(host: Host, initiator: bool) -> None:
+        ends[str(host.id)] = await host.join(near if initiator else far, way, initiator=initiator)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(enter, a, True)
+        nursery.start_soon(enter, b, False)
+    return ends[str(a.id)], ends[str(b.id)]

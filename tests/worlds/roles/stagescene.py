@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from peerd.core.messages.swarm import (
 from peerd.core.run.runfile import RunFile, fingerprint
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
-from tests.worlds.roles.training import Peer, Swarm, pinned
+from tests.worlds.roles.training import Peer, Swarm, pinned, swarm
 
 BATCH = 4  # microbatches of a `small_run`
 
@@ -39,6 +41,15 @@ class Scene:
 
     def __init__(self, s: Swarm, run: RunFile) -> None:
         self.s, self.run, self.mark = s, run, fingerprint(run)
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, folder: Path, run: RunFile, *trainers: str) -> AsyncIterator[Any]:
+        """A scene, and each of these trainers."""
+        async with swarm(folder / "peers") as s:
+            scene = cls(s, run)
+            await scene.start(*trainers)
+            yield scene, *(s.peers[name] for name in trainers)
 
     async def start(self, *trainers: str) -> None:
         for name in trainers:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 from unittest import mock
 
-import msgspec
 import trio
 from multiaddr import Multiaddr
 from trio.testing import MockClock
@@ -23,7 +22,6 @@ from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import parse_addr
 from peerd.core.run.runfile import (
     BatchSection,
-    CheckpointSection,
     DataSection,
     EvaluateSection,
     ModelSection,
@@ -46,6 +44,8 @@ from peerd.sim.simnet import SimLine, SimNet
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.exact import write_texts
+from tests.kit.runs import changed
 from tests.worlds.network.hosts import keypair
 from tests.worlds.network.virtual import addr_of, running_net
 from tests.worlds.roles.chaos import in_no_thread
@@ -55,24 +55,24 @@ LINE: Final = SimLine(latency_s=0.001)  # of a simulated peer
 MICROBATCH_S: Final = 0.02  # virtual seconds that a device takes for a microbatch's backward
 
 
-def small_run(name: str, text: Path, evaluate: EvaluateSection, checkpoint: CheckpointSection) -> RunFile:
-    """Two stages of a model so small that a step takes no time."""
-    return RunFile(
-        run=name,
+def small_run(folder: Path, **settings: Any) -> RunFile:
+    """Two stages of a model so small that a step takes no time, on texts that are made in `folder`."""
+    run = RunFile(
+        run="small",
         seed=5,
         model=ModelSection(d_model=16, heads=2, layers=2, context=16),
         pipeline=PipelineSection(stages=2, microbatch=2),
         optimizer=OptimizerSection(name="adamw", lr=1e-3),
         batch=BatchSection(target_samples=8),
-        data=DataSection(path=str(text), holdout=0.1),
-        evaluate=evaluate,
-        checkpoint=checkpoint,
+        data=DataSection(path=str(write_texts(folder)), holdout=0.1),
+        evaluate=EvaluateSection(every_steps=0),
     )
+    return changed(run, **settings)
 
 
 def pinned(run: RunFile, stage: int) -> RunFile:
     """The run as a peer has it that serves `stage`."""
-    return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
+    return changed(run, limits={"stage": stage})
 
 
 class Network(Protocol):
@@ -299,5 +299,4 @@ async def until_equal(s: Swarm, one: Peer, other: Peer, beyond: int) -> None:
 
 def with_line(run: RunFile, mbit: float) -> RunFile:
     """The run file of a peer whose line carries so much in each direction."""
-    limits = msgspec.structs.replace(run.limits, upload_mbit=mbit, download_mbit=mbit)
-    return msgspec.structs.replace(run, limits=limits)
+    return changed(run, limits={"upload_mbit": mbit, "download_mbit": mbit})
