@@ -35,9 +35,8 @@ from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.link.sealing import Buffers
 from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.role import Role, RoleContext
+from peerd.role import Role
 from peerd.service.peer_stack import PeerStack, peer_stack
-from peerd.service.run_services import RunServices
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimLine, SimNet
@@ -49,6 +48,7 @@ from tests.kit.runs import changed
 from tests.worlds.network.hosts import keypair
 from tests.worlds.network.virtual import addr_of, running_net
 from tests.worlds.roles.chaos import in_no_thread
+from tests.worlds.roles.contexts import DEVICES, role_context
 from tests.worlds.roles.virtualroles import PacedDevice
 
 LINE: Final = SimLine(latency_s=0.001)  # of a simulated peer
@@ -181,30 +181,15 @@ class Swarm:
         self, name: str, role: type[Role], run: RunFile | None, *, task_status: trio.TaskStatus[Peer]
     ) -> None:
         net = self.network.stack(name)
-        directory = self._directory / name
-        directory.mkdir(parents=True, exist_ok=True)
         async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
             with trio.CancelScope() as scope:
                 await nursery.start(net.run, [self.network.listen(name)], self.entry)
                 log = EventLog(net.clock)
                 workers: dict[str, Worker] = {}
-                for device in ("cpu", "files", "data", "held-out", "coding"):
+                for device in DEVICES:
                     workers[device] = await stack.enter_async_context(self.network.worker(device))
-                built = role(
-                    RoleContext(
-                        run=run,
-                        services=RunServices(run, net.host, net.rpc, net.dht, net.clock) if run is not None else None,
-                        host=net.host,
-                        rpc=net.rpc,
-                        dht=net.dht,
-                        clock=net.clock,
-                        data_dir=directory,
-                        device="cpu",
-                        seed=1,
-                        log=log.bind(peer=name),
-                        worker=workers.__getitem__,
-                    )
-                )
+                folder = self._directory / name
+                built = role(role_context(net, run, folder, workers.__getitem__, log.bind(peer=name)))
                 peer = Peer(name, net.host, built, log, scope, self.network)
                 task_status.started(peer)
                 async with trio.open_nursery() as inner:

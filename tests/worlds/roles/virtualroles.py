@@ -27,37 +27,36 @@ from peerd.core.run.runfile import (
 from peerd.core.work import Worker
 from peerd.daemon import RESTART_PAUSES_S
 from peerd.log import EventLog
-from peerd.machine.pipeline.route_policy import RoutePolicy
-from peerd.machine.pipeline.routes import Route
 from peerd.role import RoleContext
-from peerd.service.run_services import RunServices
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.runs import changed
 from tests.worlds.machines.fakehost import leaves
 from tests.worlds.network.world import home_world
+from tests.worlds.roles.contexts import DEVICES, role_context
 
 T = TypeVar("T")
 
 
 def virtual_run(folder: Path, text_bytes: tuple[int, ...], stages: int = 1, **sections: Any) -> RunFile:
-    """A run of a tiny model on texts of these sizes, which are made in `folder`; `sections` replace the model's."""
+    """A run of a tiny model on texts of these sizes, which are made in `folder`; `sections`: see `changed`."""
     for i, size in enumerate(text_bytes):
         text = bytes((7 * i + 13 * j * j + j // 3) % 251 or 251 for j in range(size))
         (folder / f"text{i}.txt").write_bytes(text)
-    settings: dict[str, Any] = {
-        "run": "virtual",
-        "seed": 5,
-        "model": ModelSection(d_model=8, heads=1, layers=stages, context=8),
-        "pipeline": PipelineSection(stages=stages, microbatch=1),
-        "optimizer": OptimizerSection(name="adamw", lr=1e-3),
-        "batch": BatchSection(target_samples=24),
-        "data": DataSection(path=str(folder / "*.txt"), holdout=0.1),
-        "evaluate": EvaluateSection(every_steps=0),
-        "checkpoint": CheckpointSection(every_steps=0),
-    }
-    return RunFile(**settings | sections)
+    run = RunFile(
+        run="virtual",
+        seed=5,
+        model=ModelSection(d_model=8, heads=1, layers=stages, context=8),
+        pipeline=PipelineSection(stages=stages, microbatch=1),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3),
+        batch=BatchSection(target_samples=24),
+        data=DataSection(path=str(folder / "*.txt"), holdout=0.1),
+        evaluate=EvaluateSection(every_steps=0),
+        checkpoint=CheckpointSection(every_steps=0),
+    )
+    return changed(run, **sections)
 
 
 class PacedDevice(InlineWorker):
@@ -92,15 +91,10 @@ class Roles:
         self.owner: Callable[[str, str], bool] | None = None  # told a node and why its role could not go on
 
     def program(
-        self,
-        role: Callable[[RoleContext], Any],
-        network: Any = None,
-        run: RunFile | None = None,
-        route: Route | None = None,
-        policy: RoutePolicy | None = None,
+        self, role: Callable[[RoleContext], Any], network: Any = None, run: RunFile | None = None, **services: Any
     ) -> Any:
-        """A node's program. `run`: the run file as this peer has it, in place of everybody's; `route`, `policy`: of a
-        trainer.
+        """A node's program. `run`: the run file as this peer has it, in place of everybody's; `services`: as
+        `RunServices` takes them.
         """
         network, own = network or swarm(), run or self.run
 
@@ -115,7 +109,7 @@ class Roles:
                 try:
                     await nursery.start(stand)
                     below.shield = True  # what a role stands on ends after it
-                    await self._live(node, role, own, route, policy, nursery, task_status)
+                    await self._live(node, partial(role_context, node, own, **services), role, nursery, task_status)
                 except* ConfigError as errors:
                     first = next(error for error in leaves(errors))
                     if self.owner is None or not self.owner(node.name, str(first)):
@@ -130,35 +124,17 @@ class Roles:
     async def _live(
         self,
         node: Node,
+        context: Callable[..., Any],
         role: Callable[[RoleContext], Any],
-        run: RunFile,
-        route: Route | None,
-        policy: RoutePolicy | None,
         nursery: trio.Nursery,
         task_status: trio.TaskStatus[None],
     ) -> None:
         """Run a role on a network that stands."""
-        directory = self.directory / node.name
-        directory.mkdir(parents=True, exist_ok=True)
-        workers = {
-            name: self.worker() for name in ("cpu", "files", "data", "coding", "planning", "digests", "held-out")
-        }
+        workers = {name: self.worker() for name in DEVICES}
         self.logs[node.name] = log = EventLog(node.clock)
         self.devices[node.name] = workers["cpu"]
-        ctx = RoleContext(
-            run=run,
-            services=RunServices(run, node.host, node.rpc, node.dht, node.clock, route=route, policy=policy),
-            host=node.host,
-            rpc=node.rpc,
-            dht=node.dht,
-            clock=node.clock,
-            data_dir=directory,
-            device="cpu",
-            seed=1,
-            log=log,
-            worker=workers.__getitem__,
-        )
-        if run.pipeline.placement == "network" and ctx.services is not None:
+        ctx = context(self.directory / node.name, workers.__getitem__, log)
+        if ctx.run.pipeline.placement == "network":
             nursery.start_soon(ctx.services.link_watch.run)
         task_status.started()
         while True:
