@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Annotated, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
 
 import typer
 from msgspec import structs
 
 from peerd.commands import evaluate, export, generate, options, token
+from peerd.commands.grouped_help import ORGANIZE, TAKE_PART, USE, GroupedCommands, GroupedOptions
 from peerd.commands.plan import plan
 from peerd.control.guest import GuestFlags, JoinRequest, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
@@ -43,6 +44,7 @@ ANY_PORT: Final = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
 
 app = typer.Typer(
     name="peerd",
+    cls=GroupedCommands,
     help="Pool computers over the internet to train neural networks together.",
     no_args_is_help=True,
     add_completion=False,
@@ -50,11 +52,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.add_typer(token.app, name="token")
-app.command()(export.export)
-app.command()(generate.generate)
-app.command()(evaluate.evaluate)
-app.command()(plan.plan)
+app.add_typer(token.app, name="token", rich_help_panel=ORGANIZE)
+app.command(rich_help_panel=USE)(export.export)
+app.command(rich_help_panel=USE)(generate.generate)
+app.command(rich_help_panel=USE)(evaluate.evaluate)
+app.command(rich_help_panel=ORGANIZE)(plan.plan)
 
 
 def _version(wanted: bool) -> None:
@@ -72,7 +74,7 @@ def _root(
     """Pool computers over the internet to train neural networks together."""
 
 
-@app.command()
+@app.command(rich_help_panel=ORGANIZE)
 def backbone(
     model: options.RunFileOption = None,
     bootstrap: options.Bootstrap = None,
@@ -82,13 +84,13 @@ def backbone(
     seed: options.Seed = None,
     log_level: options.LogLevel = "info",
 ) -> None:
-    """Run an entry point of the swarm, through which others join."""
+    """Run an entry point through which others join."""
     _start(Flags(["backbone"], model, bootstrap, listen, data_dir, "cpu", seed, log_level, announce=announce))
 
 
-@app.command()
+@app.command(cls=GroupedOptions, rich_help_panel=TAKE_PART)
 def join(
-    link: Annotated[str | None, typer.Argument(metavar="[LINK]", help="A join line: peerd://...")] = None,
+    link: Annotated[str | None, typer.Argument(metavar="[LINK]", help="A join link: peerd://...")] = None,
     role: Annotated[
         list[str] | None,
         typer.Option(
@@ -112,17 +114,13 @@ def join(
     trust: options.Trust = None,
     seed: options.Seed = None,
     log_level: options.LogLevel = "info",
-    yes: Annotated[bool, typer.Option("--yes", help="With LINK: agree to its run file.")] = False,
-    data: Annotated[str | None, typer.Option(metavar="PATH", help="With LINK: your text, if the run has none.")] = None,
-    token: Annotated[
-        str | None, typer.Option("--token", metavar="TOKEN", help="With LINK: your token, or a file with it.")
-    ] = None,
-    allow_code: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="With LINK: code that the run may execute. Repeatable.")
-    ] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="With LINK: the run's tokenizer.")] = None,
+    yes: options.Yes = False,
+    data: options.OwnText = None,
+    token: options.OwnToken = None,
+    allow_code: options.AllowCode = None,
+    tokenizer: options.OwnTokenizer = None,
 ) -> None:
-    """Join a swarm in one or more roles, with a join line or a run file."""
+    """Join a run from a join link or its run file."""
     guest = GuestFlags(
         upload_mbit=upload_mbit,
         download_mbit=download_mbit,
@@ -168,7 +166,7 @@ def _by_link(text: str, flags: Flags, wish: JoinRequest) -> Flags:
     return replace(flags, roles=roles, file=file, bootstrap=flags.bootstrap or [str(link.addr)], data_dir=place)
 
 
-@app.command()
+@app.command(rich_help_panel=TAKE_PART)
 def status(
     swarm: Annotated[
         bool, typer.Option("--swarm", help="Only the swarm, its network, and each peer's contribution.")
@@ -178,28 +176,28 @@ def status(
     as_metrics: Annotated[bool, typer.Option("--metrics", help="Print metrics for Prometheus.")] = False,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Show the status of a running daemon and of its swarm."""
+    """Show a running daemon and its swarm."""
     from peerd.commands.status import metrics, status_view, watch_view
-    from peerd.control import socket
+    from peerd.control import snapshot, socket
 
-    def ask() -> status_view.Snapshot:
-        snapshot = socket.ask(data_dir)
-        return status_view.swarm_of(snapshot) if swarm else snapshot
+    def ask() -> dict[str, Any]:
+        told = socket.ask(data_dir)
+        return status_view.swarm_of(told) if swarm else told
 
-    render = status_view.render_swarm if swarm else status_view.render
     with contextlib.suppress(KeyboardInterrupt):
         if watch:
             watcher = watch_view.Watcher()
             watch_view.watch(ask, as_json=as_json, draw=watcher.draw_swarm if swarm else watcher.draw)
         elif as_metrics:
-            typer.echo(metrics.metrics_text(socket.ask(data_dir)), nl=False)
+            told = snapshot.decode_status(socket.ask(data_dir), snapshot.StatusSnapshot)
+            typer.echo(metrics.metrics_text(told), nl=False)
         elif as_json:
             typer.echo(json.dumps(ask(), indent=1, ensure_ascii=False))
         else:
-            status_view.show(ask(), render)
+            status_view.show(ask(), swarm=swarm)
 
 
-@app.command()
+@app.command(rich_help_panel=TAKE_PART)
 def demo(
     kind: Annotated[
         Literal["stages", "moe"], typer.Option(help="A pipeline of stages, or a mixture of experts.")
@@ -210,7 +208,10 @@ def demo(
     as_json: options.AsJson = False,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Train a language model with a whole swarm on this machine, and watch it survive the loss of a peer."""
+    """Train a small model with a swarm on this machine.
+
+    One of its peers is killed; the others continue without losing a step.
+    """
     from peerd.demo import story
 
     try:
@@ -222,14 +223,17 @@ def demo(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(rich_help_panel=TAKE_PART)
 def identity(
     model: options.RunFileOption = None,
     run: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run, instead of its file.")] = None,
     data_dir: options.DataDir = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show this machine's peer ids; with --model, --run or --data-dir, the id that `join` uses, created if missing."""
+    """Show this machine's peer ids.
+
+    With --model, --run or --data-dir: the id that `peerd join` uses, created if missing.
+    """
     from peerd import home
 
     name = run or (loaded.run.run if (loaded := _load(model, None, None, None)) is not None else None)
@@ -255,7 +259,7 @@ def identity(
             typer.echo(f"{entry['peer_id']}  {entry['data_dir']}")
 
 
-@app.command()
+@app.command(rich_help_panel=TAKE_PART)
 def doctor(
     model: options.RunFileOption = None,
     role: Annotated[
@@ -269,7 +273,7 @@ def doctor(
     device: options.Device = "cpu",
     as_json: options.AsJson = False,
 ) -> None:
-    """Check what `peerd join` needs on this machine, and how to fix what is wrong."""
+    """Check what `peerd join` needs on this machine."""
     from peerd.commands.doctor import checkup as checks
 
     loaded = _load(model, bootstrap, listen, announce)

@@ -236,7 +236,6 @@ class Daemon:
 
     def _context(self, cls: type[Role], devices: Devices) -> RoleContext:
         plan = self._plan
-        seed = plan.seed if plan.seed is not None else plan.run.seed if plan.run is not None else 0
         return RoleContext(
             run=plan.run,
             services=self._services,
@@ -247,7 +246,6 @@ class Daemon:
             clock=self._clock,
             data_dir=make_private_dir(self._home / cls.name),
             device=plan.device,
-            seed=seed,
             log=self._log.bind(role=cls.name),
             worker=devices.worker,
             read_in_turn=self._line.reads(),

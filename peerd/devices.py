@@ -26,7 +26,7 @@ class Devices:
 
     def __init__(self, limits: LimitsSection | None = None) -> None:
         self._limits = limits or LimitsSection()
-        self._pace: Any = None  # a compute.cpu_pace.CpuPace, once torch is imported
+        self._pace: Any = None  # a compute.worker.CpuPace, once torch is imported
         self._open: dict[str, Worker] = {}
         self._lock = trio.Lock()
         self._stack = contextlib.AsyncExitStack()

@@ -136,12 +136,18 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o600) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    if sys.platform != "win32":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or a directory's entries, to the disk. Windows has no such call for directories."""
+    if path.is_dir() and sys.platform == "win32":
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager

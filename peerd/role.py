@@ -37,7 +37,6 @@ class RoleContext:
     clock: Clock
     data_dir: Path
     device: str  # "cpu", "cuda", "cuda:1"
-    seed: int
     log: EventLog  # events carry the role's name
     worker: Callable[[str], Worker]  # one worker per device, shared by all roles; its thread starts with the first job
     read_in_turn: RateLimitedRead = (

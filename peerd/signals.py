@@ -25,11 +25,6 @@ class Signal:
         self._event.set()
         self._event = trio.Event()
 
-    @property
-    def awaited(self) -> bool:
-        """True while any task waits."""
-        return self._event.statistics().tasks_waiting > 0
-
     async def wait(self) -> None:
         """Wait for the next `notify`."""
         await self._event.wait()

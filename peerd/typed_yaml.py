@@ -268,7 +268,8 @@ def _nearest_choice(kind: Any, value: object) -> str:
 def _allowed(kind: Any) -> str:
     """Description of a type for users."""
     if get_origin(kind) is Literal:
-        return "one of " + ", ".join(str(choice) for choice in get_args(kind))
+        choices = [str(choice) for choice in get_args(kind)]
+        return "one of " + ", ".join(choices) if len(choices) > 1 else choices[0]
     if section := _item_section(kind):
         return f"a list, each item keys and values ({', '.join(section.__struct_encode_fields__)})"
     if get_origin(kind) is list:

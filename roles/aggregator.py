@@ -3,7 +3,7 @@
 For a machine with a fast link and no accelerator. In averaging rounds it owns parts of the vector without contributing
 gradients, with a share in proportion to its link. The conductor learns of it from its reports and names it in the
 orders to average. A round can do without it, so nothing is lost when it leaves. It obeys only the conductor that it
-follows. It does not help a stage served by the same process, whose members already sum as much as their link carries.
+follows. It does not help a stage served by the same process, whose members already use their whole link for sums.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Role `trainer`: sends shuffled text to the stages, keeps each microbatch until it counts, reports progress.
 
-With a model in several stages it computes nothing itself: samples come from a worker, and activations pass through it
-as frames. With a model of one stage it trains a replica of its own and sends its microbatches nowhere else: data
-parallel training, in which each peer works at its own pace and all peers average once the swarm has completed the
+With a model in several stages it computes nothing itself: it sends samples to the first stage, and activations pass
+from stage to stage. With a model of one stage it trains a replica of its own and sends its microbatches nowhere else:
+data parallel training, in which each peer works at its own pace and all peers average once the swarm has completed the
 batch. The conductor decides which microbatches a step counts; `TrainerLedger` records them. It evaluates on held-out
 text when the conductor requests it. With experts, the replica is the trunk, and each microbatch is a task that waits
 for the experts of other peers (`training/moe`). Ends when the run has made all its steps.
@@ -30,7 +30,6 @@ from peerd.machine.pipeline.in_flight import LIMITED, InFlight
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
-from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.training.contributor import Contributor
@@ -253,10 +252,10 @@ class TrainerRole:
 
     @property
     def _relaying(self) -> TrainerRelay | None:
-        """The relay for stage peers that cannot connect to each other, or None if stages do not call each other
-        directly.
-        """
-        return self._pipeline.relaying if isinstance(self._pipeline, DirectPipeline) else None
+        """The relay for stage peers that cannot connect to each other, or None for a replica, which has one stage."""
+        if self._is_replica or isinstance(self._pipeline, ExpertFlights):
+            return None
+        return self._pipeline.relaying
 
     def _in_flight_why(self) -> str:
         """The reason that no more microbatches are in flight; empty for a replica without experts."""
@@ -310,7 +309,7 @@ class TrainerRole:
         return holdings
 
     async def repeat(self, step: int, seq: int, stage: int, load: Microbatch) -> Holding:
-        """Repeat one stage's backward from the kept input and gradient; returns the new holder."""
+        """Have one stage computed again; returns the new holder."""
         return await self._pipeline.repeat(step, seq, stage, load)
 
     def dropped(self, step: int, load: Microbatch, error: MicrobatchNotFinite) -> None:

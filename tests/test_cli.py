@@ -20,8 +20,26 @@ def test_version_and_help_go_to_stdout_with_exit_code_0(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == f"peerd {__version__}\n"
     assert invoke(["--help"]) == 0
     shown = capsys.readouterr().out
-    for command in ("backbone", "join", "status", "demo", "identity", "doctor"):
-        assert command in shown
+    groups = {"Take part": "join status demo identity doctor", "Organize a run": "plan backbone token"}
+    for group, commands in groups.items():
+        listed = shown.partition(f"{group}:\n")[2].partition("\n\n")[0]
+        assert [line.split()[0] for line in listed.splitlines()] == commands.split()
+    assert "..." not in shown.partition("Take part")[2], "the help of a command is cut"
+
+
+def test_the_help_of_join_has_arguments_options_limits_and_what_a_line_needs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert invoke(["join", "--help"]) == 0
+    shown = capsys.readouterr().out
+    groups = {
+        "Arguments": "[LINK]",
+        "Options": "--role",
+        "Limits of this machine": "--hours",
+        "With a join link": "--yes",
+    }
+    for group, option in groups.items():
+        assert f"\n  {option} " in shown.partition(f"\n{group}:")[2].partition("\n\n")[0]
 
 
 def test_identity_makes_one_where_it_is_told_to_and_shows_the_same_again(

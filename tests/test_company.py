@@ -20,6 +20,7 @@ from peerd import daemon
 from peerd.commands.status.status_board import StatusBoard
 from peerd.commands.status.status_view import render
 from peerd.control.company import CompanyConfig
+from peerd.control.snapshot import StatusSnapshot, decode_status
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import Unreachable
 from peerd.core.keys import Keypair
@@ -268,7 +269,9 @@ async def test_who_loses_everybody_is_told_so_with_the_time_and_goes_on(
         alone = (await snapshot(one))["alone"]
         print(alone)
         assert alone in [f"alone for {seconds} s: no other peer can be reached" for seconds in (37, 38, 39, 40)]
-        assert plain_text(render(await snapshot(one))).startswith(alone), "the first that the user sees"
+        assert plain_text(render(decode_status(await snapshot(one), StatusSnapshot))).startswith(alone), (
+            "the first that the user sees"
+        )
         assert Works.happened == ["built"]
         again, same = net.made("entry", Entry)
         assert same == addr
@@ -321,7 +324,7 @@ async def test_a_peer_whose_clock_is_off_says_so_first(
         assert Works.happened == []
         (said,) = reasons(one, "company.missing")
         assert said.startswith("this machine's clock is 60 min ahead of that of the only peer that was compared: set")
-        shown = plain_text(render(await snapshot(one)))
+        shown = plain_text(render(decode_status(await snapshot(one), StatusSnapshot)))
         assert shown.splitlines()[0].startswith("takes no part yet, waits for: this machine's clock is 60 min ahead")
         monkeypatch.setattr(clock, "skew_s", 0.0)
         await trio.sleep(30)

@@ -99,6 +99,10 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
         ("run: x\nmodel: 5", ["FILE, line 2: model is 5 (a whole number); allowed: keys and values (kind, vocab"]),
         ("run: x\nbootstrap: here", ["FILE, line 2: bootstrap is here (text); allowed: a list, each item text"]),
         ("run: x\noptimizer: {name: adamv}", ["allowed: one of sgd, adamw, lamb, lars; did you mean adamw?"]),
+        (
+            "run: x\npipeline:\n  handover: trainer",
+            ["FILE, line 3: pipeline.handover is trainer (text); allowed: direct"],
+        ),
         ("run: x\noptimizer: {lr: .nan}", ["FILE, line 2: optimizer.lr is nan; allowed: a finite number"]),
         ("run: x\noptimizer: {lr: -.inf}", ["optimizer.lr is -inf; allowed: a finite number"]),
         ("run: x\noptimizer:\n  lr: -1", ["FILE, line 3: optimizer.lr is -1.0; must be above 0"]),

@@ -11,7 +11,7 @@ import pytest
 from peerd.config import load_run
 from peerd.contents import named_files, not_compared, source_of, unknown, with_digests
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import ExpertsSection, ModelSection, RunFile, fingerprint
+from peerd.core.run.runfile import ExpertsSection, ModelSection, PipelineSection, RunFile, fingerprint
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +111,11 @@ def test_an_expert_of_ones_own_is_compared_as_a_model_is() -> None:
     Path("mine.py").write_text("def expert(run): return 1\n")
     with pytest.raises(ConfigError, match=r"^experts.block_digest is .*mine.py here has the digest"):
         with_digests(msgspec.structs.replace(run, experts=found))
+
+
+def test_a_pipeline_keeps_its_fingerprint_whether_or_not_its_file_names_the_hand_over() -> None:
+    for section in (PipelineSection(stages=2), PipelineSection(stages=2, handover="direct")):
+        assert fingerprint(RunFile(run="r", pipeline=section)).hex() == "c79811bcce72f791f69d8b332458e265"
 
 
 def test_a_run_without_experts_keeps_its_fingerprint() -> None:

@@ -16,12 +16,14 @@ import pytest
 from rich.cells import cell_len
 
 from peerd.config import load_run
+from peerd.control.role_status import RoleFigures
+from peerd.control.snapshot import StatusSnapshot, TrafficStatus
 from peerd.core.errors import ConfigError
 from peerd.demo import children as children_module
 from peerd.demo import tether
 from peerd.demo.children import Child, Children
-from peerd.demo.expert_scene import ExpertScene, HostRow, handed_on
-from peerd.demo.scene import Scene
+from peerd.demo.expert_scene import ExpertScene, handed_on
+from peerd.demo.scene import ProcessRow, Scene
 from peerd.demo.screen import LineScreen, picture
 from peerd.demo.setting import DemoConfig, prepare
 from peerd.screen.frame import compose
@@ -35,8 +37,7 @@ class Told(Child):
     """A child that runs nowhere and tells what it is given."""
 
     def __init__(self, name: str, told: dict[str, Any], *, running: bool = True, bytes_out: int = 0) -> None:
-        network = {"bytes_out": bytes_out, "bytes_in": 0}
-        self.name, self.snapshot = name, {"roles": [told], "network": network}
+        self.name, self.snapshot = name, StatusSnapshot(roles=[told], network=TrafficStatus(bytes_out=bytes_out))
         self._running = running
 
     @property
@@ -44,7 +45,7 @@ class Told(Child):
         return self._running
 
 
-def stage(name: str, number: int | None, held: int, *, running: bool = True) -> Told:
+def stage(name: str, number: int, held: int, *, running: bool = True) -> Told:
     told = {"stage": number, "held_samples": held, "step": 3, "samples_per_s": 2.0}
     return Told(name, told, running=running, bytes_out=500)
 
@@ -58,7 +59,7 @@ def scene_of(*children: Told, step: int = 3) -> Scene:
 
 
 def test_the_peer_with_most_to_lose_is_killed_and_never_the_last_of_its_stage() -> None:
-    peers = [stage("stage-1", 0, 9), stage("stage-2", 1, 2), stage("stage-3", 1, 5), stage("stage-4", None, 99)]
+    peers = [stage("stage-1", 0, 9), stage("stage-2", 1, 2), stage("stage-3", 1, 5), stage("stage-4", -1, 99)]
     victim = scene_of(*peers).victim()
     assert victim is not None
     assert victim.name == "stage-3"
@@ -85,7 +86,7 @@ def test_calls_that_experts_answered_show_that_a_slow_demo_is_not_stuck() -> Non
     seen = []
     for told in (
         {},
-        {"step": 0, "experts": {"calls": {"forwards": 3, "backwards": 1}}},
+        {"step": 0, "experts": {"updates": 0, "calls": {"forwards": 3, "backwards": 1}}},
         {"microbatches": {"counted": 8}},
     ):
         scene.read({"trainer": Told("trainer", told)}, now_s=2.0)
@@ -139,7 +140,9 @@ def test_the_demo_fits_the_screen_and_shows_the_kill_the_counters_and_the_way_ou
 
 
 def test_a_host_that_was_killed_has_no_rate_any_more() -> None:
-    rows = [HostRow(f"host-{n}", 10, 700 + n, 14.8, 0, "", running=n != 2) for n in (1, 2)]
+    rows = [
+        ProcessRow(f"host-{n}", n != 2, RoleFigures(hosted=10, updates=700 + n, updates_per_s=14.8)) for n in (1, 2)
+    ]
     scene = ExpertScene(total_steps=10, tokens_per_step=100, hosts=rows, killed=["host-2"])
     alive, dead = (next(line for line in drawn(scene, 80, 24) if f"host-{n}" in line) for n in (1, 2))
     assert "14.8/s" in alive

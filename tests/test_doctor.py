@@ -63,7 +63,7 @@ BROKEN = [
     Broken("no token", "stage", small(more=TOKENS), "token", "there is none in {tmp}/data/access.token"),
     Broken("another's token", "stage", small(more=TOKENS), "token", "that of peer", ("other", NOW + 1000)),
     Broken("an expired token", "stage", small(more=TOKENS), "token", "expired 2 days ago", ("own", NOW - 2 * 86400)),
-    Broken("a role not in the token", "trainer", small(more=TOKENS), "token", "not for the role", ("own", NOW + 1000)),
+    Broken("a role not in the token", "trainer", small(more=TOKENS), "token", "not for the role", ("own", NOW + 86400)),
     Broken(
         "no text", "trainer", small(text="data: {path: /no/*.txt}\n"), "text", "data.path /no/*.txt: no file matches"
     ),

@@ -20,6 +20,7 @@ from peerd.commands.status import status_view
 from peerd.control import socket
 from peerd.control.open_hours import OpenHours
 from peerd.control.rester import Rester
+from peerd.control.snapshot import StatusSnapshot, decode_status
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import LimitsSection
 from peerd.daemon import DaemonPlan
@@ -151,7 +152,7 @@ async def test_status_of_a_guest_that_rests_says_until_when(tmp_path: Path) -> N
     assert (role["state"], role["waits_for"]) == ("resting", "22:00, when its hours begin (limits.hours)")
     assert found["limits"]["rests_until"] == "22:00"
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(status_view.render(found))
+    console.print(status_view.render(decode_status(found, StatusSnapshot)))
     shown = console.export_text()
     assert "resting" in shown
     assert "hours 22:00-08:00, rests until 22:00" in shown

@@ -15,7 +15,7 @@ from peerd.core.run.runfile import ExpertsSection, RunFile
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-LINES = 250  # of the first page
+LINES = 200  # of the first page
 
 
 def keys(cls: type[msgspec.Struct], path: str = "") -> Iterator[str]:

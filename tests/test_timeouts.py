@@ -54,6 +54,7 @@ def test_every_constant_in_a_time_limit_has_its_reason() -> None:
         "thread.join(X_S)",
         "client.settimeout(X_S)",
         "with limited(X_S) as limit_s: call(timeout_s=limit_s)",
+        "self.resting = Suspicion[str](X_S, y, 9)",
     ],
 )
 def test_a_constant_is_found_on_its_way_to_a_time_limit(line: str) -> None:

@@ -12,12 +12,19 @@ from rich.console import Console, RenderableType
 
 from peerd.commands.status import status_view, watch_view
 from peerd.commands.status.status_view import render, render_swarm
+from peerd.control.snapshot import StatusSnapshot, decode_status
+from peerd.control.swarm_status import SwarmStatus
+from peerd.core.errors import PeerdError
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 
 def shown(snapshot: dict[str, Any]) -> str:
-    return plain_text(render(snapshot))
+    return plain_text(render(decode_status(snapshot, StatusSnapshot)))
+
+
+def swarm_text(swarm: dict[str, Any]) -> str:
+    return plain_text(render_swarm(decode_status(swarm, SwarmStatus)))
 
 
 def plain_text(drawn: RenderableType) -> str:
@@ -111,9 +118,9 @@ def test_the_next_step_is_foretold(seconds: float, words: str) -> None:
     swarm = snapshot()["swarm"] | {"next_step_in_s": seconds}
     text = " ".join(shown(snapshot(roles=[role], swarm=swarm)).split())
     assert text.count(f"next step {words}") == 2
-    assert f"next step {words}" in " ".join(plain_text(render_swarm(swarm)).split())
+    assert f"next step {words}" in " ".join(swarm_text(swarm).split())
     still = swarm | {"standstill": {"why": "stage 1 has no peers", "for_s": 40.0}}
-    assert "next step" not in plain_text(render_swarm(still)), "what stands still has no next step"
+    assert "next step" not in swarm_text(still), "what stands still has no next step"
 
 
 def test_each_post_of_a_role_has_a_row() -> None:
@@ -150,7 +157,7 @@ def test_addresses_can_be_copied_from_a_narrow_screen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    status_view.show(snapshot(), render)
+    status_view.show(snapshot(), swarm=False)
     assert f"listening on /ip4/192.0.2.1/tcp/31337/p2p/{PEER}\n" in capsys.readouterr().out
 
 
@@ -193,12 +200,13 @@ def board(**changes: Any) -> dict[str, Any]:
         "hours": 1.25,
         "since": 0,
     }
-    bob = {"peer": PEER[:-1] + "M", "name": "", "samples": 10, "bytes_aggregated": 0, "hours": 0.0, "since": 0}
+    bob = {"peer": PEER[:-1] + "M", "name": "", "samples": 10, "brought": 0, "updates": 0, "bytes_aggregated": 0}
+    bob |= {"hours": 0.0, "since": 0}
     return snapshot()["swarm"] | {"contributions": [ann, bob]} | changes
 
 
 def test_the_swarm_alone_is_shown_with_its_leader_board() -> None:
-    text = plain_text(render_swarm(board()))
+    text = swarm_text(board())
     lines = [line.split() for line in text.splitlines()]
     assert lines[-2][:8] == ["1", "Ann", "…4kx6nXTN", "12,345", "480", "77", "2.0", "MB"]
     assert lines[-1][:8] == ["2", "-", "…4kx6nXTM", "10", "0", "0", "0", "B"]
@@ -218,7 +226,7 @@ def counted_board() -> dict[str, Any]:
 
 
 def test_the_leader_board_shows_the_conductors_counts_beside_each_peers_own_word() -> None:
-    lines = plain_text(render_swarm(counted_board())).splitlines()
+    lines = swarm_text(counted_board()).splitlines()
     assert lines[-5] == "contributions counted by peer …4kx6nXTN since step 1,234, beside each peer's own figures"
     assert lines[-4].split() == [
         "name",
@@ -238,7 +246,7 @@ def test_the_leader_board_shows_the_conductors_counts_beside_each_peers_own_word
     assert cells[2][:7] == ["3", "-", "…4kx6nXTM", "-", "1,000,000,000,000,000", "-", "0"]
     few = counted_board()
     few["counted"]["unlisted"] = 12
-    assert "own figures; 12 peers with less left out" in plain_text(render_swarm(few))
+    assert "own figures; 12 peers with less left out" in swarm_text(few)
 
 
 def test_the_watched_leader_board_shows_both_and_whose_count_it_is() -> None:
@@ -257,12 +265,10 @@ def test_the_watched_leader_board_shows_both_and_whose_count_it_is() -> None:
 
 
 def test_a_swarm_without_anything_to_show_says_why() -> None:
-    assert "swarm: this daemon has not read the directory yet, or has no run" in plain_text(
-        render_swarm(status_view.swarm_of({}))
-    )
+    assert "swarm: this daemon has not read the directory yet, or has no run" in swarm_text(status_view.swarm_of({}))
     assert status_view.swarm_of({"swarm": {"run": "x"}}) == {"run": "x"}
     evil = board(contributions=[{"name": "[red]boo[/red]", "peer": "x"}])
-    assert "[red]boo[/red]" in plain_text(render_swarm(evil))
+    assert "[red]boo[/red]" in swarm_text(evil)
 
 
 def test_who_uses_more_than_half_of_something_is_shown() -> None:
@@ -287,3 +293,13 @@ def test_faults_are_shown_with_the_last_place() -> None:
     told = "2 internal errors in peerd, the last at peerd/net/link/link.py:7: KeyError: [bold]3[/bold]; please report"
     assert told in found
     assert "internal error" not in shown(snapshot(faults={"count": 0, "last": None, "places": []}))
+
+
+def test_the_status_of_an_older_or_newer_daemon_is_shown_as_far_as_it_is_known() -> None:
+    old = snapshot(swarm={"run": "tiny", "step": 7, "stages": [{"stage": 0, "peers": [{"peer": PEER}]}]}, network={})
+    assert "run tiny: step 7" in shown(old)
+    new = snapshot(rockets=[1], network={"peers": [{"way": "direct", "rockets": 3}], "rockets": {}})
+    assert "connections: 1 direct" in shown(new)
+    why = r"status of the daemon, peerd 0\.1\.0: Expected `int`, got `str` - at `\$\.network\.streams`"
+    with pytest.raises(PeerdError, match=why):
+        shown(snapshot(network={"streams": "three"}))

@@ -31,7 +31,10 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
-    """Measure an exported model on a text: loss and perplexity per token, bits per byte."""
+    """Measure an exported model on a text.
+
+    Prints loss and perplexity per token, and bits per byte.
+    """
     from peerd.compute.export.evaluation import evaluate as measure
 
     if not file.is_file():

@@ -41,7 +41,10 @@ def export(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
-    """Write a run's model: safetensors, its config, and a torch file that loads it without peerd."""
+    """Write a run's trained model.
+
+    Writes safetensors, the config, and a torch file that loads them without peerd.
+    """
     from peerd.compute.export import export as work
     from peerd.config import load_run
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from peerd.commands.grouped_help import LIMITS, WITH_LINK
+
 RunFileOption = Annotated[Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file (YAML).")]
 Bootstrap = Annotated[
     list[str] | None,
@@ -26,17 +28,49 @@ Device = Annotated[str, typer.Option(metavar="NAME", help="Device to compute on:
 Seed = Annotated[int | None, typer.Option(help="Makes this peer's random choices repeatable.")]
 LogLevel = Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warn or error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
-UploadMbit = Annotated[float | None, typer.Option(metavar="MBIT", help="Limit on sending, in Mb/s.")]
-DownloadMbit = Annotated[float | None, typer.Option(metavar="MBIT", help="Limit on receiving, in Mb/s.")]
-Threads = Annotated[int | None, typer.Option(metavar="N", help="Compute on at most N processors.")]
-Nice = Annotated[
-    int | None, typer.Option(metavar="0-19", help="Niceness; at 19 all other programs run first. [default: 10]")
+UploadMbit = Annotated[
+    float | None, typer.Option(metavar="MBIT", help="Limit on sending, in Mb/s.", rich_help_panel=LIMITS)
 ]
-MemoryGb = Annotated[float | None, typer.Option(metavar="GB", help="Limit on memory: serve no stage that needs more.")]
+DownloadMbit = Annotated[
+    float | None, typer.Option(metavar="MBIT", help="Limit on receiving, in Mb/s.", rich_help_panel=LIMITS)
+]
+Threads = Annotated[
+    int | None, typer.Option(metavar="N", help="Compute on at most N processors.", rich_help_panel=LIMITS)
+]
+Nice = Annotated[
+    int | None,
+    typer.Option(
+        metavar="0-19", help="Niceness; at 19 all other programs run first. [default: 10]", rich_help_panel=LIMITS
+    ),
+]
+MemoryGb = Annotated[
+    float | None,
+    typer.Option(metavar="GB", help="Limit on memory: serve no stage that needs more.", rich_help_panel=LIMITS),
+]
 HoursOfDay = Annotated[
-    str | None, typer.Option("--hours", metavar="HH:MM-HH:MM", help="Hours of the day in which this peer takes part.")
+    str | None,
+    typer.Option(
+        "--hours", metavar="HH:MM-HH:MM", help="Hours of the day in which this peer takes part.", rich_help_panel=LIMITS
+    ),
 ]
 Trust = Annotated[
     list[str] | None, typer.Option(metavar="PEER", help="Peer to trust on the run's current step. Repeatable.")
 ]
-DiskGb = Annotated[float | None, typer.Option(metavar="GB", help="Limit on disk space for checkpoints.")]
+DiskGb = Annotated[
+    float | None, typer.Option(metavar="GB", help="Limit on disk space for checkpoints.", rich_help_panel=LIMITS)
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Agree to its run file.", rich_help_panel=WITH_LINK)]
+OwnText = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Your text, if the run has none.", rich_help_panel=WITH_LINK)
+]
+OwnToken = Annotated[
+    str | None,
+    typer.Option("--token", metavar="TOKEN", help="Your token, or a file with it.", rich_help_panel=WITH_LINK),
+]
+AllowCode = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="Code that the run may execute. Repeatable.", rich_help_panel=WITH_LINK),
+]
+OwnTokenizer = Annotated[
+    str | None, typer.Option(metavar="FILE", help="The run's tokenizer.", rich_help_panel=WITH_LINK)
+]

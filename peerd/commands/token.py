@@ -20,9 +20,7 @@ if TYPE_CHECKING:  # imports other than typer wait until a command runs
 
 LONGEST_DAYS: Final = 3650
 
-app = typer.Typer(
-    help="Issue and revoke the tokens of a run for invited peers.", no_args_is_help=True, rich_markup_mode=None
-)
+app = typer.Typer(help="Issue and revoke tokens of invited peers.", no_args_is_help=True, rich_markup_mode=None)
 
 Organizer = Annotated[
     Path | None,

@@ -26,6 +26,7 @@ from peerd.compute.frozen_state import FrozenState, write_state
 from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
+from peerd.home import sync
 
 FORMAT: Final = 1
 _UNKNOWN_DIGEST: Final = "0" * 16  # placeholder in the name of a file that is being written
@@ -55,7 +56,8 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, fingerprint: bytes, stage: int, most_bytes: int | None = None) -> None:
         """Does not touch the disk. Only the one process that writes may call `clean` and `save`.
 
-        `most_bytes`: limit for the tensors of all stages of the run, in the folders beside this one; None: no limit.
+        `most_bytes`: limit for the tensors of all stages of the run, in the folders beside this one, or None for no
+        limit.
         """
         self.folder = folder
         self._most_bytes = most_bytes
@@ -92,7 +94,7 @@ class Checkpoints:
             aside = self.folder / f"step-{step:08d}.{_UNKNOWN_DIGEST}.safetensors.new"
             with _whole_or_gone(aside):
                 digest = write_state(aside, frozen)
-                _sync(aside)
+                sync(aside)
                 sha256, size = _sha256(aside), aside.stat().st_size
                 tensors = self.folder / f"step-{step:08d}.{digest.hex()[:16]}.safetensors"
                 os.replace(aside, tensors)
@@ -111,9 +113,9 @@ class Checkpoints:
             aside = path.with_name(path.name + ".new")
             with _whole_or_gone(aside):
                 aside.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
-                _sync(aside)
+                sync(aside)
                 os.replace(aside, path)
-            _sync(self.folder)
+            sync(self.folder)
         self._prune(step)
         return path
 
@@ -237,17 +239,6 @@ def read_manifest(path: Path, advice: str = "") -> Manifest:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to the disk. Windows has no such call for folders."""
-    if path.is_dir() and os.name == "nt":
-        return
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

@@ -4,21 +4,16 @@ Invariants: jobs run one at a time, urgent ones first, otherwise in the order of
 end even if its caller is cancelled (its result is dropped); a job whose caller is cancelled before it starts is
 skipped. The caller receives a job's exception, which is NoMemory if torch ran out of memory. A job on a GPU ends when
 the GPU has finished it.
-
-`InlineWorker` keeps the same guarantees under the virtual clock. A thread would let virtual time run ahead, because
-trio regards a task that waits for a thread as idle. So it computes at once, then sleeps for the virtual cost of the
-job.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, TypeVar
@@ -29,12 +24,13 @@ import trio
 
 from peerd.compute import gpu
 from peerd.compute.allocator import return_large_blocks
-from peerd.compute.cpu_pace import CpuPace
 from peerd.core.errors import LocalError, NoMemory
 
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S: Final = 10.0  # for the running job when its worker closes; slightly longer than the daemon's drain
+
+BURST_S: Final = 0.1  # per processor: credit of a job after an idle period
 
 
 def use_threads(count: int) -> None:
@@ -67,52 +63,6 @@ class _Ticket:
 
 _Place = tuple[int, int, _Ticket | None]  # in the queue: urgency, number and job; None closes the worker
 _URGENT, _ORDINARY, _LAST = range(3)
-
-
-class _Turn:
-    """A lock that admits urgent tasks first, otherwise in order of arrival, and nobody before `free_at`."""
-
-    def __init__(self) -> None:
-        self.free_at = float("-inf")
-        self._taken = False
-        self._line: list[tuple[int, int, trio.Event]] = []
-        self._numbers = itertools.count()
-
-    @contextlib.asynccontextmanager
-    async def taken(self, urgency: int) -> AsyncIterator[None]:
-        mine, holds = (urgency, next(self._numbers)), False
-        try:
-            while not holds:
-                if self._taken:
-                    await self._stand_in_line(mine)
-                self._taken = holds = True
-                await trio.sleep_until(max(self.free_at, trio.current_time()))
-                if self._line and self._line[0][:2] < mine:  # a more urgent task has arrived
-                    holds = False
-                    self._pass_on()
-            yield
-        finally:
-            if holds:
-                self._pass_on()
-
-    async def _stand_in_line(self, mine: tuple[int, int]) -> None:
-        place = (*mine, trio.Event())
-        heapq.heappush(self._line, place)
-        try:
-            await place[2].wait()
-        except trio.Cancelled:
-            if place[2].is_set():  # the turn was passed to this task after it was cancelled
-                self._pass_on()
-            else:
-                self._line.remove(place)
-                heapq.heapify(self._line)
-            raise
-
-    def _pass_on(self) -> None:
-        if self._line:
-            heapq.heappop(self._line)[2].set()
-        else:
-            self._taken = False
 
 
 class DeviceWorker:
@@ -220,35 +170,35 @@ def _within_memory(job: Callable[[], T], name: str) -> T:
         raise NoMemory(f"there is no memory for the job “{name}”: {reason}") from None
 
 
-class Timed:
-    """Base of job results that carry the seconds their job took."""
+class CpuPace:
+    """Limits a process's processor time: over a second or longer, it uses at most `threads` processors.
 
-    __slots__ = ()
-    seconds: float
-
-
-class InlineWorker:
-    """A `peerd.core.work.Worker` for the virtual clock: computes on the loop, then sleeps for `cost_s * slowness`.
-
-    The next job starts when the cost of the previous one has passed, as on a real device. `Timed` results carry virtual
-    seconds.
+    Measures the whole process, including its trio loop and encryption, and makes computing jobs wait for any excess
+    before they start, never while they run. Unused time is not saved up. One instance for all workers of a process;
+    called in their threads.
     """
 
-    def __init__(self, *, slowness: float = 1.0) -> None:
-        self.slowness = slowness
-        self.busy_s = 0.0
-        self.jobs_done = 0
-        self._turn = _Turn()
+    def __init__(
+        self,
+        threads: int,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._threads, self._clock, self._used = threads, clock, used
+        self._lock = threading.Lock()
+        self._credit_s = BURST_S * threads
+        self._at, self._used_s = clock(), used()
 
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
-        async with self._turn.taken(_URGENT if urgent else _ORDINARY):
-            result = outcome.capture(_within_memory, job, name)
-            cost_s *= self.slowness
-            if isinstance(result, outcome.Value) and isinstance(result.value, Timed):
-                result.value.seconds = cost_s
-            self._turn.free_at = finished_at = trio.current_time() + cost_s
-            self.busy_s += cost_s
-            self.jobs_done += 1
-        if cost_s > 0:
-            await trio.sleep_until(finished_at)
-        return result.unwrap()
+    def delay_s(self) -> float:
+        """Seconds that computing must wait now; 0 if it may start."""
+        with self._lock:
+            now, used_s = self._clock(), self._used()
+            gained_s = self._threads * (now - self._at) - (used_s - self._used_s)
+            self._credit_s = min(BURST_S * self._threads, self._credit_s + gained_s)
+            self._at, self._used_s = now, used_s
+            return max(0.0, -self._credit_s / self._threads)
+
+    def rest(self) -> None:
+        """Block the calling thread until computing may start."""
+        while (delay_s := self.delay_s()) > 0:
+            time.sleep(delay_s)  # only blocks a worker's thread, not the trio loop

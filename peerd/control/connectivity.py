@@ -69,7 +69,7 @@ class Connectivity:
         keypair: Keypair,
         config: ConnectivityConfig | None = None,
     ) -> None:
-        self._host, self._clock = host, clock
+        self._host = host
         self.config = config or ConnectivityConfig()
         self.circuits = Circuits(host, clock)
         self.reach = AutoNat(host, clock, self.config.reach)

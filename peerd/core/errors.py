@@ -5,13 +5,23 @@ A decoder raises `ProtocolViolation`; the caller that knows the peer calls `blam
 
 from __future__ import annotations
 
+import enum
 from typing import Final, Self
 
 from peerd.core.ids import PeerId
 
-OTHER_RUN_FILE: Final = "your run file differs from this run's"  # message of a Refused if the run files differ
-NOT_CONDUCTING: Final = "this peer does not conduct"  # prefix of a Refused by a peer that is not the conductor
 _DISTRIBUTIONS: Final = {"yaml": "PyYAML", "nacl": "pynacl", "google": "protobuf", "sklearn": "scikit-learn"}
+
+
+class Cause(enum.Enum):
+    """Cause of a peer's failure that callers react to. The value names it in messages."""
+
+    OTHER = "refused"
+    OTHER_RUN_FILE = "other run file"
+    NOT_CONDUCTING = "not conducting"
+    NO_TOKEN = "no token"
+    NO_SUCH_PROTOCOL = "no such protocol"  # never sent: the negotiation of a stream shows it
+    OURSELVES = "ourselves"  # never sent: the connection leads back to this peer
 
 
 class PeerdError(Exception):
@@ -42,7 +52,7 @@ class NoMemory(PeerdError):
 
 
 class RemoteError(PeerdError):
-    """A failure caused by a peer. `peer` is None until `blame` sets it.
+    """A failure caused by a peer. `peer` is None until `blame` sets it. `cause` is for code, the message for people.
 
     `unproven` is True if a call carried an invalid proof: checking it cost a signature verification, which is charged
     to the caller.
@@ -50,9 +60,9 @@ class RemoteError(PeerdError):
 
     unproven = False
 
-    def __init__(self, message: str, peer: PeerId | None = None) -> None:
+    def __init__(self, message: str, peer: PeerId | None = None, cause: Cause = Cause.OTHER) -> None:
         super().__init__(message)
-        self.peer = peer
+        self.peer, self.cause = peer, cause
 
     def as_unproven(self) -> Self:
         """Mark this as the error of a call with an invalid proof; returns self."""
@@ -75,6 +85,16 @@ class ProtocolViolation(RemoteError):
 
 class Refused(RemoteError):
     """The peer refused the request; the message is its reason."""
+
+
+def other_run_file() -> Refused:
+    """The error for a request of a peer with another run file."""
+    return Refused("your run file differs from this run's", cause=Cause.OTHER_RUN_FILE)
+
+
+def not_conducting(more: str = "") -> Refused:
+    """The error of a peer that is not the conductor. `more` continues its message."""
+    return Refused(f"this peer does not conduct{more}", cause=Cause.NOT_CONDUCTING)
 
 
 class Untrusted(RemoteError):

@@ -18,6 +18,8 @@ from typing import Any, Final
 
 import trio
 
+from peerd.control.role_status import RoleFigures, figures_of
+from peerd.control.snapshot import StatusSnapshot, decode_status
 from peerd.core.errors import PeerdError
 from peerd.demo import tether
 from peerd.home import socket_path
@@ -37,7 +39,7 @@ class Child:
     data_dir: Path
     log: Path
     killed: bool = False
-    snapshot: dict[str, Any] = field(default_factory=dict)
+    snapshot: StatusSnapshot = field(default_factory=StatusSnapshot)
 
     @property
     def running(self) -> bool:
@@ -65,11 +67,9 @@ class Child:
                 found.append(json.loads(line))
         return found
 
-    def role(self) -> dict[str, Any]:
-        """Status of its only role."""
-        roles = self.snapshot.get("roles") or [{}]
-        found: dict[str, Any] = roles[0]
-        return found
+    def role(self) -> RoleFigures:
+        """Figures of its only role."""
+        return next((figures_of(role, RoleFigures) or RoleFigures() for role in self.snapshot.roles), RoleFigures())
 
     async def ask(self, timeout_s: float) -> None:
         """Update `snapshot` from the control socket. Keeps the old one if the child does not answer."""
@@ -77,7 +77,8 @@ class Child:
             try:
                 path = os.fspath(socket_path(self.data_dir))
                 async with await trio.open_unix_socket(path) as stream:
-                    self.snapshot = json.loads(b"".join([chunk async for chunk in stream]))
+                    told = json.loads(b"".join([chunk async for chunk in stream]))
+                self.snapshot = decode_status(told, StatusSnapshot)
             except (OSError, trio.BrokenResourceError, ValueError):
                 return
 

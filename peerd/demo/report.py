@@ -1,18 +1,23 @@
-"""Final report of the demo, as text or JSON."""
+"""Final reports of the demo, as text or JSON."""
 
 from __future__ import annotations
 
 import json
-import math
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
+from peerd.core.run.runfile import RunFile
+from peerd.demo import outcome
+from peerd.demo.children import Children
 from peerd.demo.scene import Scene
+from peerd.screen import columns
+from peerd.screen.units import known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The demo's figures. Losses are validation losses in nats per token."""
+class DemoReport(ABC):
+    """The figures of both demos. Losses are validation losses in nats per token."""
 
     loss_start: float | None
     loss_end: float | None
@@ -23,35 +28,73 @@ class Report:
     tokens_per_s: float
     wire_bytes_per_token: float | None
     killed: int
+    data_dir: str
+    processes_left: int
+    commands: list[str]  # command lines to type next
+
+    @abstractmethod
+    def facts(self) -> dict[str, str]:
+        """Names and values of this demo's own lines."""
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    def text(self) -> str:
+        sent = f"{self.wire_bytes_per_token or 0:,.0f} bytes per token, all processes together"
+        common = {
+            "validation loss": f"{loss_text(self.loss_start)} at the start, {loss_text(self.loss_end)} at the end",
+            "steps": f"{self.steps} in {self.seconds:.0f} s, {self.tokens_per_s:,.0f} tokens/s",
+            "on the wire": sent,
+        }
+        next_ = ["to export the model, generate text and evaluate it:", *(f"  {line}" for line in self.commands)]
+        return "\n".join([columns.facts(common | self.facts()), *self.more(), *next_])
+
+    def more(self) -> list[str]:
+        """Further lines below the facts."""
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineReport(DemoReport):
+    """Final figures of the demo of a pipeline."""
+
     started_later: int
     microbatches: int
     microbatches_redone: int  # repeated only on the stage whose peer was lost
     microbatches_requeued: int  # restarted at the first stage
     microbatches_lost: int
     checkpoint: str
-    data_dir: str
     sample: str
-    processes_left: int
-    commands: list[str]  # command lines to type next
 
-    def as_json(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False)
+    def facts(self) -> dict[str, str]:
+        again = f"{self.microbatches_redone} repeated on one stage, {self.microbatches_requeued} restarted"
+        return {
+            "peers": f"{self.killed} killed, {self.started_later} started later",
+            "microbatches": f"{self.microbatches} counted, {again}, {self.microbatches_lost} lost",
+            "checkpoint": self.checkpoint,
+        }
 
-    def text(self) -> str:
-        lines = [
-            f"validation loss   {loss_text(self.loss_start)} at the start, {loss_text(self.loss_end)} at the end",
-            f"steps             {self.steps} in {self.seconds:.0f} s, {self.tokens_per_s:,.0f} tokens/s",
-            f"on the wire       {self.wire_bytes_per_token or 0:,.0f} bytes per token, all processes together",
-            f"peers             {self.killed} killed, {self.started_later} started later",
-            f"microbatches      {self.microbatches} counted, {self.microbatches_redone} repeated on one stage, "
-            f"{self.microbatches_requeued} restarted, {self.microbatches_lost} lost",
-            f"checkpoint        {self.checkpoint}",
-            "what the model writes:",
-            *(f"  {line}" for line in self.sample.splitlines()),
-            "to export the model, generate text and evaluate it:",
-            *(f"  {line}" for line in self.commands),
-        ]
-        return "\n".join(lines)
+    def more(self) -> list[str]:
+        return ["what the model writes:", *(f"  {line}" for line in self.sample.splitlines())]
+
+
+def common_figures(scene: Scene, children: Children, kill_step: int | None, run: RunFile) -> dict[str, Any]:
+    """The fields of `DemoReport`."""
+    at_kill, after = losses_around(scene, kill_step)
+    return {
+        "loss_start": scene.loss_start,
+        "loss_end": scene.loss_end,
+        "loss_at_kill": at_kill,
+        "loss_after_kill": after,
+        "steps": scene.step,
+        "seconds": scene.seconds,
+        "tokens_per_s": scene.tokens_per_s(),
+        "wire_bytes_per_token": known(scene.bytes_per_token()),
+        "killed": len(scene.killed),
+        "data_dir": str(children.folder),
+        "processes_left": sum(child.running for child in children.by_name.values()),
+        "commands": outcome.commands(children.folder, run),
+    }
 
 
 def loss_text(value: float | None) -> str:
@@ -64,12 +107,3 @@ def losses_around(scene: Scene, kill_step: int | None) -> tuple[float | None, fl
         return None, None
     before = [step for step in scene.losses if step <= kill_step]
     return (scene.losses[max(before)] if before else None), scene.losses[max(scene.losses)]
-
-
-def finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def newest(folder: Path, pattern: str) -> Path | None:
-    """The most recently changed file or folder below `folder` that matches `pattern`, or None."""
-    return max(folder.glob(pattern), key=lambda path: path.stat().st_mtime, default=None)

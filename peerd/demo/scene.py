@@ -10,20 +10,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from peerd.control.role_status import MicrobatchFigures, RoleFigures, figures_of
 from peerd.demo.children import Child
+from peerd.screen.units import known
 
 
 @dataclass(frozen=True, slots=True)
-class StageRow:
-    """One stage process, by its last status."""
+class ProcessRow:
+    """A process, by its last status."""
 
     name: str
-    stage: int | None
-    step: int
-    held: int
-    samples_per_s: float
-    waits_for: str
     running: bool
+    told: RoleFigures
 
 
 @dataclass(slots=True)
@@ -42,7 +40,7 @@ class Scene:
     lost: int = 0
     answered: int = 0  # calls to experts
     waits_for: str = ""
-    stage_peers: list[StageRow] = field(default_factory=list)
+    stage_peers: list[ProcessRow] = field(default_factory=list)
     bytes_out: int = 0
     killed: list[str] = field(default_factory=list)
     events: list[tuple[float, str]] = field(default_factory=list)  # seconds since the start, text
@@ -57,38 +55,36 @@ class Scene:
         trainer = children.get("trainer")
         if trainer is not None:
             self._read_trainer(trainer.role(), now_s)
-        self.stage_peers = [stage_peer(child) for name, child in children.items() if name.startswith("stage")]
-        self.bytes_out = sum(traffic(child, "bytes_out") for child in children.values())
+        self.stage_peers = rows(children, "stage")
+        self.bytes_out = sum(child.snapshot.network.bytes_out for child in children.values())
 
-    def _read_trainer(self, told: dict[str, Any], now_s: float) -> None:
-        step = int(told.get("step") or 0)
-        if step not in self.step_times and told:
-            self.step_times[step] = now_s
-        self.step = max(self.step, step)
-        _note(self.losses, told.get("step"), told.get("loss"))
-        for evaluation in told.get("evaluations") or []:
-            _note(self.valid_losses, evaluation.get("step"), evaluation.get("loss"))
-        self._count(told.get("microbatches") or {})
-        calls = (told.get("experts") or {}).get("calls") or {}
-        answered = int(calls.get("forwards") or 0) + int(calls.get("backwards") or 0)
-        self.answered = max(self.answered, answered)
-        self.waits_for = str(told.get("waits_for") or "")
+    def _read_trainer(self, told: RoleFigures, now_s: float) -> None:
+        if told.step:
+            self.step_times.setdefault(told.step, now_s)
+        self.step = max(self.step, told.step)
+        _note(self.losses, told.step, told.loss)
+        for evaluation in told.evaluations:
+            _note(self.valid_losses, evaluation.step, evaluation.loss)
+        self._count(told.microbatches)
+        if told.experts is not None:
+            self.answered = max(self.answered, told.experts.calls.forwards + told.experts.calls.backwards)
+        self.waits_for = told.waits_for or ""
 
     def read_log(self, events: Iterable[dict[str, Any]]) -> None:
         """Update the state from the trainer's event log, which has the last evaluation and the final counts."""
         for event in events:
             if event.get("name") == "trainer.evaluated":
-                _note(self.valid_losses, event.get("step"), event.get("loss"))
+                _note(self.valid_losses, int(event["step"]), event.get("loss"))
             elif event.get("name") == "trainer.finished":
                 self.step = max(self.step, int(event["step"]))
-                _note(self.losses, event["step"], event["loss"])
-                self._count(event)
+                _note(self.losses, int(event["step"]), event["loss"])
+                self._count(figures_of(event, MicrobatchFigures) or MicrobatchFigures())
 
-    def _count(self, told: dict[str, Any]) -> None:
-        self.microbatches = int(told.get("counted") or self.microbatches)
-        self.redone = int(told.get("redone") or self.redone)
-        self.requeued = int(told.get("requeued") or self.requeued)
-        self.lost = int(told.get("lost") or self.lost)
+    def _count(self, told: MicrobatchFigures) -> None:
+        self.microbatches = told.counted or self.microbatches
+        self.redone = told.redone or self.redone
+        self.requeued = told.requeued or self.requeued
+        self.lost = told.lost or self.lost
 
     def tokens_per_s(self, window_steps: int | None = None) -> float:
         """Trained tokens per second over the last `window_steps` steps, or over all steps."""
@@ -119,35 +115,22 @@ class Scene:
         """Bytes sent by all processes together, per trained token."""
         return self.bytes_out / (self.step * self.tokens_per_step) if self.step else math.nan
 
-    def victim(self) -> StageRow | None:
+    def victim(self) -> ProcessRow | None:
         """The peer to kill: of those whose stage has another peer, the one with the gradients of the most samples."""
-        living = [peer for peer in self.stage_peers if peer.running and peer.stage is not None]
-        spare = [peer for peer in living if sum(other.stage == peer.stage for other in living) > 1]
-        return max(spare, key=lambda peer: (peer.held, peer.name), default=None)
+        living = [peer for peer in self.stage_peers if peer.running and peer.told.stage >= 0]
+        spare = [peer for peer in living if sum(other.told.stage == peer.told.stage for other in living) > 1]
+        return max(spare, key=lambda peer: (peer.told.held_samples, peer.name), default=None)
 
     def say(self, now_s: float, text: str) -> None:
         self.events.append((now_s, text))
 
 
-def _note(history: dict[int, float], step: object, loss: object) -> None:
-    if isinstance(step, int) and isinstance(loss, int | float) and math.isfinite(loss):
-        history.setdefault(step, float(loss))
+def _note(history: dict[int, float], step: int, loss: object) -> None:
+    if (value := known(loss)) is not None:
+        history.setdefault(step, value)
 
 
-def stage_peer(child: Child) -> StageRow:
-    told = child.role()
-    stage = told.get("stage")
-    return StageRow(
-        name=child.name,
-        stage=stage if isinstance(stage, int) and stage >= 0 else None,
-        step=int(told.get("step") or 0),
-        held=int(told.get("held_samples") or 0),
-        samples_per_s=float(told.get("samples_per_s") or 0.0),
-        waits_for=str(told.get("waits_for") or ""),
-        running=child.running,
-    )
-
-
-def traffic(child: Child, name: str) -> int:
-    """`bytes_in` or `bytes_out` of a process, by its last status."""
-    return int((child.snapshot.get("network") or {}).get(name) or 0)
+def rows(children: dict[str, Child], kind: str) -> list[ProcessRow]:
+    """Rows of the processes whose names begin with `kind`."""
+    found = [child for name, child in children.items() if name.startswith(kind)]
+    return [ProcessRow(child.name, child.running, child.role()) for child in found]

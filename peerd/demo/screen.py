@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container, Sequence
 from typing import Final, Protocol, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from peerd.commands.status.watch_view import TRAIN, VALID, console_of_now
-from peerd.demo.expert_scene import ExpertScene, HostRow
-from peerd.demo.scene import Scene, StageRow
+from peerd.demo.expert_scene import ExpertScene
+from peerd.demo.scene import ProcessRow, Scene
 from peerd.screen import units
 from peerd.screen.chart import Curve
-from peerd.screen.frame import Columns, FramePicture, bar, compose
+from peerd.screen.columns import Columns, Row, styled
+from peerd.screen.frame import FramePicture, bar, compose
 from peerd.screen.full_screen import FullScreen
 
 LINE_PERIOD_S: Final = 5.0
@@ -121,25 +123,27 @@ def _event(at: float, text: str) -> Text:
 
 def _table(scene: Scene) -> Columns:
     if isinstance(scene, ExpertScene):
-        hosts = [_host_row(host, killed=host.name in scene.killed) for host in scene.hosts]
-        return Columns(("host", "experts", "updates", "a second", "waits"), hosts, frozenset({1, 2, 3}))
-    peers = [_row(peer, killed=peer.name in scene.killed) for peer in scene.stage_peers]
-    return Columns(("peer", "stage", "step", "can do", "waits"), peers, frozenset({1, 2, 3}))
+        heads = ("host", "experts", "updates", "a second", "waits")
+        return Columns(heads, [_host_row(host, scene.killed) for host in scene.hosts], {1, 2, 3})
+    heads = ("peer", "stage", "step", "can do", "waits")
+    return Columns(heads, [_stage_row(peer, scene.killed) for peer in scene.stage_peers], {1, 2, 3})
 
 
-def _host_row(host: HostRow, *, killed: bool) -> list[Text]:
-    note = "killed" if killed else "gone" if not host.running else host.waits_for or "-"
-    if host.adopted and host.running:
-        note = f"{units.counted(host.adopted, 'expert')} taken over" + (f"; {note}" if note != "-" else "")
-    style = "red" if killed else "" if host.running else "dim"
-    rate = f"{units.number(round(host.updates_per_s, 1))}/s" if host.updates_per_s and host.running else "-"
-    cells = (host.name, units.count(host.hosted), units.count(host.updates), rate, note)
-    return [Text(cell, style) for cell in cells]
+def _host_row(host: ProcessRow, killed: Container[str]) -> Row:
+    told = host.told
+    taken = f"{units.counted(told.adopted, 'expert')} taken over" if told.adopted else ""
+    return _row(host, killed, (units.count(told.hosted), units.count(told.updates)), told.updates_per_s, taken)
 
 
-def _row(peer: StageRow, *, killed: bool) -> list[Text]:
-    note = "killed" if killed else "gone" if not peer.running else peer.waits_for or "-"
-    stage = "-" if peer.stage is None else str(peer.stage)
-    speed = f"{units.number(round(peer.samples_per_s, 1))}/s" if peer.samples_per_s and peer.running else "-"
-    style = "red" if killed else "" if peer.running else "dim"
-    return [Text(cell, style) for cell in (peer.name, stage, units.count(peer.step), speed, note)]
+def _stage_row(peer: ProcessRow, killed: Container[str]) -> Row:
+    stage = str(peer.told.stage) if peer.told.stage >= 0 else "-"
+    return _row(peer, killed, (stage, units.count(peer.told.step)), peer.told.samples_per_s)
+
+
+def _row(peer: ProcessRow, killed: Container[str], figures: Sequence[str], per_s: float, note: str = "") -> Row:
+    """Row of a process. `note` stands before what a running process waits for."""
+    waits = "; ".join(filter(None, (note, peer.told.waits_for))) or "-"
+    rate = f"{units.number(round(per_s, 1))}/s" if per_s and peer.running else "-"
+    state = "killed" if peer.name in killed else waits if peer.running else "gone"
+    style = "red" if peer.name in killed else "" if peer.running else "dim"
+    return styled((peer.name, *figures, rate, state), style)

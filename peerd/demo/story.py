@@ -11,15 +11,16 @@ import contextlib
 import signal
 import sys
 from abc import ABC, abstractmethod
-from typing import Final
+from typing import Any, Final
 
 import trio
 
 from peerd.core.errors import PeerdError
 from peerd.core.run.runfile import RunFile
-from peerd.demo import outcome, report
+from peerd.demo import outcome
 from peerd.demo.children import Child, Children
 from peerd.demo.expert_scene import ExpertReport, ExpertScene
+from peerd.demo.report import DemoReport, PipelineReport, common_figures
 from peerd.demo.scene import Scene
 from peerd.demo.screen import Screen, open_screen
 from peerd.demo.setting import DemoConfig, prepare
@@ -37,7 +38,7 @@ IDLE_STEPS: Final = 2  # the kill waits up to this many steps for a peer with wo
 __all__ = ["DemoConfig", "run"]
 
 
-class Demo(ABC):
+class DemoStory(ABC):
     """Base class of a demo: runs it from the first process to the last step."""
 
     scene: Scene
@@ -68,8 +69,16 @@ class Demo(ABC):
         """Kill or start a peer if it is time for that."""
 
     @abstractmethod
+    def _report(self) -> DemoReport:
+        """The final figures."""
+
     def report(self) -> str:
         """The final report, as text or JSON."""
+        found = self._report()
+        return found.as_json() if self._wish.as_json else "\n" + found.text()
+
+    def _common(self) -> dict[str, Any]:
+        return common_figures(self.scene, self._children, self.kill_step, self._run)
 
     async def play(self, screen: Screen) -> None:
         """Run the demo until the trainer finishes, or Ctrl+C. Raises PeerdError if a process fails or nothing moves."""
@@ -92,7 +101,7 @@ class Demo(ABC):
         self.scene.say(self.now_s, f"everything is in {self._children.folder}")
         backbone = self._children.start("backbone", ["backbone", "--listen", LISTEN])
         with trio.move_on_after(START_S):
-            while not (addrs := backbone.snapshot.get("peer", {}).get("addrs")):
+            while not (addrs := backbone.snapshot.peer.addrs):
                 await self._pause()
             self._bootstrap = addrs[0]
         if not self._bootstrap:
@@ -135,8 +144,8 @@ class Demo(ABC):
     def _stalled(self, since_s: float) -> str:
         waits = []
         for child in self._children.by_name.values():
-            why = child.role().get("waits_for") or "no reason given"
-            waits.append(f"  {child.name}: {'waits: ' + str(why) if child.running else 'has ended'}")
+            why = child.role().waits_for or "no reason given"
+            waits.append(f"  {child.name}: {f'waits: {why}' if child.running else 'has ended'}")
         return f"no new step for {since_s:.0f} s at step {self.scene.step}\n" + "\n".join(waits)
 
     async def _watch(self, screen: Screen) -> None:
@@ -166,7 +175,7 @@ class Demo(ABC):
                 everything.cancel()
 
 
-class PipelineDemo(Demo):
+class PipelineDemo(DemoStory):
     """Demo of a pipeline: kills the stage peer with the most work, and starts another one later."""
 
     peers = "stage peers"
@@ -184,10 +193,11 @@ class PipelineDemo(Demo):
         if self._wish.calm:
             return
         if not scene.killed and scene.step * 3 >= total and (victim := scene.victim()) is not None:
-            if not victim.held and scene.step * 3 < total + 3 * IDLE_STEPS:
+            held, stage = victim.told.held_samples, victim.told.stage
+            if not held and scene.step * 3 < total + 3 * IDLE_STEPS:
                 return  # wait for a peer that has work to lose
-            work = f"; it held {victim.held} samples' gradients" if victim.held else ""
-            self._kill(victim.name, f"of stage {victim.stage} at step {scene.step}{work}")
+            work = f"; it held {held} samples' gradients" if held else ""
+            self._kill(victim.name, f"of stage {stage} at step {scene.step}{work}")
         elif scene.killed and not self.started_later and scene.step * 2 >= total:
             name = f"stage-{PEERS_PER_STAGE * self._run.pipeline.stages + 1}"
             self._join(name, "stage")
@@ -195,41 +205,28 @@ class PipelineDemo(Demo):
             scene.say(self.now_s, f"started {name} at step {scene.step}")
 
     def _look(self) -> None:
-        before = {peer.name: peer.stage for peer in self.scene.stage_peers}
+        before = {peer.name for peer in self.scene.stage_peers if peer.told.stage >= 0}
         super()._look()
         for peer in self.scene.stage_peers:
-            if peer.stage is not None and before.get(peer.name) is None:
-                self.scene.say(self.now_s, f"{peer.name} serves stage {peer.stage}")
+            if peer.told.stage >= 0 and peer.name not in before:
+                self.scene.say(self.now_s, f"{peer.name} serves stage {peer.told.stage}")
 
-    def report(self) -> str:
+    def _report(self) -> PipelineReport:
         scene = self.scene
-        at_kill, after = report.losses_around(scene, self.kill_step)
         checkpoint = outcome.gather_checkpoint(self._children.folder, self._run)
-        found = report.Report(
-            loss_start=scene.loss_start,
-            loss_end=scene.loss_end,
-            loss_at_kill=at_kill,
-            loss_after_kill=after,
-            steps=scene.step,
-            seconds=scene.seconds,
-            tokens_per_s=scene.tokens_per_s(),
-            wire_bytes_per_token=report.finite(scene.bytes_per_token()),
-            killed=len(scene.killed),
+        return PipelineReport(
+            **self._common(),
             started_later=self.started_later,
             microbatches=scene.microbatches,
             microbatches_redone=scene.redone,
             microbatches_requeued=scene.requeued,
             microbatches_lost=scene.lost,
             checkpoint=str(checkpoint),
-            data_dir=str(self._children.folder),
             sample=outcome.sample(checkpoint, self._run),
-            processes_left=sum(child.running for child in self._children.by_name.values()),
-            commands=outcome.commands(self._children.folder, self._run),
         )
-        return found.as_json() if self._wish.as_json else "\n" + found.text()
 
 
-class ExpertDemo(Demo):
+class ExpertDemo(DemoStory):
     """Demo of a mixture of experts: kills the host with the most experts, which the others then adopt."""
 
     peers = "hosts of experts"
@@ -245,21 +242,18 @@ class ExpertDemo(Demo):
         scene = self.scene
         if self._wish.calm or scene.killed or scene.step * 3 < scene.total_steps:
             return
-        victim = max(
-            (host for host in scene.hosts if host.running and host.hosted), key=lambda h: h.hosted, default=None
-        )
+        living = [host for host in scene.hosts if host.running and host.told.hosted]
+        victim = max(living, key=lambda host: host.told.hosted, default=None)
         if victim is not None:
-            self._kill(victim.name, f"at step {scene.step}; it hosted {victim.hosted} experts")
+            self._kill(victim.name, f"at step {scene.step}; it hosted {victim.told.hosted} experts")
 
     def _look(self) -> None:
         super()._look()
         for text in self.scene.returned(self._children.by_name):
             self.scene.say(self.now_s, text)
 
-    def report(self) -> str:
-        commands = outcome.commands(self._children.folder, self._run)
-        found = ExpertReport.of(self.scene, self._children, self.kill_step, commands)
-        return found.as_json() if self._wish.as_json else "\n" + found.text()
+    def _report(self) -> ExpertReport:
+        return ExpertReport.of_experts(self.scene, self._children, self._common())
 
 
 def run(wish: DemoConfig) -> int:

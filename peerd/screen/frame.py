@@ -15,24 +15,16 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from peerd.screen.chart import Curve, Point, chart
+from peerd.screen.columns import Columns
 
 WIDE: Final = 110  # columns from which the events are beside the table
+_BETWEEN: Final = " · "  # parts of one line
 _GAP: Final = "   "  # between the table and the events beside it
 _TABLE_PART: Final = 0.55  # largest share of a wide screen's width
 _CHART_LEAST, _EVENTS_LEAST, _TABLE_LEAST = 5, 3, 3  # fewest lines, if all three fit
 _CHART_PART: Final = 0.6  # largest share of the lines that the three share
 
 Parts = Sequence[Text]  # texts that are joined into lines, each unbroken if it fits into a line
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """A table. Its last column takes the rest of the width. `fewer` replaces `rows` if those do not fit."""
-
-    heads: Sequence[str]
-    rows: Sequence[Sequence[Text]]
-    right: frozenset[int] = frozenset()  # columns of figures
-    fewer: Sequence[Sequence[Text]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +64,12 @@ def compose(picture: FramePicture, width: int, height: int) -> list[Text]:
     return [_cut(line, width) for line in lines[:height]]
 
 
-def flow(parts: Parts, width: int, between: str = " · ") -> list[Text]:
+def flow(parts: Parts, width: int) -> list[Text]:
     """Join the parts into as few lines as possible. A part that is wider than a line is wrapped between words."""
     lines: list[Text] = []
     for part in parts:
-        if lines and lines[-1].cell_len + len(between) + part.cell_len <= width:
-            lines[-1] = lines[-1].copy().append(between, "dim").append_text(part)
+        if lines and lines[-1].cell_len + len(_BETWEEN) + part.cell_len <= width:
+            lines[-1] = lines[-1].copy().append(_BETWEEN, "dim").append_text(part)
         elif part.cell_len <= width:
             lines.append(part.copy())
         else:
@@ -86,31 +78,6 @@ def flow(parts: Parts, width: int, between: str = " · ") -> list[Text]:
             for line in lines:
                 line.rstrip()
     return lines
-
-
-def table_lines(table: Columns, width: int, most: int) -> list[Text]:
-    """The table in at most `most` lines. If rows are left out, the last line has their number."""
-    rows = table.rows if len(table.rows) < most or not table.fewer else table.fewer
-    left = len(rows) - (most - 1)
-    if left > 0:
-        rows, left = rows[: most - 2], left + 1
-    sizes = [max([len(name), *(row[column].cell_len for row in rows)]) for column, name in enumerate(table.heads)]
-    heads = [Text(name, "bold") for name in table.heads]
-    lines = [_row(row, sizes, table.right) for row in (heads, *rows)]
-    if left > 0:
-        lines.append(Text(f"and {left:,} more", "dim"))
-    return [_cut(line, width) for line in lines[: max(0, most)]]
-
-
-def _row(cells: Sequence[Text], sizes: Sequence[int], right: frozenset[int]) -> Text:
-    line = Text(no_wrap=True)
-    for column, (cell, size) in enumerate(zip(cells, sizes, strict=True)):
-        pad = " " * (size - cell.cell_len)
-        if column:
-            line.append("  ")
-        line.append_text(Text(pad) + cell if column in right else cell + Text(pad))
-    line.rstrip()
-    return line
 
 
 def _middle(picture: FramePicture, width: int, room: int) -> list[Text]:
@@ -123,7 +90,7 @@ def _middle(picture: FramePicture, width: int, room: int) -> list[Text]:
     events = min(len(picture.events), max(min(_EVENTS_LEAST, rest), rest // 3))
     if rest - events < _CHART_LEAST - 1:
         events = min(len(picture.events), rest)
-    shown = table_lines(picture.table, width, table)
+    shown = [_cut(line, width) for line in picture.table.lines(table)]
     newest = list(picture.events[-events:]) if events else []
     return [*_chart(picture, width, room - len(shown) - len(newest)), *shown, *newest]
 
@@ -131,7 +98,7 @@ def _middle(picture: FramePicture, width: int, room: int) -> list[Text]:
 def _side_by_side(picture: FramePicture, width: int, room: int) -> list[Text]:
     want = max(1 + len(picture.table.rows), min(len(picture.events), room // 3), round(room * (1 - _CHART_PART)))
     low = min(want, max(_TABLE_LEAST, room - _CHART_LEAST), room)
-    table = table_lines(picture.table, int(width * _TABLE_PART), low)
+    table = [_cut(line, int(width * _TABLE_PART)) for line in picture.table.lines(low)]
     across = max((line.cell_len for line in table), default=0)
     newest = list(picture.events[-low:])
     lines = []

@@ -13,7 +13,6 @@ runs; a record counts only if it contains a valid token.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,13 +23,14 @@ import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
-from peerd.core.errors import ConfigError, ProtocolViolation, Refused, RemoteError, Untrusted
+from peerd.core.errors import Cause, ConfigError, ProtocolViolation, Refused, RemoteError, Untrusted
 from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
 from peerd.core.messages.encoding import Message
-from peerd.core.messages.token import NO_TOKEN, RevokedData, TokenData, revoked_key
+from peerd.core.messages.token import RevokedData, TokenData, revoked_key
 from peerd.core.run.runfile import RunFile
 from peerd.machine.access.members import FREE, OPEN, RunMembers
+from peerd.machine.rate.quota import LogLimit, Quota
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.rpc.method_load import MethodName
 from peerd.net.host.host import Host, PeerDown
@@ -50,7 +50,6 @@ DECLARED: Final = {
 REFRESH_S: Final = 20.0  # a peer that nobody calls learns of a revocation within this time
 _SHOW_S: Final = 10.0  # for one exchange of tokens
 _AGAIN_S: Final = 5.0  # least time between two exchanges with a peer if either side refused
-_MINUTE_S: Final = 60.0
 _SAID_AGAIN_S: Final = 600.0  # until the same problem with the same peer is logged again
 _LIST_TTL_S: Final = 3600.0
 
@@ -117,7 +116,8 @@ class Access:
         self._newer = trio.Event()  # a newer list arrived and is not stored yet
         self._met = BoundedDict[PeerId, _Met](ACCESS_MET)  # connected peers
         self._exchanges: dict[PeerId, _Exchange] = {}
-        self._told = _Told()
+        self._log_limit = LogLimit[tuple[PeerId, str]](_SAID_AGAIN_S)  # by peer and problem
+        self._log_lines = Quota(ACCESS_TOLD)
         host.book.members_by(self._knows_member)
 
     @property
@@ -181,15 +181,17 @@ class Access:
 
     # --- the gate ----------------------------------------------------------------------------------------------
 
-    def objection(self, caller: PeerId, method: MethodName) -> str | None:
-        """Why a call must be refused, or None if it is allowed."""
+    def objection(self, caller: PeerId, method: MethodName) -> Refused | None:
+        """The error for a call that must be refused, or None if it is allowed."""
         if method.service in OPEN or caller == self._host.id:
             return None
-        why = self.roll.may_call(caller, method.service, method.full, self._clock.wall())
-        if why is not None:
-            self.refused += 1
-            self._tell(caller, "call", f"its call of {method.full} was refused: {why}")
-        return why
+        now = self._clock.wall()
+        why = self.roll.may_call(caller, method.service, method.full, now)
+        if why is None:
+            return None
+        self.refused += 1
+        self._tell(caller, "call", f"its call of {method.full} was refused: {why}")
+        return Refused(why, cause=Cause.NO_TOKEN if self.roll.member(caller, now) is None else Cause.OTHER)
 
     def closed(self, caller: PeerId, methods: Iterable[MethodName]) -> bool:
         """True if this caller may call none of the `methods` of a service. False if there are no methods."""
@@ -226,7 +228,7 @@ class Access:
         """True if `peer` refuses us because it lost our token, for example after a restart. The caller then retries,
         which shows the token again.
         """
-        if not str(refusal.args[0]).startswith(NO_TOKEN):
+        if refusal.cause is not Cause.NO_TOKEN:
             return False
         met = self._met.pop(peer, None)
         return met is not None and not met.refused
@@ -356,21 +358,8 @@ class Access:
             _log.info("the organizer's list of revoked tokens is now number %d", self.roll.revoked_number)
 
     def _tell(self, peer: PeerId, about: str, what: str) -> None:
-        if self._told.may_say(peer, about, trio.current_time()):
+        """Log each problem of a peer once in ten minutes, and few lines a minute in total."""
+        now = trio.current_time()
+        if self._log_lines.exceeded(now, ("",)) is None and self._log_limit.may_log(now, (peer, about)):
+            self._log_lines.count(now, ("",))
             _log.warning("peer %s: %s", peer, what)
-
-
-class _Told:
-    """Rate limit of log lines: each problem of a peer once in ten minutes, and few lines a minute in total."""
-
-    def __init__(self) -> None:
-        self._said: OrderedDict[tuple[PeerId, str], float] = OrderedDict()
-
-    def may_say(self, peer: PeerId, about: str, now: float) -> bool:
-        while self._said and next(iter(self._said.values())) <= now - _SAID_AGAIN_S:
-            self._said.popitem(last=False)
-        lately = sum(at > now - _MINUTE_S for at in self._said.values())
-        if (peer, about) in self._said or lately >= ACCESS_TOLD:
-            return False
-        self._said[peer, about] = now
-        return True

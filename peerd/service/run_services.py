@@ -22,8 +22,6 @@ from peerd.core.messages.swarm import Grant
 from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile, fingerprint, shared_text, sources_of
 from peerd.core.work import Worker
 from peerd.machine.connectivity import path_selection
-from peerd.machine.pipeline.route_policy import RoutePolicy
-from peerd.machine.pipeline.routes import Route
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
 from peerd.service.averaging.preconnect import Preconnector
@@ -36,7 +34,6 @@ from peerd.service.conductor.stage_finder import StageFinder
 from peerd.service.dht.dht import Dht
 from peerd.service.network.link_watch import LinkWatch
 from peerd.service.pipeline.direct import DirectPipeline
-from peerd.service.pipeline.schedule import MicrobatchSchedule
 from peerd.service.pipeline.stage_calls import StageCalls
 from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Rpc
@@ -80,24 +77,10 @@ def _listed(told: Sequence[str]) -> str:
 
 
 class RunServices:
-    """Builds the services of one run at their first use. Starts no task.
+    """Builds the services of one run at their first use. Starts no task."""
 
-    `route`: which peers this process's trainer may use; None means all. `policy`: how it chooses among them in direct
-    hand-over; the default chooses by flow.
-    """
-
-    def __init__(
-        self,
-        run: RunFile,
-        host: Host,
-        rpc: Rpc,
-        dht: Dht,
-        clock: Clock,
-        *,
-        route: Route | None = None,
-        policy: RoutePolicy | None = None,
-    ) -> None:
-        self.run, self.route, self._policy = run, route, policy
+    def __init__(self, run: RunFile, host: Host, rpc: Rpc, dht: Dht, clock: Clock) -> None:
+        self.run = run
         self.fingerprint = fingerprint(run)
         self.clock = clock
         self._host, self._rpc, self._dht = host, rpc, dht
@@ -266,16 +249,13 @@ class RunServices:
 
     def pipeline(
         self, grant_of: Callable[[int], Grant | None], evaluation_grant: Callable[[], Grant | None]
-    ) -> MicrobatchSchedule | DirectPipeline:
+    ) -> DirectPipeline:
         """A trainer's calls to the stages. `grant_of`: the conductor's grant for a microbatch of ours, by its number.
 
         `evaluation_grant`: returns the newest grant to evaluate.
         """
         papers = TrainerCredentials(self._host.id.text, grant_of, self._host.sign, evaluation_grant)
-        direct = self.run.pipeline.handover == "direct" and self.run.pipeline.stages > 1
-        if direct:
-            return DirectPipeline(self.run, self._rpc, self.clock, self, papers, self.route, self._policy)
-        return MicrobatchSchedule(self.run, self._rpc, self.clock, self, papers, self.route)
+        return DirectPipeline(self.run, self._rpc, self.clock, self, papers)
 
     def linked(self, peer: PeerId) -> bool:
         """True if calls reach `peer` without a dial: over an existing link, or because it is this peer itself."""

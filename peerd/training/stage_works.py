@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from peerd.compute.model.footprint import footprint
 from peerd.compute.tokenizer import load_vocabulary
-from peerd.core.model.model_size import (
-    FLOPS_AGAIN,
-    FLOPS_OF_TRAINING,
-    boundary_bytes,
-    computes_again,
-    stage_sizes,
-)
+from peerd.core.model.model_size import FLOPS_OF_TRAINING, boundary_bytes, stage_sizes
 from peerd.core.model.stage_memory import ITEM_BYTES
 from peerd.core.run.runfile import RunFile
 from peerd.machine.placement.problem import StageWork
@@ -20,12 +14,11 @@ def stage_works(run: RunFile) -> tuple[StageWork, ...]:
     """The work of each stage. In a user's own model, each parameter counts as an element of a matrix."""
     if run.model.kind == "gpt":
         sizes = stage_sizes(run, load_vocabulary(run.model.vocab).size)
-        return tuple(StageWork(one.gradient_bytes, one.sent_bytes, one.work_flops) for one in sizes)
+        return tuple(StageWork(one.gradient_bytes, one.sent_bytes, one.flops) for one in sizes)
     tokens, item_bytes = run.pipeline.microbatch * run.model.context, ITEM_BYTES[run.model.dtype]
     found = list[StageWork]()
     for stage in range(run.pipeline.stages):
         parameters, last = footprint(run, stage).parameters, stage == run.pipeline.stages - 1
-        again = FLOPS_AGAIN if computes_again(run, stage) else 0
-        flops = (FLOPS_OF_TRAINING + again) * tokens * max(1, parameters)
+        flops = FLOPS_OF_TRAINING * tokens * max(1, parameters)
         found.append(StageWork(parameters * item_bytes, 0 if last else boundary_bytes(run), flops))
     return tuple(found)

@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import trio
 
-from peerd.compute.worker import InlineWorker
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.experts import Backward, Forward, Gradient, Name, Output
@@ -23,6 +22,7 @@ from peerd.service.experts.expert_server import ExpertServer, ServerConfig
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
+from tests.worlds.roles.inline_worker import InlineWorker
 
 BLOCKS: Final = 224
 DEVICES: Final = 4

@@ -20,7 +20,6 @@ from torch import Tensor
 from benchmarks._report import Figure
 from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.hosted_expert import HostedExpert
-from peerd.compute.experts.local_network import LocalExperts
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.core.errors import Refused
 from peerd.core.experts.grid import Uid
@@ -42,6 +41,7 @@ from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
 from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
+from tests.kit.local_experts import LocalExperts
 from tests.worlds.roles.virtualroles import Roles
 
 FAILING = 0.1  # share of the requests to experts that fail

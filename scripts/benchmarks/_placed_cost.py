@@ -1,11 +1,9 @@
 """Part of the simulation of placements: seconds of a step as predicted by cost models, for the simulated routes.
 
-`paths_s` follows the messages that are sent. In the forward pass, the trainer sends an activation to each stage but the
-last and receives one. In the backward pass, it sends an activation and a gradient to each of these and receives a
-gradient. The last stage does both passes in one call, without an incoming gradient. All microbatches of a pipeline are
-in flight: the first one takes the sum of its messages, and each further one the time that it occupies the busiest
-direction of a link. Then the peers of each stage exchange shares of their gradients with all others at once, there and
-back.
+`paths_s` follows the messages that are sent: for each microbatch an activation over each link of the chain, and its
+gradient back. All microbatches of a pipeline are in flight: the first one takes the sum of its messages, and each
+further one the time that it occupies the busiest direction of a link. Then the peers of each stage exchange shares of
+their gradients with all others at once, there and back.
 
 `paper_s` is equations 2 to 4 of DT-FM for the same routes: two activations over each link of the chain, and averaging
 with one peer after another.
@@ -15,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tests.worlds.roles.placed import Link, PlacedRun
 
@@ -48,18 +47,9 @@ def paper_s(placed: PlacedRun, work: WorkBytes) -> float:
 
 def _flight_s(placed: PlacedRun, chain: list[int], work: WorkBytes) -> float:
     """Seconds of one pipeline's microbatches, there and back. The first stage is on the trainer's site."""
-    first_s = busiest_s = 0.0
-    for device in chain[1:]:
-        calls = 1 if device == chain[-1] else 2
-        sent = work.activation * (
-            1 if device == chain[-1] else 3
-        )  # one forward and two backward; for the last stage, one
-        for (delay_s, rate), size in (
-            (placed.outward(chain, device), sent),
-            (placed.back(chain, device), calls * work.activation),
-        ):
-            first_s += calls * delay_s + size / rate
-            busiest_s = max(busiest_s, size / rate)
+    links = [placed.link(*ends) for pair in pairwise(chain) for ends in (pair, pair[::-1])]
+    first_s = sum(_seconds(link, work.activation) for link in links)
+    busiest_s = max((work.activation / rate for _, rate in links), default=0.0)
     return first_s + (work.microbatches - 1) * busiest_s
 
 

@@ -12,8 +12,9 @@ from benchmarks._placement_cases import CITIES, STAGES, cases
 from benchmarks.placement import SEED
 from peerd.machine.placement.cost import PlacementCost
 from peerd.machine.placement.problem import PlacementProblem, StagePlacement
-from peerd.machine.placement.search import SearchOptions, arranged, plan
+from peerd.machine.placement.search import SearchOptions, plan
 from peerd.machine.placement.starts import random_placement
+from tests.worlds.machines.placements import arranged
 
 CELL, LEFT, TOP, GAP = 26, 70, 60, 60
 

@@ -20,8 +20,7 @@ from benchmarks._report import Figure, Report
 from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
 from peerd.core.messages.swarm import LineInfo, Mbs, Prepare
-from peerd.machine.averaging.allreduce import AveragingPlan
-from peerd.machine.averaging.member_plan import MemberTerms, plan_of
+from peerd.machine.averaging.allreduce import AveragingPlan, MemberTerms, plan_of
 from peerd.machine.averaging.moshpit import grid_of
 from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, round_s
 from peerd.machine.averaging.work_split import WorkSplitter

@@ -1,15 +1,14 @@
 """Handover on slow lines with long delays: `peerd` processes in a network lab, and the same swarm in virtual time.
 
 Three stages of one peer, a trainer and a backbone, each on its own host with a line of 100 Mb/s each way; the round
-trip between two hosts is 100 ms. The same run is made with each mode of handover: from stage to stage (`direct`), and
-through the trainer (`trainer`). The model is so small that the lines limit the speed, so `share` is the speed relative
-to that of a line that is always full: in `direct`, the middle stage's, which sends an activation and a gradient for
-each microbatch; in `trainer`, the trainer's own. Each run file states slightly less than the line's rate
-(`limits.upload_mbit` and `download_mbit`), as recommended. `unstated` is the share without that, when six connections
-fill a line's queue until it drops packets. The queues of the lab's lines hold two round trips, like home routers;
-`short` is the share with queues of half a round trip. The simulation runs the same roles on lines with the stated rate
-less the packets' headers, and the same delay, with the device time of a microbatch measured in the lab, where all
-processes share this machine. It has no loss by congestion. Needs Linux, root, iproute2, nftables and gcc.
+trip between two hosts is 100 ms. The model is so small that the lines limit the speed, so `share` is the speed relative
+to that of a line that is always full: the middle stage's, which sends an activation and a gradient for each microbatch.
+Each run file states slightly less than the line's rate (`limits.upload_mbit` and `download_mbit`), as recommended.
+`unstated` is the share without that, when connections fill a line's queue until it drops packets. The queues of the
+lab's lines hold two round trips, like home routers; `short` is the share with queues of half a round trip. The
+simulation runs the same roles on lines with the stated rate less the packets' headers, and the same delay, with the
+device time of a microbatch measured in the lab, where all processes share this machine. It has no loss by congestion.
+Needs Linux, root, iproute2, nftables and gcc.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ QUEUE_MS: Final = 2 * RTT_MS
 SHORT_QUEUE_MS: Final = RTT_MS / 2
 SAMPLES, CONTEXT, WIDTH = 64, 32, 48  # of a microbatch, and of its activations
 MICROBATCHES: Final = 48
-MODES: Final = ("direct", "trainer")
-CROSSINGS: Final = {"direct": 2, "trainer": 3 * (STAGES - 1) - 1}  # tensors per microbatch on the busiest line
+CROSSINGS: Final = 2  # tensors per microbatch on the busiest line
 ACTIVATION_BYTES: Final = 4 * SAMPLES * CONTEXT * WIDTH
 STEP_TOKENS: Final = MICROBATCHES * SAMPLES * CONTEXT
 HEADER_BYTES: Final = 20 + 32  # of a packet, as counted by limits: IP, and TCP with timestamps
@@ -65,30 +63,26 @@ class Measured:
     bytes_per_token: float  # sent by all hosts together
     device_s: float  # computing time of the middle stage per microbatch
 
-    def share(self, mode: str) -> float:
+    @property
+    def percent(self) -> float:
         """Speed relative to that of a line that is always full."""
-        full = SAMPLES * CONTEXT / (CROSSINGS[mode] * ACTIVATION_BYTES * 8 / RATE_MBIT / 1e6)
-        return self.tokens_per_s / full
+        full = SAMPLES * CONTEXT / (CROSSINGS * ACTIVATION_BYTES * 8 / RATE_MBIT / 1e6)
+        return 100 * self.tokens_per_s / full
 
 
-def run_file(mode: str, steps: int, stated: bool) -> dict[str, Any]:
+def run_file(steps: int, stated: bool) -> dict[str, Any]:
     return BASE | {
         "limits": {"upload_mbit": STATED_MBIT, "download_mbit": STATED_MBIT} if stated else {},
         "run": "handover",
         "model": {"d_model": WIDTH, "heads": 1, "layers": STAGES, "context": CONTEXT},
-        "pipeline": {
-            "stages": STAGES,
-            "microbatch": SAMPLES,
-            "handover": mode,
-            "boundary": {"code": "none", "lossless": "never"},
-        },
+        "pipeline": {"stages": STAGES, "microbatch": SAMPLES, "boundary": {"code": "none", "lossless": "never"}},
         "optimizer": {"name": "adamw", "lr": 5.0e-3, "total_steps": WARM_STEPS + steps + 2},
         "batch": {"target_samples": MICROBATCHES * SAMPLES},
     }
 
 
-def in_the_lab(mode: str, steps: int, queue_ms: float, stated: bool) -> Measured:
-    run = run_file(mode, steps, stated)
+def in_the_lab(steps: int, queue_ms: float, stated: bool) -> Measured:
+    run = run_file(steps, stated)
     with (
         tempfile.TemporaryDirectory(prefix="peerd-handover-") as folder,
         WideLab(up_mbit=RATE_MBIT, down_mbit=RATE_MBIT, delay_ms=RTT_MS / 4, queue_ms=queue_ms) as lab,
@@ -105,9 +99,9 @@ def in_the_lab(mode: str, steps: int, queue_ms: float, stated: bool) -> Measured
     return _measured(ends, sent, device_s)
 
 
-def _median_of(mode: str, steps: int, queue_ms: float, stated: bool, runs: int) -> Measured:
+def _median_of(steps: int, queue_ms: float, stated: bool, runs: int) -> Measured:
     """The run with the median speed. Runs differ, since all processes share this machine."""
-    found = [in_the_lab(mode, steps, queue_ms, stated) for _ in range(runs)]
+    found = [in_the_lab(steps, queue_ms, stated) for _ in range(runs)]
     return sorted(found, key=lambda one: one.tokens_per_s)[len(found) // 2]
 
 
@@ -116,9 +110,9 @@ def _measured(ends: Sequence[float], sent: float, device_s: float) -> Measured:
     return Measured(STEP_TOKENS / median_s, sent / (STEP_TOKENS * (len(ends) - 1)), device_s)
 
 
-def simulated(mode: str, steps: int, device_s: float) -> Measured:
+def simulated(steps: int, device_s: float) -> Measured:
     with tempfile.TemporaryDirectory(prefix="peerd-handover-") as folder:
-        run = convert(run_file(mode, steps, stated=True), RunFile)
+        run = convert(run_file(steps, stated=True), RunFile)
         return run_virtual(_simulated, run, Path(folder), steps, device_s, seed=1)
 
 
@@ -147,34 +141,25 @@ def measure(full: bool) -> Report:
     if reason is not None:
         raise SystemExit(reason)
     torch.set_num_threads(1)
-    steps, runs, sections, device_ms = 8, (3 if full else 1), [], []
-    for mode in MODES:
-        real, unstated, short, short_unstated = (
-            _median_of(mode, steps, queue_ms, stated, runs)
-            for queue_ms in (QUEUE_MS, SHORT_QUEUE_MS)
-            for stated in (True, False)
-        )
-        virtual = simulated(mode, steps, real.device_s)
-        device_ms.append(f"{1e3 * real.device_s:.0f}")
-        apart = 100 * abs(real.share(mode) - virtual.share(mode))
-        told = "from stage to stage" if mode == "direct" else "through the trainer"
-        sections.append(
-            [
-                Figure(f"{mode}_tokens_per_s", f"{told}: tokens a second", real.tokens_per_s, "", 0),
-                Figure(f"{mode}_bytes_per_token", "  bytes on all lines", real.bytes_per_token, "B/token", 1),
-                Figure(f"{mode}_share", "  of what the fullest line could carry", 100 * real.share(mode), "%", 1),
-                Figure(f"{mode}_simulated_share", "  the same in virtual time", 100 * virtual.share(mode), "%", 1),
-                Figure(f"{mode}_apart", "  points apart", apart, "", 1, at_most=5.0),
-                Figure(f"{mode}_unstated_share", "  where no line is stated", 100 * unstated.share(mode), "%", 1),
-                Figure(f"{mode}_short_share", "  where packets are dropped early", 100 * short.share(mode), "%", 1),
-                Figure(
-                    f"{mode}_short_unstated_share", "  likewise, unstated", 100 * short_unstated.share(mode), "%", 1
-                ),
-            ]
-        )
+    steps, runs = 8, (3 if full else 1)
+    real, unstated, short, short_unstated = (
+        _median_of(steps, queue_ms, stated, runs) for queue_ms in (QUEUE_MS, SHORT_QUEUE_MS) for stated in (True, False)
+    )
+    virtual = simulated(steps, real.device_s)
+    apart = abs(real.percent - virtual.percent)
+    figures = [
+        Figure("direct_tokens_per_s", "tokens a second", real.tokens_per_s, "", 0),
+        Figure("direct_bytes_per_token", "  bytes on all lines", real.bytes_per_token, "B/token", 1),
+        Figure("direct_share", "  of what the fullest line could carry", real.percent, "%", 1),
+        Figure("direct_simulated_share", "  the same in virtual time", virtual.percent, "%", 1),
+        Figure("direct_apart", "  points apart", apart, "", 1, at_most=5.0),
+        Figure("direct_unstated_share", "  where no line is stated", unstated.percent, "%", 1),
+        Figure("direct_short_share", "  where packets are dropped early", short.percent, "%", 1),
+        Figure("direct_short_unstated_share", "  likewise, unstated", short_unstated.percent, "%", 1),
+    ]
     note = (
         f"{RATE_MBIT:g} Mb/s lines, stated as {STATED_MBIT:g}, RTT {RTT_MS:g} ms, {STAGES} stages of one layer, "
         f"d_model {WIDTH}, {STEP_TOKENS:,} tokens a step, {steps} steps, the median run of {runs}; "
-        f"a microbatch took {' and '.join(device_ms)} ms of a device"
+        f"a microbatch took {1e3 * real.device_s:.0f} ms of a device"
     )
-    return Report("handover", sections, note)
+    return Report("handover", [figures], note)

@@ -5,8 +5,7 @@ with its own line. A model's layers take t ms of device time per microbatch, 1/3
 backward pass takes 2.5 times as long), and its activation and gradient together take c ms of a line, as in the paper at
 500 Mb/s; tensors and rates are reduced by the same factor. `utilization` is the mean share of busy device time over all
 stages, between 30 % and 90 % of a step's microbatches. The fill and drain of a synchronous step is reported separately,
-as the bubble. In mode `trainer`, all tensors go through the trainer, whose line is unlimited so that it does not limit
-the speed; in mode `direct`, they go from stage to stage.
+as the bubble. The trainer's line is unlimited.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import torch
 import trio
 
 from benchmarks._report import Figure, Report
-from peerd.compute.worker import InlineWorker
 from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
@@ -40,6 +38,7 @@ from peerd.sim.simnet import NetConfig, SimLine
 from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.worlds.roles.inline_worker import InlineWorker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.worlds.roles.virtualroles import Roles
@@ -79,11 +78,10 @@ class LayerDevice(InlineWorker):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One model at one round-trip time, with one mode of handover."""
+    """One model at one round-trip time."""
 
     layers: str
     rtt_ms: int
-    handover: str
 
     @property
     def microbatches(self) -> int:
@@ -111,7 +109,7 @@ def run_of(cell: Cell, folder: Path) -> RunFile:
         run="pipeline",
         seed=5,
         model=ModelSection(d_model=WIDTH, heads=2, layers=STAGES, context=CONTEXT),
-        pipeline=PipelineSection(stages=STAGES, microbatch=1, handover=cell.handover),  # type: ignore[arg-type]
+        pipeline=PipelineSection(stages=STAGES, microbatch=1),
         optimizer=OptimizerSection(name="sgd", lr=0.1),
         batch=BatchSection(target_samples=cell.microbatches),
         data=DataSection(path=str(folder / "*.txt"), holdout=0.1),
@@ -186,24 +184,19 @@ def measured(cell: Cell) -> Measured:
 
 def measure(full: bool) -> Report:
     torch.set_num_threads(1)
-    modes = ("direct", "trainer") if full else ("direct",)
-    found = {mode: {name: [measured(Cell(name, rtt, mode)) for rtt in RTT_MS] for name in LAYERS} for mode in modes}
-    sections = [section for mode in modes for name in LAYERS for section in [_section(mode, name, found[mode][name])]]
+    found = {name: [measured(Cell(name, rtt)) for rtt in RTT_MS] for name in LAYERS}
+    sections = [_section(name, of) for name, of in found.items()]
     extra: dict[str, Any] = {
-        "utilization": _table(found["direct"], lambda one: one.utilization),
+        "utilization": _table(found, lambda one: one.utilization),
         "paper": {name: dict(zip(map(str, RTT_MS), [v / 100 for v in PAPER[name]], strict=True)) for name in LAYERS},
         "closed_form": {name: {str(rtt): blocking(name, rtt) for rtt in RTT_MS} for name in LAYERS},
-        "bubble": {
-            name: {str(r): m.bubble for r, m in zip(RTT_MS, found["direct"][name], strict=True)} for name in LAYERS
-        },
+        "bubble": _table(found, lambda one: one.bubble),
     }
-    if "trainer" in found:
-        extra["utilization_over_the_trainer"] = _table(found["trainer"], lambda one: one.utilization)
-    wire = max(one.wire_over_payload for of in found["direct"].values() for one in of)
+    wire = max(one.wire_over_payload for of in found.values() for one in of)
     sections.append(
         [Figure("wire_over_payload", "bytes sent over activations and gradients, at most", wire, "", 3, at_most=1.05)]
     )
-    note = f"{STAGES} stages of one peer; paper: blocking calls, t / (t + c + 2 RTT); --full: over the trainer as well"
+    note = f"{STAGES} stages of one peer; paper: blocking calls, t / (t + c + 2 RTT)"
     return Report("pipelines at growing delays", sections, note, extra)
 
 
@@ -217,12 +210,12 @@ def blocking(name: str, rtt_ms: float) -> float:
     return t / (t + c + 2 * rtt_ms)
 
 
-def _section(mode: str, name: str, found: Sequence[Measured]) -> list[Figure]:
+def _section(name: str, found: Sequence[Measured]) -> list[Figure]:
     figures = []
     for rtt, one, paper in zip(RTT_MS, found, PAPER[name], strict=True):
-        told = f"{name}, {rtt} ms, {mode}: busy (paper {paper:g} %, closed form {blocking(name, rtt):.1%})"
-        figures.append(Figure(f"{mode}_{name}_{rtt}", told, 100 * one.utilization, "%", 1))
-        if rtt in LEAST and mode == "direct":
+        told = f"{name}, {rtt} ms: busy (paper {paper:g} %, closed form {blocking(name, rtt):.1%})"
+        figures.append(Figure(f"direct_{name}_{rtt}", told, 100 * one.utilization, "%", 1))
+        if rtt in LEAST:
             share = one.utilization / found[0].utilization
             figures.append(Figure(f"{name}_{rtt}_kept", "  over that without delay", share, "", 3, at_least=LEAST[rtt]))
     return figures

@@ -18,8 +18,9 @@ from benchmarks._placement_baselines import Partitions, genetic, kernighan_lin
 from benchmarks._placement_cases import cases, large
 from benchmarks._report import Figure, Report
 from peerd.machine.placement.problem import PlacementProblem
-from peerd.machine.placement.search import Plan, SearchOptions, arranged, plan
+from peerd.machine.placement.search import Plan, SearchOptions, plan
 from peerd.machine.placement.starts import random_placement
+from tests.worlds.machines.placements import arranged
 
 SEED = 1
 TARGETS_S = (3.4399, 49.5040, 16.0869, 34.8021, 49.2184)

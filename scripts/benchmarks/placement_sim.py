@@ -5,8 +5,7 @@ from each region of the paper's regional and world-wide cases, as 8 stages of 2 
 the same factor, so that the ratio of a step's bytes to the rates is the paper's. A second factor shortens all times: it
 multiplies rates and divides delays. Computing takes no time. Trainers follow the placement's routes; random placements
 have random routes. Each pipeline has an equal share of a step's microbatches, all of them in flight. The planner
-minimizes its steady cost, which assumes this. `via trainer`: activations pass through the trainer, which is next to the
-first stage's device, as with `handover: trainer`. `along the chain`: stages send activations to each other.
+minimizes its steady cost, which assumes this.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevic
 from peerd.machine.placement.search import SearchOptions, plan
 from peerd.machine.placement.starts import random_placement
 from peerd.sim.clock import run_virtual
-from tests.worlds.roles.placed import Handover, PlacedRun, placed_world, step_times
+from tests.worlds.roles.placed import PlacedRun, placed_world, step_times
 from tests.worlds.roles.virtualroles import Roles
 
 SIMULATED: Final = ("4-regional", "5-world-wide")
@@ -84,7 +83,7 @@ def run_file(folder: Path) -> RunFile:
         run="placed",
         seed=5,
         model=ModelSection(d_model=WIDTH, heads=2, layers=STAGES, context=CONTEXT),
-        pipeline=PipelineSection(stages=STAGES, microbatch=SAMPLES, handover="trainer"),
+        pipeline=PipelineSection(stages=STAGES, microbatch=SAMPLES),
         optimizer=OptimizerSection(name="sgd", lr=0.1),
         batch=BatchSection(target_samples=PIPELINES * MICROBATCHES * SAMPLES),
         averaging=AveragingSection(sender_timeout_s=120.0),
@@ -146,7 +145,7 @@ def measure(full: bool) -> Report:
     sections = []
     for case in cases():
         if case.name in SIMULATED:
-            sections += of_case(case, work, 4 if full else 1)
+            sections.append(of_case(case, work, 4 if full else 1))
     scaled = ACTIVATION_BYTES / GRADIENT_BYTES * statistics.mean(work.gradients)
     note = (
         f"{STAGES} stages of {PIPELINES} devices, {TOKENS} tokens a step, times {FASTER:g} times as short; activations "
@@ -155,28 +154,17 @@ def measure(full: bool) -> Report:
     return Report("placements in virtual time", sections, note)
 
 
-def of_case(case: Case, work: WorkBytes, steps: int) -> list[list[Figure]]:
-    """Figures of one network, for each mode of handover."""
+def of_case(case: Case, work: WorkBytes, steps: int) -> list[Figure]:
+    """Figures of one network."""
     problem = problem_of(case, work)
     options = SearchOptions(kind=CostKind.STEADY, evaluations=EVALUATIONS)
     planned = plan(problem, options, Random(1), time.perf_counter).placement
     placements = [planned, *(random_routes(problem, Random(seed)) for seed in range(RANDOM))]
-    return [
-        figures_of(
-            case.name,
-            handover,
-            [measured(PlacedRun(problem.network, each, handover), work, steps) for each in placements],
-        )
-        for handover in Handover
-    ]
-
-
-def figures_of(case: str, handover: Handover, found: Sequence[Measured]) -> list[Figure]:
-    """Figures of one mode of handover. `found` has the planned placement first, then the random ones."""
+    found = [measured(PlacedRun(problem.network, each), work, steps) for each in placements]
     planned, *others = found
-    key, rates = f"{case}_{handover.name}".lower(), [each.tokens_per_s for each in others]
+    key, rates = case.name.lower(), [each.tokens_per_s for each in others]
     return [
-        Figure(f"{key}_planned", f"{case}, {handover.value}: planned", planned.tokens_per_s, "tokens/s", 0),
+        Figure(f"{key}_planned", f"{case.name}: planned", planned.tokens_per_s, "tokens/s", 0),
         Figure(f"{key}_random", f"  mean of {len(others)} random placements", statistics.mean(rates), "tokens/s", 0),
         Figure(f"{key}_random_least", "  the slowest of them", min(rates), "tokens/s", 0),
         Figure(f"{key}_random_most", "  the fastest of them", max(rates), "tokens/s", 0),

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from benchmarks._queue_rule import QueuedLoad, QueueRule
 from benchmarks._report import Figure, Report
-from peerd.machine.rebalance.loads import PeerLoad, Transfer
+from peerd.machine.rebalance.loads import PeerLoad, StageLoads, Transfer
 from peerd.machine.rebalance.ordered_moves import OrderedMoves, PostView
-from peerd.machine.rebalance.queue_rule import QueueRule
-from peerd.machine.rebalance.rebalancer import RebalanceConfig, Rebalancer
+from peerd.machine.rebalance.rebalancer import RebalanceConfig
 
 HOUR_S: Final = 3600.0
 HOURS: Final = 32
@@ -125,7 +125,7 @@ class Ordered:
     """peerd's rule, as the conductor applies it."""
 
     def __init__(self, config: RebalanceConfig) -> None:
-        self._moves, self._joins = OrderedMoves(config), Rebalancer(config)
+        self._moves, self._work = OrderedMoves(config), config.work
         self._next = 0.0  # end of the first step after a change
 
     def due(self, now: float) -> float:
@@ -144,7 +144,7 @@ class Ordered:
         return moves
 
     def join(self, loads: Sequence[PeerLoad]) -> int:
-        return self._joins.join(loads)
+        return StageLoads(loads, self._work).weakest()
 
 
 def rule_of(name: str, stages: int, rng: random.Random) -> Rule:
@@ -240,14 +240,14 @@ class Simulation:
     def _loads(self, now: float) -> list[PeerLoad]:
         """The loads for the rule. Only peerd's rule sees peers that are moving, since it has ordered their moves."""
         if not self._wants_queues:
-            return [PeerLoad(n, s.stage, s.speed, 0.0, s.serves_at > now) for n, s in self._seats.items()]
+            return [PeerLoad(n, s.stage, s.speed, s.serves_at > now) for n, s in self._seats.items()]
         serving = {name: seat for name, seat in self._seats.items() if seat.serves_at <= now}
         capacity = [1e-9] * self._stages
         for seat in serving.values():
             capacity[seat.stage] += seat.speed
         queues = queues_of(capacity, UNDER_WAY * len(serving))
         return [
-            PeerLoad(n, s.stage, s.speed, _poisson(self._rng, queues[s.stage] * s.speed / capacity[s.stage]))
+            QueuedLoad(n, s.stage, s.speed, queue=_poisson(self._rng, queues[s.stage] * s.speed / capacity[s.stage]))
             for n, s in serving.items()
         ]
 

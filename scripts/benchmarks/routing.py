@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -45,14 +46,16 @@ from peerd.core.run.runfile import (
 )
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.pipeline.route_flow import RouteFlow
-from peerd.machine.pipeline.route_policy import Cut, InTurn, Options, RoutePolicy, Sent
+from peerd.machine.pipeline.route_policy import Cut, Options, RoutePolicy, Sent
 from peerd.service.dht.dht import DhtConfig
+from peerd.service.pipeline import direct
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimPath
 from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.roles.virtualroles import Roles
 
 POLICIES: Final = ("swarm", "flow", "ours")
@@ -189,7 +192,7 @@ class Swarm:
         self._add("trainer", Seat(-1, 0, 0.0), world)
         for seat in seats_of(self.scene, self._rng):
             await self._join(world, seat)
-        program = Roles(self.run, self._folder).program(TrainerRole, swarm(dht_config=QUIET), policy=self.policy)
+        program = Roles(self.run, self._folder).program(TrainerRole, swarm(dht_config=QUIET))
         await world.start("trainer", program=program)
 
     def _add(self, name: str, seat: Seat, world: World) -> None:
@@ -244,7 +247,7 @@ def run_of(scene: Scene, folder: Path) -> RunFile:
         run="routing",
         seed=5,
         model=ModelSection(d_model=WIDTH, heads=2, layers=scene.stages, context=CONTEXT),
-        pipeline=PipelineSection(stages=scene.stages, microbatch=SAMPLES, handover="direct"),
+        pipeline=PipelineSection(stages=scene.stages, microbatch=SAMPLES),
         optimizer=OptimizerSection(name="sgd", lr=0.1),
         batch=BatchSection(target_samples=scene.microbatches * SAMPLES),
         data=DataSection(path=str(folder / "*.txt"), holdout=0.1),
@@ -257,8 +260,10 @@ async def _measured(scene: Scene, folder: Path) -> dict[str, Measured]:
     """Measure all policies, one after another with the same peers. Policies do not share what they learn."""
     one, found, first = Swarm(scene, folder), dict[str, Measured](), 0
     config = WorldConfig(net=NetConfig(window_bytes=WINDOW_BYTES))
+    policy_of_trainer = patch.object(direct, "RouteFlow", lambda rng: one.policy)
     async with World(scene.seed, swarm(dht_config=QUIET), config).running() as world:
-        await one.start(world)
+        with policy_of_trainer:
+            await one.start(world)
         first_one = scene.seed % len(POLICIES)
         for policy in POLICIES[first_one:] + POLICIES[:first_one]:
             one.policy.current = policy

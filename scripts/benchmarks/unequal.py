@@ -55,7 +55,7 @@ def possible(kind: str) -> float:
 
 
 async def _measured(kind: str, folder: Path) -> Unequal:
-    cell = Cell("ours", RTT_MS, "direct")
+    cell = Cell("ours", RTT_MS)
     run = run_of(cell, folder)
     run = msgspec.structs.replace(run, batch=msgspec.structs.replace(run.batch, target_samples=MICROBATCHES))
     mbit_s = 2 * ACTIVATION_BYTES * 8 / LINE_S / 1e6

@@ -13,7 +13,9 @@ from peerd.core.errors import RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import Message
+from peerd.core.messages.handover import PassAnswer, PassRequest, Ticket
 from peerd.core.messages.progress import StageProgress, encode_progress, stage_key
+from peerd.core.messages.proof import signed_ticket
 from peerd.core.messages.state import StateManifest, StateRequest
 from peerd.core.messages.swarm import (
     Commit,
@@ -31,7 +33,6 @@ from peerd.core.messages.swarm import (
     Prepared,
     Seqs,
     StageAnswer,
-    StageBackward,
     StageForward,
     StageLoss,
     TrainerAnswer,
@@ -39,6 +40,7 @@ from peerd.core.messages.swarm import (
     WhoConducts,
 )
 from peerd.service.peer_stack import PeerStack
+from peerd.service.pipeline.next_stage import PASS
 from peerd.service.rpc.rpc import Answer, Incoming
 from scripts.hostile.field import FAR, Field, each
 from tests.kit.declared import ANY
@@ -198,30 +200,41 @@ async def h1_credits(there: Field) -> None:
 
 
 async def h2_unadmitted_work(there: Field) -> None:
-    """Gradients that nobody admitted: huge, larger still, not finite, many."""
+    """Microbatches that nobody admitted, by tickets of its own: with values that are huge, larger still, not finite."""
     async with there.peer() as peer:
         where = await there.positions(peer.dht)
-        model, rows = there.run.model, there.run.pipeline.microbatch
         for _ in range(12):
             for to, (stage, step, _) in where.items():
-                value = there.rng.choice([1e12, 1e36, math.inf, math.nan, 1e-3])
-                frames = work(stage, rows, model.context, model.d_model, model.dtype, value)
+                frames = work(there, stage, there.rng.choice([1e12, 1e36, math.inf, math.nan, 1e-3]))
                 for ahead in (0, 1):
-                    body = StageBackward(there.fingerprint, stage, step + ahead, there.rng.getrandbits(60))
+                    body = ticketed(there, peer, to, stage, step + ahead, there.rng.getrandbits(60), None)
                     try:
-                        await peer.rpc.call(to, "stage/6/backward", body, StageAnswer, frames=frames, timeout_s=3.0)
+                        await peer.rpc.call(to, PASS, body, PassAnswer, frames=frames, timeout_s=3.0)
                         there.done("h2 WAS TAKEN")
                     except RemoteError:
                         there.done("h2 refused")
             where = await there.positions(peer.dht)
 
 
-def work(stage: int, rows: int, length: int, width: int, dtype: str, value: float) -> list[TensorFrame]:
-    """The frames of a backward call: inputs, and gradients of that value (targets in the last stage)."""
-    tokens = TensorFrame("uint8", (rows, length), bytes(rows * length))
-    packed = struct.pack("<d" if dtype == "float64" else "<f", value) * (rows * length * width)
-    values = TensorFrame(dtype, (rows, length, width), packed)
-    return [tokens, values] if stage == 0 else [values, tokens]
+def ticketed(
+    there: Field, peer: PeerStack, to: PeerId, stage: int, step: int, seq: int, shown: Grant | None
+) -> PassRequest:
+    """A call for a microbatch of this peer at a stage, whose route names the called peer at every stage."""
+    own, last = peer.host.id.text, there.run.pipeline.stages - 1
+    bare = Ticket(step, seq, 0, 0, last, 0, [to.text] * (last + 1))
+    return PassRequest(
+        there.fingerprint, stage, own, signed_ticket(peer.host.sign, there.fingerprint, own, bare), shown
+    )
+
+
+def work(there: Field, stage: int, value: float) -> list[TensorFrame]:
+    """The frames of a microbatch at a stage: tokens, or inputs of that value; and targets."""
+    model, rows = there.run.model, there.run.pipeline.microbatch
+    tokens = TensorFrame("uint8", (rows, model.context), bytes(rows * model.context))
+    count = rows * model.context * model.d_model
+    packed = struct.pack("<d" if model.dtype == "float64" else "<f", value) * count
+    values = TensorFrame(model.dtype, (rows, model.context, model.d_model), packed)
+    return [tokens if stage == 0 else values, tokens]
 
 
 async def h6_fill_keys(there: Field) -> None:
@@ -310,38 +323,39 @@ async def f1_many_rows(there: Field) -> None:
         for to, (stage, _, _) in where.items():
             for shape in ((6000, 64), (1, 384_000), (384_000, 1)):
                 frame = TensorFrame("uint8", shape, bytes(384_000))
-                for verb, body, count in (
-                    ("forward", StageForward(there.fingerprint, stage, None, grant=evaluation), 1),
-                    ("forward", StageForward(there.fingerprint, stage, step, seq=seq, grant=shown), 1),
-                    ("backward", StageBackward(there.fingerprint, stage, step, seq, grant=shown), 2),
-                    ("loss", StageLoss(there.fingerprint, stage, evaluation), 2),
-                ):
+                calls: list[tuple[str, Message, type[Message], int]] = [
+                    ("stage/6/forward", StageForward(there.fingerprint, stage, grant=evaluation), StageAnswer, 1),
+                    ("stage/6/loss", StageLoss(there.fingerprint, stage, evaluation), StageAnswer, 2),
+                    (PASS, ticketed(there, peer, to, stage, step, seq, shown), PassAnswer, 2),
+                ]
+                for method, body, answer, count in calls:
                     try:
-                        frames = [frame] * count
-                        await peer.rpc.call(to, f"stage/6/{verb}", body, StageAnswer, frames=frames, timeout_s=5.0)
+                        await peer.rpc.call(to, method, body, answer, frames=[frame] * count, timeout_s=5.0)
                         there.done("f1 WAS TAKEN")
                     except RemoteError:
                         there.done("f1 refused")
 
 
 async def f1_floods(there: Field) -> None:
-    """Eight identities with 64 forward calls each, without end, with whatever grants there are."""
+    """Eight identities with 64 endless calls each: microbatches and evaluations, with whatever grants there are."""
 
     async def one() -> None:
         async with there.peer() as peer:
             where, (step, shown, evaluation) = await there.positions(peer.dht), await granted(there, peer)
             seqs = list(shown.seqs) if shown is not None else [0]
-            model, rows = there.run.model, there.run.pipeline.microbatch
 
             async def flood(to: PeerId, stage: int, number: int) -> None:
-                frames = work(stage, rows, model.context, model.d_model, model.dtype, 0.1)[:1]
-                seq = seqs[number % len(seqs)]
-                body = StageForward(there.fingerprint, stage, step, seq=seq, grant=shown)
-                if number % 2:
-                    body = StageForward(there.fingerprint, stage, None, grant=evaluation)
+                frames, seq = work(there, stage, 0.1), seqs[number % len(seqs)]
+                passed = ticketed(there, peer, to, stage, step, seq, shown)
+                forward = StageForward(there.fingerprint, stage, grant=evaluation)
                 while True:
                     try:
-                        await peer.rpc.call(to, "stage/6/forward", body, StageAnswer, frames=frames, timeout_s=5.0)
+                        if number % 2:
+                            await peer.rpc.call(
+                                to, "stage/6/forward", forward, StageAnswer, frames=frames[:1], timeout_s=5.0
+                            )
+                        else:
+                            await peer.rpc.call(to, PASS, passed, PassAnswer, frames=frames, timeout_s=5.0)
                         there.done("f1 computed")
                     except RemoteError:
                         await trio.sleep(0.1)

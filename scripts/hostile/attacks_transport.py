@@ -15,7 +15,7 @@ from peerd.core.messages.encoding import encode
 from peerd.core.messages.network import NetworkMapRequest
 from peerd.core.messages.run_link import RunFileRequest
 from peerd.core.messages.state import StateRequest
-from peerd.core.messages.swarm import StageBackward
+from peerd.core.messages.swarm import StageForward
 from peerd.machine.mux.striping import PLACED, PLACED_HEADER
 from peerd.machine.rpc.message_codec import REQUEST, encode_call
 from peerd.service.dht.codec import FindMessage, PingMessage
@@ -113,8 +113,8 @@ async def h3_tiny_pieces(there: Field) -> None:
 
 async def h4_declared_sizes(there: Field) -> None:
     """A call that says that 256 MiB follow, for an hour; nothing follows."""
-    body = encode(StageBackward(there.fingerprint, 0, 0, 1))
-    call = encode_call(REQUEST, 1, b"backward", 3600.0, body, declared((8, 2048, 4096)), 1)
+    body = encode(StageForward(there.fingerprint, 0))
+    call = encode_call(REQUEST, 1, b"forward", 3600.0, body, declared((8, 2048, 4096)), 1)
     async with session(there, there.target()) as mine:
         for stream in numbers(mine, 4):
             await mine.send(opening(stream, _STAGE, call))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peerd.compute.cpu_pace import BURST_S, CpuPace
+from peerd.compute.worker import BURST_S, CpuPace
 
 
 class Machine:

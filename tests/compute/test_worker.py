@@ -10,9 +10,10 @@ import torch
 import trio
 import trio.testing
 
-from peerd.compute.worker import DeviceWorker, InlineWorker, use_threads
+from peerd.compute.worker import DeviceWorker, use_threads
 from peerd.core.errors import LocalError, NoMemory
 from peerd.core.work import Worker
+from tests.worlds.roles.inline_worker import InlineWorker
 
 
 def raise_it(error: BaseException) -> None:

@@ -33,10 +33,10 @@ def test_of_several_windows_any_is_open_and_the_next_to_open_is_told() -> None:
     ("text", "why"),
     [
         ("22-08", "'22-08', which is not a window of the day; allowed: HH:MM-HH:MM"),
-        ("22:00-8am", "no window"),
+        ("22:00-8am", "not a window"),
         ("25:00-08:00", "'25:00-08:00', which is not a time of day"),
-        ("22:60-08:00", "no clock"),
-        ("22:00-24:01", "no clock"),
+        ("22:60-08:00", "not a time of day"),
+        ("22:00-24:01", "not a time of day"),
         ("08:00-08:00", "begins where it ends"),
         ("00:00-24:00", "begins where it ends; without hours it is the whole day"),
         ("22:00-08:00,", "''"),

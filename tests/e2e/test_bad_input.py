@@ -119,7 +119,10 @@ CASES = [
     Case("token for nobody", "token issue --run tiny --peer me", 2, ("--peer 'me' is not a peer id",)),
     Case("token without roles", f"token issue --run tiny --peer {PEER} --roles ,", 2, ("--roles: '' is not a role",)),
     Case(
-        "token with a wrong role", f"token issue --run tiny --peer {PEER} --roles A", 2, ("--roles: 'A' is not a role",)
+        "token with a wrong role",
+        f"token issue --run tiny --peer {PEER} --roles A",
+        2,
+        ("--roles: 'A' is not an installed role",),
     ),
     Case("token for no time", f"token issue --run tiny --peer {PEER} --days 0", 2, ("--days",)),
     Case("token of no run", f"token issue --run {'x' * 65} --peer {PEER}", 2, ("--run: allowed are 1 to 64",)),

@@ -29,8 +29,9 @@ from peerd.core.messages.experts import (
     TransferRequest,
     state_root,
 )
+from peerd.core.messages.state import Pieces
 from peerd.service.dht import codec as dht
-from peerd.service.experts.vault_disk import digests_of, piece_at
+from peerd.service.experts.vault_disk import digests_of
 from tests.fuzz import goods
 from tests.fuzz.answering import Answering, Answers
 from tests.fuzz.bodies import Pool
@@ -169,7 +170,7 @@ def _piece(body: bytes) -> list[Good]:
     """The piece of a state that a call asks for."""
     wanted = decode(PieceWanted, body)
     data = _BY_DIGEST.get(wanted.digest, STATES[0])
-    piece = b"".join(digests_of(data)) if wanted.piece < 0 else data[slice(*piece_at(len(data), wanted.piece))]
+    piece = digests_of(data) if wanted.piece < 0 else data[slice(*Pieces(len(data)).piece(wanted.piece))]
     return [Good("vault/2/get", Empty(), (TensorFrame("uint8", (len(piece),), piece),))]
 
 

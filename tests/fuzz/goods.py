@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from peerd.compute.model.served_stage import ServedStage
+from peerd.compute.model.served_stage import ServedStage, items_of
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key
 from peerd.core.messages.encoding import Empty, encode
@@ -55,7 +55,6 @@ from peerd.core.messages.swarm import (
     Relocate,
     Restore,
     Seqs,
-    StageBackward,
     StageForward,
     StageLoss,
     TrainerAnswer,
@@ -126,10 +125,8 @@ LIST_MEMBERS = Good("swarm/6/members", ListMembers(MARK))
 WHICH_POSTS = Good("posts/1/held", WhichPosts(MARK))
 GRANT = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs.of([SEQ, SEQ + 1])))
 MAY_EVALUATE = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs()))
-FORWARD = Good("stage/6/forward", StageForward(MARK, 0, 0, 0.0, SEQ, GRANT), tuple(microbatch(1)[:1]))
-EVALUATE = Good("stage/6/forward", StageForward(MARK, 0, None, grant=MAY_EVALUATE), tuple(microbatch(1)[:1]))
+EVALUATE = Good("stage/6/forward", StageForward(MARK, 0, grant=MAY_EVALUATE), tuple(microbatch(1)[:1]))
 LOSS = Good("stage/6/loss", StageLoss(MARK, 0, MAY_EVALUATE), tuple(microbatch(1)))
-BACKWARD = Good("stage/6/backward", StageBackward(MARK, 0, 0, SEQ, grant=GRANT), tuple(microbatch(1)))
 _GROUP = sorted([HOST.text, SELF.text])
 ORDER = Prepare(MARK, 1, 0, ATTEMPT, b"next", _GROUP, Mbs(), 4, 30.0)
 SPLIT = [Party(_GROUP[0], "node", 0.5), Party(_GROUP[1], "node", 0.5)]
@@ -217,22 +214,21 @@ NETWORK = [
 ]
 SWARM = [MEMBER, HELPER, OF_STAGE_1, TRAINER, DONE, LEAVE, LIST_MEMBERS, WHO_CONDUCTS, WHICH_POSTS, *NETWORK]
 # Calls with many rows, and with rows that are too long: good ones but for that.
-_MANY = TensorFrame("uint8", (6000, 16), bytes(96_000))
+MANY = TensorFrame("uint8", (6000, 16), bytes(96_000))
 _LONG = TensorFrame("uint8", (2, 48_000), bytes(96_000))
 MANY_ROWS = [
-    *(replace(good, frames=(_MANY, *good.frames[1:])) for good in (FORWARD, EVALUATE, LOSS, BACKWARD)),
+    *(replace(good, frames=(MANY, *good.frames[1:])) for good in (EVALUATE, LOSS)),
     replace(EVALUATE, frames=(_LONG,)),
 ]
-STAGE = [FORWARD, EVALUATE, LOSS, BACKWARD, *MANY_ROWS]
+STAGE = [EVALUATE, LOSS, *MANY_ROWS]
 RELOCATE = Good("stage/6/relocate", Relocate(MARK, 1, 0, 1, "stage 1 does 1 microbatch a second"))
 ORDERS = [PREPARE, PREPARE_ALONE, PREPARE_SPLIT, PREPARE_FIRST, PREPARE_JOINED, PREPARE_COPY, COMMIT, RESTORE, RELOCATE]
 # What is asked of the last stage, where the host's is not: for its mate.
 _HIDDEN = TensorFrame("float32", (2, 16, 16), np.linspace(-1, 1, 512, dtype="float32").tobytes())
 LAST = [
-    Good("stage/6/forward", StageForward(MARK, 1, None, grant=MAY_EVALUATE), (_HIDDEN,)),
+    Good("stage/6/forward", StageForward(MARK, 1, grant=MAY_EVALUATE), (_HIDDEN,)),
     Good("stage/6/loss", StageLoss(MARK, 1, MAY_EVALUATE), (_HIDDEN, microbatch(1)[0])),
-    Good("stage/6/backward", StageBackward(MARK, 1, 0, SEQ, grant=GRANT), (_HIDDEN, microbatch(1)[0])),
-    Good("stage/6/loss", StageLoss(MARK, 1, MAY_EVALUATE), (_HIDDEN, _MANY)),
+    Good("stage/6/loss", StageLoss(MARK, 1, MAY_EVALUATE), (_HIDDEN, MANY)),
 ]
 
 
@@ -284,7 +280,7 @@ ANSWERS = [
 
 def donor() -> list[Good]:
     """State of stage 0, after a step that the hostile peer names; all in one piece."""
-    items = [StateItem(*item) for item in ServedStage(RUN, 0, "cpu").describe()]
+    items = [StateItem(*item) for item in items_of(ServedStage(RUN, 0, "cpu").state())]
     layout = StateLayout(items)
     piece = bytes(layout.cut_out(0, [item.payload for item in items]))
     digests = piece_digest(piece)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -63,6 +64,7 @@ AT_FIRST = [
     _pass(0, ME, 0, 0, 0, HOST, attempt=3),
     _pass(0, ME, 0, 1, 0, SELF, MATE, attempt=(1 << 16) - 1),
 ]
+AT_FIRST.append(replace(AT_FIRST[0], frames=(goods.MANY, TARGETS)))
 # At the last stage, by a peer of the one before, or its trainer.
 AT_LAST = [
     *(_pass(1, by, 0, 1, 0, HOST, MATE, attempt=attempt) for by in (HONEST, ME) for attempt in (0, 1)),

@@ -12,7 +12,7 @@ from tests.fuzz import handover_goods as handing
 from tests.fuzz.answering import Answering
 from tests.fuzz.calls import Good, Menu
 from tests.fuzz.goods import SELF
-from tests.fuzz.service_points import ask, at_mate, back_to_start, served
+from tests.fuzz.service_points import ask, at_mate, back_to_start, give_room, served
 from tests.fuzz.session_points import entered
 from tests.fuzz.sessions import Point, Stage, point
 from tests.worlds.network.hostile import Hostile
@@ -26,18 +26,10 @@ async def _answering(stage: Stage) -> Hostile:
     return Answering(await entered(stage), random.Random(stage.ephemeral), handing.POOL, _ANSWERS)
 
 
-async def _give_room(stage: Stage) -> None:
-    """Forget attempts, and microbatches, of the sessions before."""
-    for peer in (served(stage).served, served(stage).mate):
-        role = peer.role
-        await role.post.state.move(role.position, role.post.state.load_saved)
-        role.post.handover._tickets._newest.clear()
-
-
 @point("as a trainer that hands over", Menu(handing.POOL, [*handing.AT_FIRST, goods.TRAINER]).talk(), POINTS)
 async def _trainer(stage: Stage) -> Sequence[Hostile]:
     await back_to_start(stage)
-    await _give_room(stage)
+    await give_room(stage)
     hostile = await entered(stage)
     assert await ask(hostile, handing.AT_FIRST[0])
     return [hostile]
@@ -47,7 +39,7 @@ async def _trainer(stage: Stage) -> Sequence[Hostile]:
 async def _hands_on(stage: Stage) -> Sequence[Hostile]:
     """It serves stage 0, as the last stage's peer hears, and brings the tickets of an honest trainer."""
     await back_to_start(stage)
-    await _give_room(stage)
+    await give_room(stage)
     before = served(stage).mate.role.post.handover
     before._before = before._before | {SELF.text, goods.HOST.text}
     hostile = await at_mate(stage, stage.ephemeral)
@@ -57,7 +49,7 @@ async def _hands_on(stage: Stage) -> Sequence[Hostile]:
 
 async def _over(stage: Stage, menu: Sequence[Good], is_listed: bool) -> Sequence[Hostile]:
     hostile = await _answering(stage)
-    await _give_room(stage)
+    await give_room(stage)
     served(stage).served.role.post.handover.note_members([handing.AS_MEMBER] if is_listed else [])
     await ask(hostile, menu[0])
     return [hostile]
@@ -79,7 +71,7 @@ async def _carries(stage: Stage) -> Sequence[Hostile]:
 async def _is_carried(stage: Stage) -> Sequence[Hostile]:
     """The host is a trainer with an attempt under way, which leads over the hostile peer."""
     await back_to_start(stage)
-    await _give_room(stage)
+    await give_room(stage)
     served(stage).relaying._open[handing.TICKET_OF_HOST.signature] = handing.TICKET_OF_HOST
     hostile = await entered(stage)
     assert await ask(hostile, handing.CARRY[0])

@@ -20,13 +20,13 @@ import trio
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.limits import COMMIT_PROOFS, LOOKED_AT_PEERS, MEMBERS, SUSPECTS
 from peerd.core.messages.commits import CommitProof, ProofShown, ShowProof
-from peerd.core.messages.proof import has_committed
+from peerd.core.messages.handover import PassAnswer, PassRequest, Ticket
+from peerd.core.messages.proof import has_committed, signed_ticket
 from peerd.core.messages.swarm import (
     Conducts,
     Done,
     Position,
     Seqs,
-    StageAnswer,
     TrainerAnswer,
     TrainerSync,
     WhoConducts,
@@ -38,10 +38,11 @@ from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.roster import START
 from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.run_services import RunServices
-from tests.fuzz import goods, service_scene
+from tests.fuzz import handover_goods as handing
+from tests.fuzz import service_scene
 from tests.fuzz.service_scene import Peer, pinned, start_caller, start_peer
 from tests.fuzz.sessions import NETWORK, WITHIN_S, ServiceStage, attacked
-from tests.worlds.network.hosts import running_hosts
+from tests.worlds.network.hosts import keypair, running_hosts
 
 RUN = msgspec.structs.replace(service_scene.RUN, run="proven", checkpoint=CheckpointSection(every_steps=1))
 MARK = fingerprint(RUN)
@@ -103,14 +104,14 @@ class ProvenStage(ServiceStage):
         return (await self.asks.call(self.host.id, "swarm/6/trainer", body, TrainerAnswer, timeout_s=30)).body
 
     async def _trained(self, step: int, seq: int, last: Peer, admitted: TrainerAnswer) -> Done:
-        receipts = []
-        for peer, good in ((self.members[0], goods.BACKWARD), (last, goods.LAST[2])):
-            body = msgspec.structs.replace(good.body, run=MARK, step=step, seq=seq, grant=admitted.grant)
-            answer = await self.asks.call(
-                peer.host.id, "stage/6/backward", body, StageAnswer, frames=good.frames, timeout_s=30
-            )
-            receipts.append(answer.body.receipt)
-        return Done(seq, [self.host.id.text, last.host.id.text], receipts)
+        """Hand a microbatch over to the conductor and `last`."""
+        own, route = self.honest.id.text, [self.host.id.text, last.host.id.text]
+        ticket = signed_ticket(keypair("honest").sign, MARK, own, Ticket(step, seq, 0, 0, 1, 0, route))
+        body = PassRequest(MARK, 0, own, ticket, admitted.grant)
+        frames = [handing.TOKENS, handing.TARGETS]
+        answer = await self.asks.call(self.host.id, "handover/2/pass", body, PassAnswer, frames=frames, timeout_s=30)
+        assert answer.body.broken is None, answer.body.broken
+        return Done(seq, [hop.peer for hop in answer.body.hops], [hop.receipt for hop in answer.body.hops])
 
     # --- what has to hold ---------------------------------------------------------------------------------------
 

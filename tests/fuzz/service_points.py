@@ -7,15 +7,15 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 from multiaddr import Multiaddr
 
 from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import decode, encode
+from peerd.core.messages.handover import PassAnswer
 from peerd.core.messages.state import StateManifest
-from peerd.core.messages.swarm import Done, StageAnswer
+from peerd.core.messages.swarm import Done
 from peerd.core.protobuf.autonat import AUTONAT, DialRequest
 from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Limit, StopKind, StopMessage
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
@@ -27,6 +27,7 @@ from peerd.machine.rpc.method_load import method_name
 from peerd.machine.swarm.roster import START
 from peerd.sim.clock import run_virtual
 from tests.fuzz import goods
+from tests.fuzz import handover_goods as handing
 from tests.fuzz.answering import Answering
 from tests.fuzz.calls import FIRST_STREAM, Good, Menu
 from tests.fuzz.goods import SELF, SEQ
@@ -103,16 +104,25 @@ asking("as a helper", _as(goods.HELPER, goods.LEAVE, goods.TRAINER), goods.HELPE
 
 # --- a trainer -------------------------------------------------------------------------------------------------------
 asking("as a trainer", _as(goods.TRAINER, goods.DONE, *goods.STAGE), goods.TRAINER, from_start=True)
+_WORK = [goods.DONE, *goods.STAGE, *handing.AT_FIRST]
 
 
-@point("as a trainer whose work is held", Menu(goods.POOL, [goods.DONE, *goods.STAGE, goods.LEAVE]).talk(), POINTS)
+async def give_room(stage: Stage) -> None:
+    """Forget attempts, and microbatches, of the sessions before."""
+    for peer in (served(stage).served, served(stage).mate):
+        role = peer.role
+        await role.post.state.move(role.position, role.post.state.load_saved)
+        role.post.handover._tickets._newest.clear()
+
+
+@point("as a trainer whose work is held", Menu(handing.POOL, [*_WORK, goods.LEAVE]).talk(), POINTS)
 async def _credited(stage: Stage) -> Sequence[Hostile]:
     await back_to_start(stage)
+    await give_room(stage)
     hostile = await entered(stage)
     await ask(hostile, goods.TRAINER)
-    if answer := await ask(hostile, goods.BACKWARD):
-        receipt = decode(StageAnswer, answer).receipt
-        done = Done(SEQ, [goods.HOST.text, goods.MATE.text], [receipt, None])
+    if (answer := await ask(hostile, handing.AT_FIRST[0])) and (hops := decode(PassAnswer, answer).hops):
+        done = Done(SEQ, [goods.HOST.text, goods.MATE.text], [hops[0].receipt, None])
         await ask(hostile, Good("swarm/6/trainer", msgspec.structs.replace(goods.WISH, done=[done], wait_s=0.0)))
     return [hostile]
 
@@ -128,24 +138,23 @@ async def _at_last_stage(stage: Stage) -> Sequence[Hostile]:
     return [hostile]
 
 
-@point("as a trainer whose work makes a step", Menu(goods.POOL, [goods.DONE, *goods.STAGE, *goods.LAST]).talk(), POINTS)
+@point("as a trainer whose work makes a step", Menu(handing.POOL, [*_WORK, *goods.LAST]).talk(), POINTS)
 async def _makes_a_step(stage: Stage) -> Sequence[Hostile]:
-    """Both microbatches of the batch, at both stages, with what they signed."""
+    """Both microbatches of the batch, over both stages, with what they signed."""
     await back_to_start(stage)
+    await give_room(stage)
     hostile = await entered(stage)
     mate = await at_mate(stage, bytes((stage.ephemeral[0] ^ 1, *stage.ephemeral[1:])))
-    await _make_batch(hostile, mate)
+    await _make_batch(hostile)
     return [hostile, mate]
 
 
-async def _make_batch(hostile: Hostile, mate: Hostile) -> None:
+async def _make_batch(hostile: Hostile) -> None:
     await ask(hostile, goods.TRAINER)
     done = []
-    for seq in (SEQ, SEQ + 1):
-        receipts = []
-        for lane, good in ((hostile, goods.BACKWARD), (mate, goods.LAST[2])):
-            answer = await ask(lane, replace(good, body=msgspec.structs.replace(good.body, seq=seq)))
-            receipts.append(decode(StageAnswer, answer).receipt if answer else None)
+    for seq, good in zip((SEQ, SEQ + 1), handing.AT_FIRST, strict=False):
+        answer = await ask(hostile, good)
+        receipts = [hop.receipt for hop in decode(PassAnswer, answer).hops] if answer else [None, None]
         done.append(Done(seq, [goods.HOST.text, goods.MATE.text], receipts))
     await ask(hostile, Good("swarm/6/trainer", msgspec.structs.replace(goods.WISH, done=done, wait_s=0.0)))
 
@@ -390,8 +399,9 @@ async def _conductor_answering(stage: Stage) -> Sequence[Hostile]:
 async def _mate_answering(stage: Stage) -> Sequence[Hostile]:
     """A member of the host's stage that holds part of a batch: the conductor orders it to average."""
     await back_to_start(stage)
+    await give_room(stage)
     hostile = await _answering(stage)
     mate = await at_mate(stage, bytes((stage.ephemeral[0] ^ 1, *stage.ephemeral[1:])))
     await ask(hostile, goods.MEMBER)
-    await _make_batch(hostile, mate)
+    await _make_batch(hostile)
     return [hostile, mate]

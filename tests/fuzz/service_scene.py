@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 import trio
 
-from peerd.compute.worker import InlineWorker
 from peerd.core.errors import Overloaded, Refused, RemoteError
 from peerd.core.messages.proof import grant
 from peerd.core.messages.swarm import (
@@ -60,6 +59,7 @@ from tests.fuzz.session_points import WHO
 from tests.fuzz.sessions import HOST, NETWORK, WITHIN_S, ServiceStage, attacked
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 from tests.worlds.roles.contexts import role_context
+from tests.worlds.roles.inline_worker import InlineWorker
 from tests.worlds.roles.stagescene import microbatch
 
 RUN = RunFile(
@@ -112,7 +112,7 @@ class RunStage(ServiceStage):
         """The honest peer gets an answer of each kind of service; a refusal is one, where the hostile peer conducts."""
         input_frame = microbatch(1)[:1]
         granted = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, self.honest.id.text, Seqs()))
-        forward = StageForward(MARK, 0, None, grant=granted)
+        forward = StageForward(MARK, 0, grant=granted)
         try:
             await self.asks.call(
                 self.host.id, "stage/6/forward", forward, StageAnswer, frames=input_frame, timeout_s=30

@@ -22,7 +22,8 @@ from peerd.machine.mux import frames as yamux
 from peerd.net.clock import RealClock
 from peerd.net.host import host as host_module
 from peerd.net.host import identify
-from peerd.net.host.host import Host, HostConfig, PeerDown, PeerInfo
+from peerd.net.host.host import Host, HostConfig, PeerDown
+from peerd.net.host.identify import PeerInfo
 from peerd.net.link.config import LinkConfig
 from peerd.net.link.stream import Stream
 from peerd.net.link.upgrade import UpgradedLink

@@ -53,6 +53,7 @@ PACKAGES = {
     "core/run": {"core"},
     "machine": {"machine/connectivity"},
     "machine/batch": {"machine/swarm"},
+    "machine/budget": {"machine/rate"},
     "machine/conductor": {
         *("machine/averaging", "machine/batch", "machine/positions", "machine/rebalance", "machine/swarm"),
     },
@@ -80,7 +81,7 @@ PACKAGES = {
     "service/averaging": {"service/conductor", "service/rpc"},
     "service/conductor": {"service/rpc", "service/swarm"},
     "service/dht": {"service/rpc"},
-    "service/experts": {"service/dht", "service/rpc"},
+    "service/experts": {"service/dht", "service/rpc", "service/state"},
     "service/network": {"service/conductor", "service/rpc"},
     "service/pipeline": {"service/rpc"},
     "service/state": {"service/rpc"},

@@ -2,7 +2,7 @@
 
 A time limit is an expression that determines when a call or a wait ends:
 
-* an argument of `move_on_after` and similar functions;
+* an argument of `move_on_after` and similar functions, and the pauses of a `Suspicion`;
 * the value of an argument, parameter default, variable, field or function whose name contains timeout or deadline;
 * the seconds that are added to a moment, and the value that an elapsed time is compared with.
 
@@ -23,6 +23,7 @@ from typing import Final
 
 SCOPES: Final = frozenset({"move_on_after", "fail_after", "move_on_at", "fail_at", "settimeout"})
 WAITS: Final = frozenset({"join", "wait"})  # of threads and processes; str and tasks have methods of these names, too
+PAUSES: Final = frozenset({"Suspicion"})  # classes whose first two arguments are pauses
 CLOCKS: Final = frozenset({"now", "_now", "current_time", "monotonic", "time", "wall"})
 MOMENTS: Final = ("_at", "since", "began", "started", "heard", "now", "wall")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -139,8 +140,9 @@ class Search:
                         yield other
 
     def _of_call(self, call: ast.Call) -> Iterator[ast.expr]:
-        name = _name_of(call.func)
-        yield from call.args if name in SCOPES else ()
+        func = call.func.value if isinstance(call.func, ast.Subscript) else call.func  # `Suspicion[str](...)`
+        name = _name_of(func)
+        yield from call.args if name in SCOPES else call.args[:2] if name in PAUSES else ()
         yield from (k.value for k in call.keywords if k.arg and is_limit(k.arg))
         places = {0} if name in WAITS and isinstance(call.func, ast.Attribute) else set[int]()
         places |= set(self._index.positions.get(name, ()))

@@ -23,13 +23,13 @@ BREAK_S = 3.0  # a longer time between two steps is no pace
 pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def run_file(handover: str) -> dict[str, Any]:
+def run_file() -> dict[str, Any]:
     from benchmarks._swarm import BASE
 
     return BASE | {
         "run": "cut-off",
         "model": {"d_model": 32, "heads": 1, "layers": 2, "context": 32},
-        "pipeline": {"stages": 2, "microbatch": 4, "handover": handover},
+        "pipeline": {"stages": 2, "microbatch": 4},
         "optimizer": {"name": "adamw", "lr": 1.0e-3, "total_steps": 100_000},
         "batch": {"target_samples": 128},
     }
@@ -43,7 +43,7 @@ def passed(seconds: float) -> tuple[float, float]:
 
 
 @contextmanager
-def far_swarm(handover: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def far_swarm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Two peers of each of two stages, and a trainer, that have made some steps."""
     if (reason := why_not_wide()) is not None:
         pytest.skip(reason)
@@ -52,7 +52,7 @@ def far_swarm(handover: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
     from benchmarks._far_swarm import FarSwarm
 
     with lab.WideLab(delay_ms=5) as wide:
-        swarm = FarSwarm(folder, wide, run_file(handover), None)
+        swarm = FarSwarm(folder, wide, run_file(), None)
         swarm.start_pairs()
         swarm.wait_for_step(3, 120)
         yield swarm
@@ -69,11 +69,10 @@ def goes_on(swarm: Any, since: float) -> float:
     return at_a_pace()[0]
 
 
-@pytest.mark.parametrize("handover", ["direct", "trainer"])
 def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(
-    handover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with far_swarm(handover, tmp_path, monkeypatch) as swarm:
+    with far_swarm(tmp_path, monkeypatch) as swarm:
         usual = swarm.rate(*passed(WATCHED_S))
         follower = next(n for n in ("stage-0-a", "stage-0-b") if not swarm.peer(n).role()["conducts"])
         swarm.cut("trainer", follower)  # whoever conducts is needed by everybody
@@ -97,15 +96,14 @@ def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(
     assert len(told) <= 4, told
 
 
-@pytest.mark.parametrize("handover", ["direct", "trainer"])
 def test_a_trainer_that_reaches_no_stage_peer_directly_goes_on_over_a_relay(
-    handover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backbone relays; the conductor is among those that are cut off.
 
     What the relay allows is what a trainer reaches that finds no other way from its start.
     """
-    with far_swarm(handover, tmp_path, monkeypatch) as swarm:
+    with far_swarm(tmp_path, monkeypatch) as swarm:
         usual = swarm.rate(*passed(WATCHED_S))
         for stage in range(2):
             for which in "ab":

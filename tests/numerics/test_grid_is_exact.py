@@ -19,13 +19,13 @@ from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import AveragingSection, BatchSection, RunFile
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.machine.batch.ledger import Counted
-from peerd.machine.pipeline.route_policy import InTurn
 from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.pipeline import direct
 from peerd.service.rpc.call_stream import CallStream
 from roles.stage import StageRole
 from tests.kit.amount import thorough
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
+from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.roles.training import Peer, Swarm, all_finished, pipeline, reaches, replicas, swarm
 
 PEERS = 9

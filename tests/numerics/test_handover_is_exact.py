@@ -22,7 +22,6 @@ from peerd.core.errors import Unreachable
 from peerd.core.messages.handover import PassRequest
 from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.call_times import CallTimes
-from peerd.machine.pipeline.route_policy import InTurn
 from peerd.service.pipeline import direct
 from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.next_stage import NextStage
@@ -33,6 +32,7 @@ from roles.trainer import TrainerRole
 from tests.kit.amount import few
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
 from tests.kit.runs import changed
+from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.roles.training import Peer, all_finished, events, stage_peers, swarm
 
 pytestmark = pytest.mark.slow
@@ -241,12 +241,3 @@ async def trains_exactly(
     modules: list[StageModule] = [peer.role.post.served.module for peer in living]
     assert batches.faults(per_step=8) == [], "\n".join(events(living))
     assert differences(run, plain_torch(run, batches), modules) == []
-
-
-@pytest.mark.thorough
-async def test_what_a_trainer_sends_to_two_peers_of_each_stage_counts_once(
-    tmp_path: Path, autojump_clock: MockClock, batches: Batches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = run_of(tmp_path, "adamw", "float64")
-    run = changed(run, pipeline={"handover": "trainer"})
-    await trains_exactly(tmp_path, run, every_call_twice, batches, monkeypatch)

@@ -23,11 +23,11 @@ EVERY = 600  # bytes: about one sample in twenty is spoilt
 LONGEST_S = 30.0  # of virtual time for all steps, which take 10 s without anything spoilt
 
 
-def spoilt_run(folder: Path, how: str, stages: int, handover: str, every: int = EVERY) -> RunFile:
+def spoilt_run(folder: Path, how: str, stages: int, every: int = EVERY) -> RunFile:
     run = run_file("adamw", "float64", write_texts(folder), stages=stages)
     spoil_texts(folder, every)
     model = ModelSection(kind=write_spoilt(folder, how), d_model=16, context=32, dtype="float64")
-    return changed(run, model=model, pipeline={"handover": handover})
+    return changed(run, model=model)
 
 
 def dropped(peers: list[Peer]) -> list[dict[str, Any]]:
@@ -40,12 +40,11 @@ def check_spoilt_samples_are_out(batches: Batches) -> None:
 
 
 @pytest.mark.parametrize("mates", [1, 2])
-@pytest.mark.parametrize("handover", ["direct", "trainer"])
 @pytest.mark.parametrize("how", ["forward", "backward"])
 async def test_what_is_not_finite_is_dropped_and_the_rest_is_trained_exactly(
-    tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, how: str, handover: str, mates: int
+    tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, how: str, mates: int
 ) -> None:
-    run = spoilt_run(tmp_path, how, 3, handover)
+    run = spoilt_run(tmp_path, how, 3)
     monkeypatch.chdir(tmp_path)
     async with swarm(tmp_path / "peers") as s:
         peers, trainers = await pipeline(s, run, 3 * mates)
@@ -72,7 +71,7 @@ async def test_what_is_not_finite_is_dropped_and_the_rest_is_trained_exactly(
 async def test_replicas_drop_what_is_not_finite_and_train_the_rest_exactly(
     tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    run = spoilt_run(tmp_path, how, 1, "direct")
+    run = spoilt_run(tmp_path, how, 1)
     monkeypatch.chdir(tmp_path)
     async with swarm(tmp_path / "peers") as s:
         peers = await replicas(s, run, 2)

@@ -21,11 +21,11 @@ from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import AveragingSection, BoundarySection, RunFile
-from peerd.machine.pipeline.route_policy import InTurn
 from peerd.service.pipeline import direct
 from tests.kit.amount import few, thorough
 from tests.kit.exact import TOLERANCE, Batches, differences, plain_torch, run_file, write_texts
 from tests.kit.runs import changed
+from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.roles.training import all_finished, pipeline, reaches, swarm
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from peerd.core import limits
 from peerd.core.messages.encoding import decode, encode
+from peerd.core.messages.handover import PassRequest, Ticket
 from peerd.core.messages.progress import KeptCheckpoints, StageProgress, TrainerProgress
 from peerd.core.messages.swarm import (
     MAX_MEMBERS,
@@ -37,7 +38,6 @@ from peerd.core.messages.swarm import (
     Receipt,
     Redo,
     Seqs,
-    StageBackward,
     TrainerAnswer,
     TrainerSync,
 )
@@ -231,7 +231,9 @@ def test_answers_to_trainers_are_taken(count: int, members: int, redo: int) -> N
             grant_early=granted,
         )
     )
-    sent(StageBackward(RUN, limits.STAGES - 1, 1, LAST_SEQ, math.inf, granted), limits.RPC_DEFAULT_BODY_BYTES)
+    last, route = limits.STAGES - 1, [name(stage) for stage in range(limits.STAGES)]
+    ticket = Ticket(limits.LAST_STEP, LAST_SEQ, (1 << 16) - 1, 0, last, 0, route, SIGNATURE)
+    sent(PassRequest(RUN, last, route[0], ticket, granted, math.inf), limits.RPC_DEFAULT_BODY_BYTES)
 
 
 # --- the list of members ---------------------------------------------------------------------------------------------

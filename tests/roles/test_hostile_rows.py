@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,13 +48,13 @@ def tokens(rows: int, length: int = 16) -> TensorFrame:
 
 
 class Calls(Scene):
-    """A scene whose trainers forward and evaluate as well."""
+    """A scene whose trainers evaluate as well."""
 
     def may_evaluate(self, trainer: Peer, step: int = 0, by: Any = None) -> Grant:
         return grant(by or self.stage.host.sign, GrantStatement(self.mark, 1, step, trainer.host.id.text, Seqs()))
 
-    def forward(self, shown: Grant | None, step: int | None = None, seq: int = 0) -> StageForward:
-        return StageForward(self.mark, 0, step, seq=seq, grant=shown)
+    def forward(self, shown: Grant | None) -> StageForward:
+        return StageForward(self.mark, 0, grant=shown)
 
     async def call(self, trainer: Peer, body: Message, *frames: TensorFrame, timeout_s: float = 10.0) -> StageAnswer:
         verb = "loss" if isinstance(body, StageLoss) else "forward"
@@ -80,7 +81,7 @@ async def test_a_call_of_too_many_rows_is_refused_before_its_payload_is_received
 
     async with Calls.running(tmp_path, run, "liar") as (scene, liar):
         may, admitted = scene.may_evaluate(liar), scene.admitted(liar, 7)
-        evaluate, forward = scene.forward(may), scene.forward(admitted, 0, 7)
+        evaluate = scene.forward(may)
         await scene.call(liar, evaluate, tokens(2))  # connected, and all there is built
         with monkeypatch.context() as patch:
             patch.setattr(Inbound, "frames", noting)
@@ -90,7 +91,6 @@ async def test_a_call_of_too_many_rows_is_refused_before_its_payload_is_received
                 (evaluate, tokens(6000, 64)),
                 (evaluate, tokens(3)),
                 (evaluate, tokens(1, 384_000)),
-                (forward, tokens(6000, 64)),
                 (StageLoss(scene.mark, 0, may), tokens(6000, 64)),
             ]:
                 with pytest.raises(Refused, match=r"samples|frames of 384000 bytes"):
@@ -116,32 +116,31 @@ async def test_nothing_is_computed_for_whom_no_conductor_lets(
     async with Calls.running(tmp_path, run, "trainer", "other") as (scene, trainer, other):
         may, admitted = scene.may_evaluate(trainer), scene.admitted(trainer, 7)
         monkeypatch.setattr(Inbound, "frames", noting)
+        at_a_step: Any = 99
         refused: list[tuple[StageForward | StageLoss, type[RemoteError], str]] = [
             (scene.forward(None), Refused, "no grant"),
-            (scene.forward(None, 0, 7), Refused, "no grant"),
             (scene.forward(admitted), Refused, "not for an evaluation"),
-            (scene.forward(may, 0, 7), Refused, "does not name microbatch 7"),
-            (scene.forward(admitted, 0, 8), Refused, "does not name microbatch 8"),
             (scene.forward(scene.may_evaluate(trainer, by=other.host.sign)), Overloaded, "not of a conductor"),
             (scene.forward(scene.may_evaluate(other)), Overloaded, "not of a conductor"),
             (StageLoss(scene.mark, 0), Refused, "no grant"),
             (StageLoss(scene.mark, 0, admitted), Refused, "not for an evaluation"),
+            (StageForward(b"x" * 16, 0, grant=may), Refused, "your run file differs"),
+            (StageForward(scene.mark, 1, grant=may), Refused, "the call is for stage 1"),
+            (StageForward(scene.mark, 0, at_a_step, grant=may), RemoteError, "the peer reset the stream"),
         ]
         for body, error, why in refused:
             with pytest.raises(error, match=why):
                 await scene.call(trainer, body, *microbatch(1)[:1])
         assert received == []
         await scene.call(trainer, scene.forward(may), tokens(1))
-        await scene.call(trainer, scene.forward(admitted, 0, 7), tokens(2))
         scene.stage.role.post.state.position = msgspec.structs.replace(scene.stage.role.position, step=EVERY + 1)
         with pytest.raises(Overloaded, match="the grant to evaluate is of step 0"):
             await scene.call(trainer, scene.forward(may), tokens(1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("handover", ["direct", "trainer"])
 async def test_honest_trainers_evaluate_with_the_conductors_grant(
-    tmp_path: Path, run: RunFile, handover: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two, as often as the run says, by calls of no more samples than a microbatch has."""
     rows = Counter[tuple[str, int]]()
@@ -153,7 +152,7 @@ async def test_honest_trainers_evaluate_with_the_conductors_grant(
         return await ask(self, call, name)
 
     monkeypatch.setattr(StageClient, "_ask", noting)
-    run = changed(run, pipeline={"handover": handover}, optimizer={"total_steps": 2 * EVERY})
+    run = changed(run, optimizer={"total_steps": 2 * EVERY})
     async with swarm(tmp_path / "peers") as s:
         _, trainers = await pipeline(s, run, 2, trainers=2)
         await all_finished(s, trainers)
@@ -174,7 +173,7 @@ class Flood:
 
     def __init__(self, s: Any, scene: Calls) -> None:
         self.s, self.scene = s, scene
-        self.made = 0  # of the honest trainer's microbatches, each a forward and a backward
+        self.made = 0  # of the honest trainer's microbatches
 
     async def start(self) -> None:
         network = self.s.network
@@ -188,8 +187,7 @@ class Flood:
         shown = scene.admitted(honest, *range(2000))
         while True:
             try:
-                await scene.call(honest, scene.forward(shown, 0, self.made), tokens(2), timeout_s=30)
-                await scene.backward(honest, self.made, shown)
+                await scene.backward(honest, self.made, shown, timeout_s=30)
             except Overloaded as error:
                 await trio.sleep(error.retry_after_s)
                 continue
@@ -198,11 +196,13 @@ class Flood:
     async def flood(self, name: str, number: int, evaluates: bool) -> None:
         """One of 64 calls of a liar that are always under way."""
         liar, scene = self.s.peers[name], self.scene
-        shown = scene.may_evaluate(liar) if evaluates else scene.admitted(liar, number)
-        body = scene.forward(shown) if evaluates else scene.forward(shown, 0, number)
-        while True:
+        may = scene.may_evaluate(liar)
+        for seq in count(number, 64):
             try:
-                await scene.call(liar, body, tokens(2), timeout_s=600)
+                if evaluates:
+                    await scene.call(liar, scene.forward(may), tokens(2), timeout_s=600)
+                else:
+                    await scene.backward(liar, seq, scene.admitted(liar, seq), timeout_s=600)
             except RemoteError:
                 await trio.sleep(0.05)
 
@@ -267,7 +267,7 @@ async def test_a_microbatch_that_does_not_fit_into_memory_now_is_refused_with_th
             held[0] = 1_575_000_000
             for call in (
                 partial(scene.backward, trainer, 2, shown),
-                partial(scene.call, trainer, scene.forward(shown, 0, 2), tokens(2)),
+                partial(scene.call, trainer, scene.forward(scene.may_evaluate(trainer)), tokens(2)),
             ):
                 with pytest.raises(Overloaded, match=r"no memory is left .*limits\.memory_gb allows 1\.5 GB"):
                     await call()

@@ -46,7 +46,6 @@ def keeping(folder: Path, run: RunFile = RUN) -> CheckpointKeeper:
         clock=RealClock(seed=1),
         data_dir=folder,
         device="cpu",
-        seed=1,
         log=cast("Any", SimpleNamespace(event=lambda *_, **__: None)),
         worker=lambda _: InlineWorker(),
     )
@@ -165,7 +164,7 @@ async def test_a_set_lies_in_files_while_it_is_fetched_checked_and_written(
             await trio.lowlevel.checkpoint()
             return found
 
-        monkeypatch.setattr(fetcher, "fetch_with_room", fetch)
+        monkeypatch.setattr(fetcher, "fetch", fetch)
     monkeypatch.setattr("peerd.compute.model.stage_module.build", None)  # the outline needs no stage to be built
     peer: Any = object()
     assert await kept._attempt(4, [[peer], [peer]]) == at(4)
@@ -177,13 +176,13 @@ async def test_a_set_lies_in_files_while_it_is_fetched_checked_and_written(
 
 def test_what_is_no_state_of_its_step_is_refused() -> None:
     served = ServedStage(RUN, 0, "cpu")
-    items = [StateItem(*item) for item in served.describe()]
+    items = [StateItem(*item) for item in items_of(served.state())]
     assert checked(at(0), items).keys() == {item.name for item in items}
     with pytest.raises(ValueError, match="says it is of step 0"):
         checked(at(3), items)
     next(iter(served.module.state_views().values())).view(-1)[0] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
-        checked(at(0), [StateItem(*item) for item in served.describe()])
+        checked(at(0), [StateItem(*item) for item in items_of(served.state())])
 
 
 @pytest.mark.slow

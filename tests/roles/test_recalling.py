@@ -35,7 +35,7 @@ def recalling(asked: list[Position], saved: list[Position]) -> CheckpointRecover
         asked.append(request.of)
         if request.of == NEW:
             raise Unreachable(disagreement())
-        return None, None
+        return None, None, None
 
     async def save(position: Position, *_: object, hold: bool) -> None:
         saved.append(position)

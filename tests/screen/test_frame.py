@@ -7,7 +7,8 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from peerd.screen.chart import Curve
-from peerd.screen.frame import Columns, FramePicture, compose, flow, table_lines
+from peerd.screen.columns import Columns
+from peerd.screen.frame import FramePicture, compose, flow
 
 REASON = "stands still for 40 s: no position that every stage can reach: a peer with newer state is missing"
 
@@ -64,12 +65,12 @@ def test_a_large_screen_is_used_to_its_end(width: int, height: int) -> None:
 
 def test_a_table_that_is_too_long_gives_way_to_its_summary_or_counts_what_is_left() -> None:
     table = picture(peers=50).table
-    assert [line.plain.split() for line in table_lines(table, 80, 6)] == [["peer", "step", "waits"], ["all", "9"]]
+    assert [line.plain.split() for line in table.lines(6)] == [["peer", "step", "waits"], ["all", "9"]]
     whole = Columns(table.heads, table.rows, table.right)
-    lines = [line.plain for line in table_lines(whole, 80, 6)]
+    lines = [line.plain for line in whole.lines(6)]
     assert len(lines) == 6
     assert lines[-1] == "and 46 more"
-    assert len(table_lines(whole, 80, 51)) == 51
+    assert len(whole.lines(51)) == 51
 
 
 def test_parts_stay_whole_where_a_line_can_hold_them() -> None:

@@ -27,6 +27,7 @@ from peerd.core.messages.progress import (
 from peerd.core.messages.swarm import Position
 from peerd.core.messages.token import revoked_key
 from peerd.machine.swarm.placement import Arrival
+from peerd.screen.units import known
 from peerd.service.access import Present, Presented
 from peerd.service.run_services import RunServices
 from peerd.service.swarm.contributions import ContributionOf, ContributionTally
@@ -367,9 +368,9 @@ async def test_the_leader_board_shows_members_under_their_signed_names(club: Clu
     await lie.publish()
     swarm = await swarm_view(bob.dht, run_file(), bob.rpc.gate)
     shown = ("name", "peer", "samples", "brought", "updates", "bytes_aggregated")
-    board = [tuple(row[key] for key in shown) for row in swarm["contributions"]]
-    assert board == [("Bob", bob.id, 30, 0, 0, 100), ("Ann", ann.id, 5, 10, 0, 200)]
-    assert [round(row["hours"] * 3600) for row in swarm["contributions"]] == [120, 120]
+    board = [tuple(getattr(row, key) for key in shown) for row in swarm.contributions]
+    assert board == [("Bob", bob.id.text, 30, 0, 0, 100), ("Ann", ann.id.text, 5, 10, 0, 200)]
+    assert [round((known(row.hours) or 0) * 3600) for row in swarm.contributions] == [120, 120]
     ours = await swarm_view(liar.dht, run_file())  # whoever checks no tokens is told anything
-    assert ours["contributions"][0]["samples"] == 1000
-    assert ours["contributions"][0]["name"] == ""
+    assert ours.contributions[0].samples == 1000
+    assert ours.contributions[0].name == ""

@@ -147,7 +147,7 @@ async def test_another_large_text_is_a_warning_once_it_was_read_through_and_ends
             assert not second.refusal
             return
     assert second.refusal.startswith("run 'virtual' is running with other text: data.path ")
-    assert re.search(r"by step \d+ [1-9]\d* microbatches of it had been counted$", second.refusal)
+    assert re.search(r"by step \d+, [1-9]\d* microbatches of it had been counted$", second.refusal)
 
 
 async def test_of_trainers_that_start_in_the_same_second_with_other_texts_one_says_so_and_ends(

@@ -46,7 +46,6 @@ def _drawn(folder: Path, rng: random.Random, stages: int, at_home: bool) -> RunF
         pipeline={
             "stages": stages,
             "microbatch": 1,
-            "handover": rng.choice(["direct", "trainer"]),
             "placement": rng.choice(["load", "network"]),
             "boundary": BoundarySection(code=rng.choice(["auto", "bf16", "int8"]) if lossy else "none"),
         },

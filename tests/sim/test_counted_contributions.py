@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
 
 from peerd.commands.status.swarm_view import swarm_view
+from peerd.control.swarm_status import SwarmStatus
 from peerd.core.run.runfile import BatchSection, PipelineSection
 from peerd.service.swarm.contributions import ContributionOf, ContributionTally
 from peerd.sim.world import World
@@ -33,28 +33,28 @@ async def boast(world: World, roles: Roles) -> str:
     return liar.id.text
 
 
-async def board(world: World, roles: Roles) -> dict[str, Any]:
+async def board(world: World, roles: Roles) -> SwarmStatus:
     """The run as the backbone sees it."""
     boot = world.nodes["boot"]
     return await swarm_view(boot.dht, roles.run, None, boot.clock.wall())
 
 
-async def counted_by(world: World, roles: Roles, *names: str, after: int = 0) -> dict[str, Any]:
+async def counted_by(world: World, roles: Roles, *names: str, after: int = 0) -> SwarmStatus:
     """The run, once its counts are those of one of these peers, and of a step later than `after`."""
-    seen = dict[str, Any]()
+    seen = SwarmStatus()
     for _ in range(60):
         seen = await board(world, roles)
-        head = seen["counted"]
-        if head is not None and head["by"] in [world.nodes[name].id for name in names] and head["step"] > after:
+        head = seen.counted
+        if head is not None and head.by in [world.nodes[name].id.text for name in names] and head.step > after:
             return seen
         await trio.sleep(2)
-    pytest.fail(f"nobody of {names} counts: {seen['counted']}\n{roles.story()}")
+    pytest.fail(f"nobody of {names} counts: {seen.counted}\n{roles.story()}")
 
 
-def sums(swarm: dict[str, Any]) -> tuple[int, int]:
+def sums(swarm: SwarmStatus) -> tuple[int, int]:
     """Samples computed and brought by all peers, as counted."""
-    rows = [row["counted"] for row in swarm["contributions"] if row["counted"] is not None]
-    return sum(row["samples"] for row in rows), sum(row["brought"] for row in rows)
+    rows = [row.counted for row in swarm.contributions if row.counted is not None]
+    return sum(row.samples for row in rows), sum(row.brought for row in rows)
 
 
 @virtual
@@ -70,26 +70,25 @@ async def test_samples_are_counted_in_each_stage_and_a_liar_that_gave_nothing_st
     async with pipeline_world(roles, 3, "trainer") as world:
         liar = await boast(world, roles)
         swarm = await counted_by(world, roles, *roles.conductors())
-        head, rows = swarm["counted"], swarm["contributions"]
-        steps = head["step"] - head["since_step"]
-        assert head["since_step"] == 0
+        head, rows = swarm.counted, swarm.contributions
+        steps = head.step - head.since_step
+        assert head.since_step == 0
         assert steps >= 3
         assert sums(swarm) == (2 * BATCH * steps, BATCH * steps), "each sample counts in each of two stages"
-        workers = {world.nodes[f"stage{number}"].id for number in range(3)} | {world.nodes["trainer"].id}
-        assert {row["peer"] for row in rows if row["counted"]} == workers
-        assert (rows[-1]["peer"].text, rows[-1]["samples"], rows[-1]["counted"]) == (liar, LIE, None)
+        workers = {world.nodes[name].id.text for name in ("stage0", "stage1", "stage2", "trainer")}
+        assert {row.peer for row in rows if row.counted} == workers
+        assert (rows[-1].peer, rows[-1].samples, rows[-1].counted) == (liar, LIE, None)
 
 
-def check(before: dict[str, Any], after: dict[str, Any]) -> None:
+def check(before: SwarmStatus, after: SwarmStatus) -> None:
     """Nobody's count has shrunk, and of the steps in between at most some seconds are not in the counts."""
-    assert after["counted"]["by"] != before["counted"]["by"]
-    assert after["counted"]["since_step"] == before["counted"]["since_step"] == 0
+    assert after.counted.by != before.counted.by
+    assert after.counted.since_step == before.counted.since_step == 0
     old, new = (
-        {row["peer"]: row["counted"]["samples"] for row in seen["contributions"] if row["counted"]}
-        for seen in (before, after)
+        {row.peer: row.counted.samples for row in seen.contributions if row.counted} for seen in (before, after)
     )
     assert all(new[peer] >= samples for peer, samples in old.items())
-    assert sum(old.values()) < sum(new.values()) <= BATCH * after["counted"]["step"]
+    assert sum(old.values()) < sum(new.values()) <= BATCH * after.counted.step
 
 
 @virtual
@@ -114,14 +113,14 @@ async def test_counts_go_on_when_one_conductor_dies_and_the_next_one_leaves(tmp_
                 await world.stop(world.nodes[conductor])
             names.remove(conductor)
             assert await world.until(lambda at=at: roles.replica_step() >= at + 3, within_s=120), roles.story()
-            after = await counted_by(world, roles, *names, after=before["counted"]["step"])
+            after = await counted_by(world, roles, *names, after=before.counted.step)
             check(before, after)
-            assert after["contributions"][-1]["peer"] == world.nodes["liar"].id
+            assert after.contributions[-1].peer == world.nodes["liar"].id.text
             before = after
-        first = before["contributions"][0]
-        shares = {row["peer"]: row["counted"]["samples"] for row in before["contributions"] if row["counted"]}
+        first = before.contributions[0]
+        shares = {row.peer: row.counted.samples for row in before.contributions if row.counted}
         assert len(shares) == 4, "those that died keep what they gave"
-        assert shares[first["peer"]] == max(shares.values())
-        claimed = next(row for row in before["contributions"] if row["peer"] == world.nodes[last].id)
-        assert claimed["samples"] >= LIE
-        assert claimed["counted"]["samples"] <= BATCH * (before["counted"]["step"] - before["counted"]["since_step"])
+        assert shares[first.peer] == max(shares.values())
+        claimed = next(row for row in before.contributions if row.peer == world.nodes[last].id.text)
+        assert claimed.samples >= LIE
+        assert claimed.counted.samples <= BATCH * (before.counted.step - before.counted.since_step)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from peerd.sim.clock import run_virtual
-from tests.kit.amount import few
 from tests.worlds.roles.two_stages import MICROBATCH_S, STAGES, two_stage_run, two_stages
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
@@ -45,19 +44,13 @@ async def rate(roles: Roles, peers: tuple[str, ...], cut: list[tuple[str, str]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("handover", "one", "other", "left"),
-    few(
-        [(mode, *cut) for mode in ("direct", "trainer") for cut in CUTS],
-        ("direct", *CUTS[2]),
-    ),
-)
+@pytest.mark.parametrize(("one", "other", "left"), CUTS)
 @pytest.mark.thorough
 def test_training_goes_on_as_fast_as_the_peers_within_reach_allow(
-    tmp_path: Path, handover: str, one: str, other: str, left: tuple[str, ...]
+    tmp_path: Path, one: str, other: str, left: tuple[str, ...]
 ) -> None:
     torch.set_num_threads(1)
-    run = two_stage_run(tmp_path, handover)
+    run = two_stage_run(tmp_path)
 
     def roles(name: str) -> Roles:
         return Roles(run, tmp_path / name, lambda: PacedDevice(MICROBATCH_S))

@@ -15,7 +15,6 @@ from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import CheckpointSection, OptimizerSection, RunFile
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.runs import changed
 from tests.worlds.machines.fakehost import leaves
 from tests.worlds.roles.training import Peer, Swarm, all_finished, events, pipeline, reaches, replicas, swarm
 
@@ -137,18 +136,15 @@ def makes_a_liar(monkeypatch: pytest.MonkeyPatch, served: Any, method: str) -> N
     monkeypatch.setattr(served, method, lies)
 
 
-@pytest.mark.parametrize("handover", ["direct", "trainer"])
 @pytest.mark.parametrize("method", ["forward", "backward"])
 async def test_a_peer_that_lies_is_named_and_the_run_goes_on_exactly_without_it(
     tmp_path: Path,
     batches: Batches,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    handover: str,
     method: str,
 ) -> None:
     run = run_file("adamw", "float64", write_texts(tmp_path), stages=2)
-    run = changed(run, pipeline={"handover": handover})
     async with swarm(tmp_path / "peers") as s:
         peers, trainers = await pipeline(s, run, 4)
         for peer in peers:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import trio
 
-from peerd.core.errors import NOT_CONDUCTING, Refused, RemoteError
+from peerd.core.errors import RemoteError, not_conducting
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import POSTS, STAGES, TERM_MAX
@@ -85,7 +85,7 @@ class Hostile:
     def refuses_all(self) -> None:
         async def refuse(call: Incoming[Any]) -> Answer[Any]:
             self.refused += 1
-            raise Refused(f"{NOT_CONDUCTING}, somebody should")
+            raise not_conducting(", somebody should")
 
         self.node.rpc.serve("swarm/6/member", MemberSync, refuse, declared=ANY)
         self.node.rpc.serve("swarm/6/trainer", TrainerSync, refuse, declared=ANY)

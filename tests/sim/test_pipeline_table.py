@@ -21,6 +21,6 @@ def test_the_papers_column_follows_the_closed_form(layers: str) -> None:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_stages_stay_as_busy_at_200_ms_as_without_delay() -> None:
-    near, far = (pipeline.measured(pipeline.Cell("gpt3", rtt_ms, "direct")) for rtt_ms in (0, 200))
+    near, far = (pipeline.measured(pipeline.Cell("gpt3", rtt_ms)) for rtt_ms in (0, 200))
     assert far.utilization >= pipeline.LEAST[200] * near.utilization
     assert far.wire_over_payload <= 1.05

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from peerd.sim.clock import run_virtual
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
-from tests.worlds.roles.placed import FREE, Handover, PlacedRun, placed_world, step_times
+from tests.worlds.roles.placed import PlacedRun, placed_world, step_times
 from tests.worlds.roles.virtualroles import Roles
 
 REGION = np.array([0, 0, 1, 1])  # of four devices
@@ -54,26 +53,10 @@ def test_routes_inside_regions_train_faster_than_crossed_ones_and_both_exactly(t
     torch.set_num_threads(1)
     run, tokens_per_s = run_file("sgd", "float64", write_texts(tmp_path)), {}
     for name, placement in (("inside", INSIDE), ("crossed", CROSSED)):
-        batches, placed = Batches(), PlacedRun(two_regions(), placement, Handover.VIA_TRAINER)
+        batches, placed = Batches(), PlacedRun(two_regions(), placement)
         with pytest.MonkeyPatch.context() as patch:
             batches.watch(patch)
             times = run_virtual(_train, placed, Roles(run, tmp_path / name), batches, seed=1)
         tokens = (STEPS - 1) * run.batch.target_samples * run.model.context
         tokens_per_s[name] = tokens / (times[-1] - times[0])
     assert tokens_per_s["inside"] > 1.2 * tokens_per_s["crossed"], tokens_per_s
-
-
-def test_messages_along_the_chain_take_the_link_from_the_stage_before() -> None:
-    rng = np.random.default_rng(1)
-    network = Network(rng.random((6, 6)), rng.random((6, 6)))
-    placement = StagePlacement((0, 1, 2, 0, 1, 2), (((0, 4), (3, 1)), ((1, 5), (4, 2))))
-    through, along = (PlacedRun(network, placement, handover) for handover in Handover)
-    assert through.chains() == along.chains() == [[0, 4, 2], [3, 1, 5]]
-    for chain in along.chains():
-        for before, device in pairwise(chain):
-            assert along.outward(chain, device) == along.link(before, device)
-            assert along.back(chain, device) == FREE
-            assert through.outward(chain, device) == through.link(chain[0], device)
-            assert through.back(chain, device) == through.link(device, chain[0])
-        assert along.outward(chain, chain[0]) == through.outward(chain, chain[0]) == FREE
-    assert dict.fromkeys(map(str, along.paths())).keys() != dict.fromkeys(map(str, through.paths())).keys()

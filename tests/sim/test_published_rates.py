@@ -30,7 +30,7 @@ def all_at(roles: Roles, step: int) -> bool:
 async def test_a_trainer_that_comes_later_shares_by_published_rates_before_it_has_measured_anything(
     tmp_path: Path,
 ) -> None:
-    roles = Roles(two_stage_run(tmp_path, "trainer"), tmp_path / "roles", lambda: PacedDevice(MICROBATCH_S))
+    roles = Roles(two_stage_run(tmp_path), tmp_path / "roles", lambda: PacedDevice(MICROBATCH_S))
     async with two_stages(roles) as world:
         assert await world.until(lambda: all_at(roles, 1), within_s=120), roles.story()
         roles.live["b1"].post.serving._worker.microbatch_s *= TIMES_SLOWER

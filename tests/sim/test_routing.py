@@ -16,7 +16,8 @@ from benchmarks import routing
 from benchmarks._routing_flow import FlowRoutes
 
 from peerd.machine.pipeline.route_flow import RouteFlow
-from peerd.machine.pipeline.route_policy import InTurn, RoutePolicy
+from peerd.machine.pipeline.route_policy import RoutePolicy
+from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.machines.routesim import RouteSim
 
 

@@ -12,7 +12,6 @@ from typing import TypeVar
 import pytest
 import trio
 
-from tests.kit.amount import few
 from tests.kit.virtual_time import virtual
 from tests.worlds.roles.two_stages import MICROBATCH_S, STAGES, two_stage_run, two_stages
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
@@ -25,7 +24,7 @@ STEPS, PEERS = 2, 2  # of each stage
 
 @virtual
 async def test_slow_devices_are_waited_for_and_nobody_has_to_do_a_microbatch_again(tmp_path: Path) -> None:
-    run = two_stage_run(tmp_path, "direct")
+    run = two_stage_run(tmp_path)
     roles = Roles(run, tmp_path / "roles", lambda: PacedDevice(OLD_MACHINE_S))
     async with two_stages(roles) as world:
         since = trio.current_time()
@@ -58,16 +57,11 @@ class StallingDevice(PacedDevice):
         return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
 
 
-@pytest.mark.parametrize(
-    ("handover", "stage"),
-    few([(mode, stage) for mode in ("direct", "trainer") for stage in (0, 1)], ("direct", 1)),
-)
+@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.thorough
 @virtual
-async def test_a_device_that_stands_still_costs_a_step_seconds_and_not_a_minute(
-    tmp_path: Path, handover: str, stage: int
-) -> None:
-    roles = Roles(two_stage_run(tmp_path, handover), tmp_path / "roles", StallingDevice)
+async def test_a_device_that_stands_still_costs_a_step_seconds_and_not_a_minute(tmp_path: Path, stage: int) -> None:
+    roles = Roles(two_stage_run(tmp_path), tmp_path / "roles", StallingDevice)
     async with two_stages(roles) as world:
 
         def at(step: int) -> Callable[[], bool]:
@@ -100,7 +94,7 @@ LOOK_S = 0.02
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.4])
 @virtual
 async def test_a_stopped_stage_mate_costs_one_pause_of_seconds(tmp_path: Path, after_s: float) -> None:
-    roles = Roles(two_stage_run(tmp_path, "direct"), tmp_path / "roles", partial(PacedDevice, MICROBATCH_S))
+    roles = Roles(two_stage_run(tmp_path), tmp_path / "roles", partial(PacedDevice, MICROBATCH_S))
     async with two_stages(roles) as world:
         assert await world.until(lambda: min(roles.steps(), default=0) >= 5, within_s=120), roles.story()
         stopped = [name for name in STAGES if STAGES[name] == 1 and name not in roles.conductors()][-1]

@@ -114,7 +114,7 @@ async def cut(roles: Roles, world: World, *island: str) -> tuple[int, list[int]]
 @pytest.mark.parametrize("island", [("b0", "b1"), ("a0", "a1")], ids=" ".join)
 @virtual
 async def test_the_half_that_trained_goes_on_when_two_halves_meet(tmp_path: Path, island: tuple[str, ...]) -> None:
-    roles = Roles(two_stage_run(tmp_path, "direct"), tmp_path / "peers", lambda: PacedDevice(MICROBATCH_S))
+    roles = Roles(two_stage_run(tmp_path), tmp_path / "peers", lambda: PacedDevice(MICROBATCH_S))
     async with two_stages(roles) as world:
         assert await world.until(lambda: min(roles.steps(), default=0) >= 3, within_s=60), roles.story()
         most, steps = await cut(roles, world, *island)

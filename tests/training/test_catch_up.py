@@ -15,7 +15,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from peerd.compute.frozen_state import MakeRoom
-from peerd.compute.model.served_stage import Stale
+from peerd.compute.model.microbatch_books import Stale
 from peerd.core.errors import NoMemory
 from peerd.core.keys import Keypair
 from peerd.core.messages.state import TensorSpec
@@ -79,20 +79,26 @@ class Donor:
         self.giving = SimpleNamespace(in_use=False, let_go=lambda: None)
         self.totals = SimpleNamespace(fetch=self.fetch_total)
 
-    async def fetch(self, *_: object) -> tuple[Position, list[StateItem]]:
+    async def fetch(self, *_: object) -> tuple[Position, list[StateItem], None]:
         await trio.lowlevel.checkpoint()
         self.chosen(at(4))
         parts = (np.zeros(40, "float32"), np.array(4, "int64"))
-        return at(4), [
-            StateItem(s.name, s.dtype, s.shape, memoryview(bytearray(p.tobytes())))
-            for s, p in zip(STATE, parts, strict=True)
-        ]
+        return (
+            at(4),
+            [
+                StateItem(s.name, s.dtype, s.shape, memoryview(bytearray(p.tobytes())))
+                for s, p in zip(STATE, parts, strict=True)
+            ],
+            None,
+        )
 
-    async def fetch_total(self, *_: object) -> tuple[Position, list[StateItem]]:
+    async def fetch_total(self, *_: object) -> tuple[Position, list[StateItem], None]:
         await trio.lowlevel.checkpoint()
-        return at(4), [
-            StateItem(TOTAL.name, TOTAL.dtype, TOTAL.shape, memoryview(bytearray(np.ones(4, "float32").tobytes())))
-        ]
+        return (
+            at(4),
+            [StateItem(TOTAL.name, TOTAL.dtype, TOTAL.shape, memoryview(bytearray(np.ones(4, "float32").tobytes())))],
+            None,
+        )
 
 
 class Scene:

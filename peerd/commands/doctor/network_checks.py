@@ -18,11 +18,10 @@ from peerd.commands.doctor.check_result import CheckResult, CheckVerdict
 from peerd.control.token_files import CredentialFiles
 from peerd.core.addr import parse_addr, parse_announced, split_peer, tcp_place
 from peerd.core.addr import reach as addr_reach
-from peerd.core.errors import ConfigError, Refused, RemoteError
+from peerd.core.errors import Cause, ConfigError, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import CLOCK_CORRECTION_S, CLOCK_TOLERANCE_S
-from peerd.core.messages.token import NO_TOKEN
 from peerd.core.protobuf.circuit import HOP
 from peerd.core.run.runfile import RunFile
 from peerd.log import clean
@@ -228,7 +227,7 @@ async def _compare_clocks(stack: PeerStack, peer: PeerId, addr: Multiaddr, obser
     try:
         answer = await stack.rpc.call(peer, "dht/4/ping", body, PongMessage, timeout_s=_CONNECT_S)
     except Refused as error:
-        if NO_TOKEN not in str(error):
+        if error.cause is not Cause.NO_TOKEN:
             raise
         observed.silent = True
         return

@@ -25,7 +25,7 @@ _SELF: Final = (0, 0, 0)
 _FASTER: Final = 0.02  # share of links below the scale, so that a few fast links do not flatten it
 _LEGEND_CELLS: Final = 16
 
-Cells = list[float | None]  # seconds; inf: no link; nan: a device with itself; None: a gap between stages
+Cells = list[float | None]  # seconds, inf without a link, nan for a device with itself; None is a gap between stages
 
 
 class _Scale(NamedTuple):

@@ -36,7 +36,7 @@ class DeviceEntry(Section, frozen=True):
     count: int = 1  # number of equal devices; more than one are called name-1, name-2, ...
     place: str = ""
     speed_tflops: float | None = None  # 10^12 floating-point operations per second, as reached in training
-    memory_gb: float | None = None  # of machine and GPU together; None: enough for any stage
+    memory_gb: float | None = None  # of machine and GPU together; None if it is enough for any stage
 
 
 class WorkloadEntry(Section, frozen=True):

@@ -50,7 +50,10 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
-    """Plan a run: which device should serve which stage, or what each stage needs of a device and its line."""
+    """Plan which device serves which stage.
+
+    Without LINKS: what each stage needs of a device and its line.
+    """
     if links is None:
         _tell_sizes(model, before or out, DEFAULT_TFLOPS if speed is None else speed, as_json)
         return

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from peerd.commands.plan.link_matrix import link_matrix
@@ -19,6 +18,7 @@ from peerd.commands.plan.size_report import batches
 from peerd.log import clean
 from peerd.machine.placement.cost import CostKind, PlacementCost
 from peerd.machine.placement.problem import IDLE, Matrix, PlacementProblem, StagePlacement
+from peerd.screen.columns import Columns
 from peerd.screen.units import counted, number, size, took
 
 PAIRS_SHOWN: Final = 64  # most routes shown one by one; --json and --out have all
@@ -70,7 +70,7 @@ def plan_view(found: SolvedPlan, width: int, *, coloured: bool) -> RenderableTyp
     where = f"{counted(len(problem.devices), 'device')}" + (f" in {counted(places, 'place')}" if places else "")
     work = f"{counted(len(problem.stages), 'stage')}, {batches(problem.microbatches)} a step"
     parts: list[RenderableType] = [Text(f"{clean(found.links)}: {where}; {work}", "bold"), Text("")]
-    parts += [*_cost_lines(found), Text(""), _stage_table(found), Text(""), *_followers(found), Text("")]
+    parts += [*_cost_lines(found), Text(""), _stage_table(found).table(), Text(""), *_followers(found), Text("")]
     groups = [problem_members(found, stage) for stage in range(len(problem.stages))]
     idle = problem_members(found, IDLE)
     if idle:
@@ -138,29 +138,19 @@ def parts_of_cost(cost: PlacementCost) -> Iterator[tuple[str, float]]:
     yield "moving, spread over the steps of --horizon", cost.moving_s
 
 
-def _stage_table(found: SolvedPlan) -> Table:
-    problem = found.problem
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("stage", justify="right")
-    table.add_column("devices", justify="right")
-    table.add_column("who", overflow="fold", ratio=1)
+def _stage_table(found: SolvedPlan) -> Columns:
+    """Table of the stages: with their speed if it is known, and with their memory if they need any."""
+    problem, rows = found.problem, list[list[str]]()
     timed = all(math.isfinite(device.speed) for device in problem.devices)
     needy = any(work.memory for work in problem.stages)
-    if timed:
-        table.add_column("TFLOP/s", justify="right")
-    if needy:
-        table.add_column("needs", justify="right")
-        table.add_column("least memory", justify="right")
     for stage, work in enumerate(problem.stages):
         members = problem_members(found, stage)
-        row = [str(stage), str(len(members)), names_of(found, members)]
-        if timed:
-            row.append(number(sum(problem.devices[device].speed for device in members) / _TERA))
-        if needy:
-            least = min(problem.devices[device].memory for device in members)
-            row += [size(work.memory), size(least) if math.isfinite(least) else "-"]
-        table.add_row(*row)
-    return table
+        speed = sum(problem.devices[device].speed for device in members) / _TERA
+        least = min(problem.devices[device].memory for device in members)
+        memory = [size(work.memory), size(least)] if needy else []
+        rows.append([str(stage), str(len(members)), names_of(found, members), *([number(speed)] * timed), *memory])
+    heads = ["stage", "devices", "who", *(["TFLOP/s"] * timed), *(["needs", "least memory"] * needy)]
+    return Columns(heads, rows, {0, 1, *range(3, len(heads))}, whole={2})
 
 
 def names_of(found: SolvedPlan, members: Sequence[int]) -> str:

@@ -92,7 +92,7 @@ def problem_of(links: LoadedLinks, wish: PlanRequest) -> tuple[PlacementProblem,
     """The problem to solve, and the bytes of state that a device fetches when it moves to another stage."""
     if wish.run is not None:
         path, run, sizes = wish.run
-        stages = tuple(StageWork(one.gradient_bytes, one.sent_bytes, one.work_flops, one.memory_bytes) for one in sizes)
+        stages = tuple(StageWork(one.gradient_bytes, one.sent_bytes, one.flops, one.memory_bytes) for one in sizes)
         count, state = microbatches(run), float(max(one.footprint.checkpoint_bytes for one in sizes))
         where = f"{path}: pipeline.stages"
     else:

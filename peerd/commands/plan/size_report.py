@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from peerd.core.model.model_shapes import first_with_experts
 from peerd.core.model.model_size import StageSize, boundary_bytes, microbatches
 from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile, precision_text
+from peerd.screen.columns import Columns
 from peerd.screen.units import counted, number, size
 
 _TERA = 1e12
-
-
-_HANDOVER: Final = {
-    "direct": "Stages send activations to each other, and keep their inputs and results for the backward pass; if "
-    "there is no memory for that (limits.activations_mb), they recompute the forward pass.",
-    "trainer": "The trainer carries tensors from stage to stage (pipeline.handover): for the backward pass, all but "
-    "the last stage receive their input again and recompute the forward pass.",
-}
 
 
 def size_view(run: RunFile, sizes: Sequence[StageSize], speed: float) -> RenderableType:
@@ -41,16 +33,13 @@ def size_view(run: RunFile, sizes: Sequence[StageSize], speed: float) -> Rendera
         )
         unknown = f"parameters, work and memory: {knows}"
         return Group(*parts, Text(unknown, "yellow"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("stage", "layers", "parameters", "FLOPs", "averages", "memory", f"line at {_tflops(speed)}"):
-        table.add_column(head, justify="left" if head == "layers" else "right", overflow="fold")
-    for one in sizes:
-        table.add_row(*_row(run, one, speed))
-    total = sum(one.parameters for one in sizes)
-    flops = sum(one.flops for one in sizes)
+    rows = [_row(run, one, speed) for one in sizes]
     if len(sizes) > 1:
-        table.add_row("all", "", f"{total:,}", operations(flops), "", "", "")
-    parts += [Text(""), table, Text(""), *_notes(run, sizes, speed)]
+        total, flops = sum(one.parameters for one in sizes), sum(one.flops for one in sizes)
+        rows.append(["all", "", f"{total:,}", operations(flops), "", "", ""])
+    heads = ("stage", "layers", "parameters", "FLOPs", "averages", "memory", f"line at {_tflops(speed)}")
+    table = Columns(heads, rows, set(range(7)) - {1}, whole=range(7))
+    parts += [Text(""), table.table(), Text(""), *_notes(run, sizes, speed)]
     return Group(*parts)
 
 
@@ -81,8 +70,9 @@ def _notes(run: RunFile, sizes: Sequence[StageSize], speed: float) -> list[Text]
     if len(sizes) > 1:
         notes.append(
             f"line: rate, each way, with which a device of {_tflops(speed)} (--speed) never waits for the network. "
-            f"{_HANDOVER[run.pipeline.handover]} Twice the width needs half the line: work grows with its square, "
-            "bytes do not (square-cube law)."
+            "Stages send activations to each other, and keep their inputs and results for the backward pass; if there "
+            "is no memory for that (limits.activations_mb), they recompute the forward pass. Twice the width needs "
+            "half the line: work grows with its square, bytes do not (square-cube law)."
         )
     if run.limits.offload:
         most = max(one.footprint.held("cuda")[0] for one in sizes)
@@ -122,7 +112,7 @@ def size_object(run: RunFile, sizes: Sequence[StageSize], speed: float) -> dict[
                 "parameters": one.parameters,
                 "layer_parameters": one.layer_parameters,
                 "flops": one.flops,
-                "work_flops": one.work_flops,
+                "work_flops": one.flops,
                 "gradient_bytes": one.gradient_bytes,
                 "sent_bytes": one.sent_bytes,
                 "memory_bytes": one.memory_bytes,

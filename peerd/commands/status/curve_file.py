@@ -20,15 +20,7 @@ class CurveFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._at = 0
-        self._train, self._valid = LossHistory(), LossHistory()
-
-    @property
-    def train(self) -> list[tuple[float, float]]:
-        return [(step, loss) for step, loss in self._train.told()]
-
-    @property
-    def valid(self) -> list[tuple[float, float]]:
-        return [(step, loss) for step, loss in self._valid.told()]
+        self.train, self.valid = LossHistory(), LossHistory()
 
     def read(self) -> None:
         """Read the lines that were completed since the last call. Does nothing if the file does not exist."""
@@ -45,7 +37,7 @@ class CurveFile:
         for line in data[:whole].splitlines():
             try:
                 told = json.loads(line)
-                self._train.note(told.get("step"), told.get("loss"))
-                self._valid.note(told.get("valid_step"), told.get("valid_loss"))
+                self.train.note(told.get("step"), told.get("loss"))
+                self.valid.note(told.get("valid_step"), told.get("valid_loss"))
             except (ValueError, AttributeError, RecursionError):
                 continue

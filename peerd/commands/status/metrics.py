@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from peerd.control.snapshot import StatusSnapshot
 from peerd.screen import units
 
 _SWARM: Final = {
@@ -33,7 +34,7 @@ _DHT: Final = {
 Figure = tuple[str, str, Mapping[str, str], object]  # name, help, labels, value
 
 
-def metrics_text(snapshot: Mapping[str, Any]) -> str:
+def metrics_text(snapshot: StatusSnapshot) -> str:
     """All figures of a snapshot that are finite numbers, grouped by metric name."""
     lines: dict[str, list[str]] = {}
     for name, words, labels, value in _figures(snapshot):
@@ -46,35 +47,24 @@ def metrics_text(snapshot: Mapping[str, Any]) -> str:
     return "".join(f"{line}\n" for found in lines.values() for line in found)
 
 
-def _figures(snapshot: Mapping[str, Any]) -> Iterator[Figure]:
-    run = {"run": str(snapshot.get("run") or "")}
-    yield "peerd_uptime_seconds", "time since the daemon started", run, snapshot.get("uptime_s")
-    swarm = snapshot.get("swarm") or {}
+def _figures(snapshot: StatusSnapshot) -> Iterator[Figure]:
+    run, swarm = {"run": snapshot.run or ""}, snapshot.swarm
+    yield "peerd_uptime_seconds", "time since the daemon started", run, snapshot.uptime_s
     for key, words in _SWARM.items():
-        yield f"peerd_swarm_{key}", words, run, swarm.get(key)
-    still = swarm.get("standstill")
-    yield (
-        "peerd_swarm_standstill_seconds",
-        "duration of the run's standstill, 0 while it moves",
-        run,
-        still["for_s"] if still else 0,
-    )
-    for stage in swarm.get("stages") or []:
-        labels = run | {"stage": str(stage.get("stage"))}
-        yield "peerd_swarm_stage_peers", "peers that announce a stage", labels, len(stage.get("peers") or [])
-    net = snapshot.get("network") or {}
-    yield "peerd_network_peers", "connected peers", run, len(net.get("peers") or [])
+        yield f"peerd_swarm_{key}", words, run, getattr(swarm, key)
+    still = swarm.standstill
+    still_s = still.for_s if still is not None else 0
+    yield "peerd_swarm_standstill_seconds", "duration of the run's standstill, 0 while it moves", run, still_s
+    for stage in swarm.stages:
+        labels = run | {"stage": str(stage.stage)}
+        yield "peerd_swarm_stage_peers", "peers that announce a stage", labels, len(stage.peers)
+    yield "peerd_network_peers", "connected peers", run, len(snapshot.network.peers)
     for key, words in _NETWORK.items():
-        yield f"peerd_network_{key}", words, run, net.get(key)
+        yield f"peerd_network_{key}", words, run, getattr(snapshot.network, key)
     for key, words in _DHT.items():
-        yield f"peerd_dht_{key}", words, run, (snapshot.get("dht") or {}).get(key)
-    yield (
-        "peerd_faults",
-        "internal errors of the daemon since it started",
-        run,
-        (snapshot.get("faults") or {}).get("count"),
-    )
-    for role in snapshot.get("roles") or []:
+        yield f"peerd_dht_{key}", words, run, getattr(snapshot.dht, key, None)
+    yield "peerd_faults", "internal errors of the daemon since it started", run, snapshot.faults.count
+    for role in snapshot.roles:
         yield from _role(run | {"role": str(role.get("role"))}, role)
 
 

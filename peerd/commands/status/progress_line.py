@@ -6,12 +6,13 @@ step 1,204 of 10,000 · stands still for 40 s: stage 1 has no peers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from typing import Final, Protocol
 
 import trio
 
 from peerd.commands.status.swarm_words import left, own_share, position
+from peerd.control.swarm_status import SwarmStatus
 from peerd.screen import units
 
 PERIOD_S: Final = 60.0
@@ -20,7 +21,7 @@ PERIOD_S: Final = 60.0
 class SwarmSource(Protocol):
     """Source of the swarm's part of a snapshot: the daemon's `StatusBoard`."""
 
-    async def swarm(self) -> dict[str, Any]: ...
+    async def swarm(self) -> SwarmStatus: ...
 
 
 async def tell_progress(board: SwarmSource, say: Callable[[str], None]) -> None:
@@ -32,25 +33,23 @@ async def tell_progress(board: SwarmSource, say: Callable[[str], None]) -> None:
         say(progress_line(await board.swarm()))
 
 
-def progress_line(swarm: Mapping[str, Any]) -> str:
+def progress_line(swarm: SwarmStatus) -> str:
     """Format the swarm's part of a snapshot as one line."""
-    if swarm.get("step") is None:
-        return " · ".join(["nothing of the run is known yet", *_movement(swarm)])
-    return " · ".join([position(swarm), *_movement(swarm)])
+    first = position(swarm) if swarm.step is not None else "nothing of the run is known yet"
+    return " · ".join([first, *_movement(swarm)])
 
 
-def _movement(swarm: Mapping[str, Any]) -> list[str]:
-    still, loss = swarm.get("standstill"), units.known(swarm.get("loss"))
-    told = [f"loss {units.loss(loss)}"] if loss is not None else []
-    if swarm.get("complete"):
+def _movement(swarm: SwarmStatus) -> list[str]:
+    told = [f"loss {units.loss(swarm.loss)}"] if units.known(swarm.loss) is not None else []
+    if swarm.complete:
         return [*told, "the run is complete"]
-    if still:
-        return [*told, f"stands still for {units.duration(still['for_s'])}: {still['why']}"]
-    if swarm.get("step") is not None:
-        rate, part = units.rate(swarm.get("samples_per_s")), own_share(swarm)
+    if swarm.standstill is not None:
+        return [*told, f"stands still for {units.duration(swarm.standstill.for_s)}: {swarm.standstill.why}"]
+    if swarm.step is not None:
+        rate, part = units.rate(swarm.samples_per_s), own_share(swarm)
         told.append(rate if part is None else f"{rate}, mine {units.share(part)}")
     if left(swarm):
         told.append(left(swarm))
-    if swarm.get("own_wait"):
-        told.append(f"this peer waits: {swarm['own_wait']}")
+    if swarm.own_wait:
+        told.append(f"this peer waits: {swarm.own_wait}")
     return told

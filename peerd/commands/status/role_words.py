@@ -5,14 +5,29 @@ Figures of the built-in roles have specific phrases. Those of other roles are sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
+from peerd.control.role_status import (
+    AveragingFigures,
+    HandoverFigures,
+    MicrobatchFigures,
+    TrainerExpertFigures,
+    figures_of,
+)
+from peerd.control.swarm_status import StatusPart
 from peerd.screen import units
 
 Told = Mapping[str, Any]
 
 _WAYS: Final = {"direct": "directly", "relay": "over a relay", "trainer": "over the trainer"}
+_FORMS: Final[Mapping[str, type[StatusPart]]] = {
+    "averaging": AveragingFigures,
+    "microbatches": MicrobatchFigures,
+    "handover": HandoverFigures,
+    "experts": TrainerExpertFigures,
+}
 _NEXT_SHOWN: Final = 3  # most peers of the next stage that are named
 
 _ELSEWHERE: Final = {
@@ -21,13 +36,37 @@ _ELSEWHERE: Final = {
 }
 
 
-def parts_of(role: Told) -> list[Told]:
-    """Rows of a role: one for each of its posts, and one for the replica of a trainer."""
-    rows: list[Told] = [{**role, **post} for post in role.get("posts") or [{}]]
-    for name in ("replica", "member"):
-        if isinstance(role.get(name), dict):
-            rows.append({"state": role.get("state"), **role[name], "role": "replica"})
-    return rows
+@dataclass(frozen=True, slots=True)
+class RolePart:
+    """A role, one of its posts, or a trainer's replica, with its figures by name."""
+
+    role: str
+    state: str
+    restarts: int
+    failure: str
+    waits_for: str
+    figures: Told
+
+    @property
+    def stage(self) -> int | None:
+        stage = self.figures.get("stage")
+        return stage if isinstance(stage, int) and stage >= 0 else None
+
+
+def parts_of(roles: Iterable[Told]) -> Iterator[RolePart]:
+    """The parts of a snapshot's roles: each post of a role, and the replica of a trainer."""
+    for role in roles:
+        for post in role.get("posts") or [{}]:
+            yield _part({**role, **post})
+        for name in ("replica", "member"):
+            if isinstance(role.get(name), dict):
+                yield _part({"state": role.get("state"), **role[name], "role": "replica"})
+
+
+def _part(told: Told) -> RolePart:
+    role, state = str(told.get("role", "?")), str(told.get("state", "?"))
+    failure, waits_for = (str(told.get(key) or "") for key in ("failure", "waits_for"))
+    return RolePart(role, state, told.get("restarts") or 0, failure, waits_for, told)
 
 
 def details(role: Told) -> Iterator[str]:
@@ -36,6 +75,8 @@ def details(role: Told) -> Iterator[str]:
         if key in _ELSEWHERE or value is None or value is False or value in ("", [], {}):
             continue
         phrase = _PHRASES.get(key)
+        if key in _FORMS and (value := figures_of(value, _FORMS[key])) is None:
+            value, phrase = role[key], None  # of a role that is not built in
         told = phrase(value, role) if phrase is not None else _plain(key, value)
         if told:
             yield told
@@ -57,29 +98,26 @@ def _plain(key: str, value: object) -> str:
     return f"{name.replace(' per s', '/s')} {units.brief(value)}"
 
 
-def _averaging(told: Any, role: Told) -> str:
-    if not isinstance(told, dict):
-        return ""
-    if not told.get("rounds"):
-        return f"averaging failed: {told['last_failure']}" if told.get("last_failure") else ""
-    phrase = f"{units.counted(told['rounds'], 'round')} averaged, the last in {units.took(told.get('last_s'))}"
-    if told.get("failed"):
-        phrase += f", {units.count(told['failed'])} failed ({told.get('last_failure') or 'for no known reason'})"
-    return phrase
+def _averaging(told: AveragingFigures, role: Told) -> str:
+    if not told.rounds:
+        return f"averaging failed: {told.last_failure}" if told.last_failure else ""
+    phrase = f"{units.counted(told.rounds, 'round')} averaged, the last in {units.took(told.last_s)}"
+    why = told.last_failure or "for no known reason"
+    return phrase + _more(told.failed, f"failed ({why})")
 
 
-def _microbatches(told: Any, role: Told) -> str:
-    if not isinstance(told, dict):
-        return f"{units.count(told)} microbatches"
-    phrase = f"{units.count(told.get('counted', 0))} microbatches counted"
-    if told.get("in_flight") and role.get("in_flight_why"):
-        why = f": {role['in_flight_why']}" if not role.get("waits_for") else ""
-        phrase += f", {units.count(told['in_flight'])} in flight{why}"
-    outcomes = {"redone": "repeated", "requeued": "restarted", "lost": "lost", "not_finite": "dropped as not finite"}
-    for key, words in outcomes.items():
-        if told.get(key):
-            phrase += f", {units.count(told[key])} {words}"
-    return phrase
+def _microbatches(told: MicrobatchFigures, role: Told) -> str:
+    phrase = f"{units.count(told.counted)} microbatches counted"
+    if role.get("in_flight_why"):
+        why = "" if role.get("waits_for") else f": {role['in_flight_why']}"
+        phrase += _more(told.in_flight, f"in flight{why}")
+    outcomes = ((told.redone, "repeated"), (told.requeued, "restarted"), (told.lost, "lost"))
+    return phrase + "".join(_more(*one) for one in (*outcomes, (told.not_finite, "dropped as not finite")))
+
+
+def _more(count: int, words: str) -> str:
+    """One more phrase on a count, or "" for 0."""
+    return f", {units.count(count)} {words}" if count else ""
 
 
 def _next_step(value: Any, role: Told) -> str:
@@ -88,48 +126,31 @@ def _next_step(value: Any, role: Told) -> str:
     return f"next step {units.soon(due_in_s)}" if due_in_s or (due_in_s == 0 and not role.get("waits_for")) else ""
 
 
-def _handover(told: Any, role: Told) -> str:
+def _handover(told: HandoverFigures, role: Told) -> str:
     """Phrase on the microbatches that a stage peer holds, and on the peers that it forwards them to."""
-    if not isinstance(told, dict):
-        return ""
-    phrase = f"{units.count(told.get('in_flight', 0))} microbatches in flight"
-    if told.get("queue"):
-        phrase += f", {units.count(told['queue'])} waiting"
-    if told.get("kept_bytes"):
-        phrase += f", {units.size(told['kept_bytes'])} of {units.size(told.get('room_bytes'))} kept"
-    if told.get("refused_full"):
-        phrase += f", {units.count(told['refused_full'])} refused for lack of room"
-    ways = told.get("next")
-    if isinstance(ways, dict) and ways:
-        shown = [f"to {units.short(str(name))} {_WAYS.get(way, way)}" for name, way in ways.items()][:_NEXT_SHOWN]
+    phrase = f"{units.count(told.in_flight)} microbatches in flight" + _more(told.queue, "waiting")
+    if told.kept_bytes:
+        phrase += f", {units.size(told.kept_bytes)} of {units.size(told.room_bytes)} kept"
+    phrase += _more(told.refused_full, "refused for lack of room")
+    shown = [f"to {units.short(name)} {_WAYS.get(way, way)}" for name, way in told.next.items()][:_NEXT_SHOWN]
+    if shown:
         phrase += f", forwards {', '.join(shown)}"
-        if len(ways) > _NEXT_SHOWN:
-            phrase += f" and {len(ways) - _NEXT_SHOWN} more"
-    return phrase
+    return phrase + (f" and {len(told.next) - _NEXT_SHOWN} more" if len(told.next) > _NEXT_SHOWN else "")
 
 
-def _experts(told: Any, role: Told) -> str:
+def _experts(told: TrainerExpertFigures, role: Told) -> str:
     """Phrase on the expert updates and microbatches of a trainer."""
-    if not isinstance(told, dict) or "updates" not in told:
-        return _plain("experts", told)
-    phrase = f"{units.counted(told['updates'], 'update')} of experts"
-    staleness = told.get("staleness")
-    if isinstance(staleness, dict) and told["updates"]:
-        mean, most = units.brief(staleness.get("mean")), units.count(staleness.get("most"))
+    phrase = f"{units.counted(told.updates, 'update')} of experts"
+    if told.updates and told.staleness is not None:
+        mean, most = units.brief(told.staleness.mean), units.count(told.staleness.most)
         phrase += f", {mean} stale on average, {most} at most"
-    if told.get("in_flight") and not role.get("in_flight_why"):  # else the microbatches' own phrase says so
-        phrase += f", {units.count(told['in_flight'])} microbatches in flight"
-    if told.get("too_old"):
-        phrase += f", {units.count(told['too_old'])} too old for the trunk"
-    if told.get("not_summed"):
-        phrase += f", {units.count(told['not_summed'])} with gradients too large for the trunk"
-    again = told.get("began_again")
-    if isinstance(again, dict) and again:
-        phrase += f", {units.count(sum(again.values()))} restarted"
-    calls = told.get("calls")
-    if isinstance(calls, dict) and calls.get("lost_updates"):
-        phrase += f", {units.counted(calls['lost_updates'], 'update')} lost with their hosts"
-    return phrase
+    if not role.get("in_flight_why"):  # else the microbatches' own phrase says so
+        phrase += _more(told.in_flight, "microbatches in flight")
+    phrase += _more(told.too_old, "too old for the trunk")
+    phrase += _more(told.not_summed, "with gradients too large for the trunk")
+    phrase += _more(sum(told.began_again.values()), "restarted")
+    lost = told.calls.lost_updates
+    return phrase + (f", {units.counted(lost, 'update')} lost with their hosts" if lost else "")
 
 
 def _validation(value: Any, role: Told) -> str:

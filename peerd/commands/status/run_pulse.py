@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
+from peerd.control.swarm_status import StandstillStatus
 from peerd.screen.units import known
 
 STILL_S: Final = 3.0  # a run that has a reason to wait stands still after this time without a change
@@ -18,14 +18,6 @@ POINTS: Final = 480  # most points of a curve: twice the columns of a wide scree
 PEERS: Final = 4096  # whose contributions are remembered
 
 Post = tuple[str, int]  # peer and stage
-
-
-@dataclass(frozen=True, slots=True)
-class StandstillState:
-    """A standstill of the run: the reason, in words, and its duration."""
-
-    why: str
-    for_s: float
 
 
 class StandstillDetector:
@@ -42,10 +34,10 @@ class StandstillDetector:
             self._seen, self._changed_at = seen, now
         self._why = why
 
-    def standstill(self, now: float) -> StandstillState | None:
+    def standstill(self, now: float) -> StandstillStatus | None:
         """The current standstill, or None while the run moves."""
         for_s = now - self._changed_at
-        return StandstillState(self._why, for_s) if self._why and for_s >= STILL_S else None
+        return StandstillStatus(why=self._why, for_s=for_s) if self._why and for_s >= STILL_S else None
 
 
 class ListedPosts:
@@ -97,9 +89,9 @@ class LossHistory:
             newest = next(reversed(self._points))
             self._points = {s: v for s, v in self._points.items() if not s % self._stride or s == newest}
 
-    def told(self) -> list[list[float]]:
+    def points(self) -> list[tuple[float, float]]:
         """The points, as pairs of step and loss."""
-        return [[step, loss] for step, loss in self._points.items()]
+        return list(self._points.items())
 
 
 class ContributionShares:

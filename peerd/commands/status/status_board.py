@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import trio
+from msgspec import convert, structs, to_builtins
 
 from peerd.commands.status.network_view import network_view
-from peerd.commands.status.run_pulse import (
-    ContributionShares,
-    ListedPosts,
-    LossHistory,
-    StandstillDetector,
-    StandstillState,
+from peerd.commands.status.run_pulse import ContributionShares, ListedPosts, LossHistory, StandstillDetector
+from peerd.commands.status.swarm_view import FRESH_S, foretold_by, summed, swarm_view
+from peerd.control.swarm_status import (
+    ContributionStatus,
+    CurveStatus,
+    NetworkStatus,
+    PeerStatus,
+    StagePeerStatus,
+    StandstillStatus,
+    SwarmStatus,
 )
-from peerd.commands.status.swarm_view import FRESH_S, foretold_by, summary, swarm_view
 from peerd.core.clock import Clock
 from peerd.core.messages.progress import pause_s
 from peerd.core.run.runfile import BYTES_PER_MBIT, LimitsSection, RunFile
@@ -31,6 +35,7 @@ from peerd.core.version import VERSION
 from peerd.log import EventLog, plain
 from peerd.net.host.host import Host
 from peerd.net.host.host_status import budgets_told, faults_told
+from peerd.screen.units import known
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.run_services import RunServices
@@ -84,9 +89,9 @@ class StatusBoard:
         self._began = clock.now()
         self._samples: deque[tuple[float, int, int]] = deque()
         self._asked, self._seen = trio.Event(), trio.Event()
-        self._swarm: StatusData = {}
+        self._swarm = SwarmStatus()
         self._looked_at = float("-inf")
-        self._between: StatusData | None = None  # the network between the peers
+        self._between: NetworkStatus | None = None  # the network between the peers
         self._between_at = float("-inf")
         self._pulse, self._presence = StandstillDetector(), ListedPosts()
         self._train, self._valid = LossHistory(), LossHistory()
@@ -123,21 +128,21 @@ class StatusBoard:
             "rpc": self._rpc.status(),
             "budgets": budgets_told(self._host.book),
             "faults": faults_told(self._host.faults),
-            "swarm": self._swarm_now(),
+            "swarm": to_builtins(self._swarm_now()) if self._swarm.run is not None else {},
             "events": self._log.recent(),
         }
         return {key: plain(value) for key, value in shown.items()}
 
-    async def swarm(self) -> StatusData:
-        """Only the swarm's part of a snapshot."""
+    async def swarm(self) -> SwarmStatus:
+        """Only the swarm's part of a snapshot, with text that is safe for a terminal."""
         await self._refresh()
-        return {key: plain(value) for key, value in self._swarm_now().items()}
+        return convert(plain(to_builtins(self._swarm_now())), SwarmStatus)
 
     async def _refresh(self) -> None:
         """Request a DHT read if the last one is old. If it is older than SWARM_RARELY_S, wait up to LOOK_WAIT_S."""
         if self._run is None:
             return
-        age_s, due_at = self._clock.now() - self._looked_at, self._swarm.get("next_step_at")
+        age_s, due_at = self._clock.now() - self._looked_at, self._swarm.next_step_at
         due_in_s = None if due_at is None else due_at - self._clock.wall()
         if age_s < pause_s(due_in_s, SWARM_PERIOD_S, SWARM_RARELY_S):
             return
@@ -172,22 +177,22 @@ class StatusBoard:
         if following.members:
             self._presence.note(now, ((member.peer, member.stage) for member in following.members))
 
-    def _note_swarm(self, found: StatusData, wall: float) -> None:
+    def _note_swarm(self, found: SwarmStatus, wall: float) -> None:
         """Record the result of a DHT read. A failed read keeps the earlier figures, which grow old."""
-        if found.get("why") and "stages" in self._swarm:
-            self._swarm |= found
+        if found.unread and self._swarm.stages:
+            self._swarm = structs.replace(self._swarm, why=found.why, network=found.network)
             return
         due_in_s = foretold_by(found, wall)
-        self._swarm = found | {"seen": wall, "next_step_at": None if due_in_s is None else wall + due_in_s}
+        next_step_at = None if due_in_s is None else wall + due_in_s
+        self._swarm = structs.replace(found, seen=wall, next_step_at=next_step_at)
         self._looked_at = self._clock.now()
-        self._train.note(found.get("step"), found.get("loss"))
-        self._valid.note(found.get("valid_step"), found.get("valid_loss"))
-        self._note_shares(found.get("contributions", []), counted=found.get("counted") is not None)
+        self._train.note(found.step, found.loss)
+        self._valid.note(found.valid_step, found.valid_loss)
+        self._note_shares(found.contributions, counted=found.counted is not None)
         if not self._works:
-            work = found.get("step"), found.get("microbatches")
-            self._pulse.note(self._clock.now(), work, _told_reason(found, wall))
+            self._pulse.note(self._clock.now(), (found.step, found.microbatches), _told_reason(found, wall))
 
-    def _note_shares(self, rows: list[StatusData], *, counted: bool) -> None:
+    def _note_shares(self, rows: Sequence[ContributionStatus], *, counted: bool) -> None:
         """Record the leader-board's figures: a conductor's counts, or the peers' own figures until there are any."""
         if counted and not self._by_count:
             self._by_count = True
@@ -195,52 +200,60 @@ class StatusBoard:
         for key, shares in self._shares.items():
             by_count = self._by_count and key != "bytes_aggregated"
             if counted or not by_count:  # else wait for the counts of a new conductor
-                told = [(row["peer"].text, (row["counted"] or {}) if by_count else row) for row in rows]
-                shares.note({peer: figures.get(key) or 0 for peer, figures in told})
+                shares.note({row.peer: getattr(row.counted if by_count else row, key, 0) or 0 for row in rows})
 
     # --- what is shown --------------------------------------------------------------------------------------------
 
-    def _swarm_now(self) -> StatusData:
+    def _swarm_now(self) -> SwarmStatus:
         """Result of the last DHT read, with its current age, the time to the next step, and departed peers marked."""
         swarm, wall, now = self._swarm, self._clock.wall(), self._clock.now()
-        if self._run is None or not swarm:
+        if self._run is None or swarm.run is None:
             return swarm
+        if swarm.stages:
+            swarm = summed(swarm, wall)
+            steps = [step for step in (swarm.step, self._step) if step is not None]
+            stages = [structs.replace(s, peers=[self._row(row, wall, now) for row in s.peers]) for s in swarm.stages]
+            swarm = structs.replace(
+                swarm,
+                step=max(steps, default=None),
+                stages=stages,
+                trainers=[
+                    structs.replace(row, age_s=_age_s(row, wall), own=row.peer == self._host.id.text)
+                    for row in swarm.trainers
+                ],
+            )
         still = self._pulse.standstill(now)
-        told: StatusData = {"age_s": max(0.0, now - self._looked_at), "standstill": still, "complete": self._complete}
-        told["own_wait"] = self._waits_for or None
-        if "stages" in swarm:
-            told |= summary(swarm["stages"], swarm["trainers"], wall)
-            told["step"] = max((step for step in (told["step"], self._step) if step is not None), default=None)
-            told["stages"] = [s | {"peers": [self._row(r, wall, now) for r in s["peers"]]} for s in swarm["stages"]]
-            own = self._host.id
-            told["trainers"] = [r | {"age_s": _age_s(r, wall), "own": r["peer"] == own} for r in swarm["trainers"]]
-        if swarm.get("next_step_at") is not None:
-            told["next_step_in_s"] = max(0.0, swarm["next_step_at"] - wall)
         if still is not None:  # records may still have the rates from before
-            told |= {"samples_per_s": 0.0, "tokens_per_s": 0.0}
-        told |= self._ahead(swarm | told, still)
-        told["curve"] = {"train": self._train.told(), "valid": self._valid.told()}
-        return swarm | told
+            swarm = structs.replace(swarm, samples_per_s=0.0, tokens_per_s=0.0)
+        own = self._host.id.text
+        return structs.replace(
+            swarm,
+            age_s=max(0.0, now - self._looked_at),
+            standstill=still,
+            complete=self._complete,
+            own_wait=self._waits_for or None,
+            next_step_in_s=max(0.0, swarm.next_step_at - wall) if swarm.next_step_at is not None else None,
+            total_steps=self._run.optimizer.total_steps or None,
+            left_s=self._left_s(swarm, still),
+            shares={key: shares.of(own) for key, shares in self._shares.items()},
+            curve=CurveStatus(train=self._train.points(), valid=self._valid.points()),
+        )
 
-    def _row(self, row: StatusData, wall: float, now: float) -> StatusData:
+    def _row(self, row: StagePeerStatus, wall: float, now: float) -> StagePeerStatus:
         """Row of a stage peer. `gone` is True if the conductor no longer lists it."""
-        post, age_s = (row["peer"].text, row["stage"]), _age_s(row, wall)
+        post, age_s = (row.peer, row.stage), _age_s(row, wall)
         gone = self._works and self._presence.is_gone(now, post)
         if self._works and self._presence.follows() and not self._presence.is_listed(post):
-            gone |= age_s > FRESH_S and wall - row["since"] > JOINING_S
-        return row | {"age_s": age_s, "gone": gone, "own": row["peer"] == self._host.id}
+            gone |= age_s > FRESH_S and wall - row.since > JOINING_S
+        return structs.replace(row, age_s=age_s, gone=gone, own=row.peer == self._host.id.text)
 
-    def _ahead(self, swarm: StatusData, still: StandstillState | None) -> StatusData:
-        """The run's total steps, the time that the rest takes at the current rate, and this peer's shares."""
+    def _left_s(self, swarm: SwarmStatus, still: StandstillStatus | None) -> float | None:
+        """Time that the rest of the run takes at the current rate, or None if it is unknown."""
         assert self._run is not None
-        total, step = self._run.optimizer.total_steps, swarm.get("step")
-        rate = 0.0 if still is not None else swarm.get("samples_per_s") or 0.0
-        left = None
-        if total and step is not None and rate > 0:
-            left = max(0, total - step) * self._run.batch.target_samples / rate
-        own = self._host.id.text
-        shares = {key: shares.of(own) for key, shares in self._shares.items()}
-        return {"total_steps": total or None, "left_s": left, "shares": shares}
+        total, rate = self._run.optimizer.total_steps, known(swarm.samples_per_s)
+        if not total or swarm.step is None or still is not None or not rate:
+            return None
+        return max(0, total - swarm.step) * self._run.batch.target_samples / rate
 
     def _network(self) -> StatusData:
         traffic = self._host.traffic()
@@ -292,23 +305,22 @@ class StatusBoard:
             if self._services is not None and self._clock.now() - self._between_at >= NETWORK_PERIOD_S:
                 self._between = await network_view(self._services, found)
                 self._between_at = self._clock.now()
-            self._note_swarm(found | {"network": self._between}, self._clock.wall())
+            self._note_swarm(structs.replace(found, network=self._between), self._clock.wall())
             self._seen.set()
             self._seen = trio.Event()
             await trio.sleep(SWARM_PERIOD_S)
 
 
-def _age_s(row: StatusData, wall: float) -> float:
-    return float(max(0.0, wall - row["told_at"]))
+def _age_s(row: PeerStatus, wall: float) -> float:
+    return max(0.0, wall - row.told_at)
 
 
-def _told_reason(swarm: StatusData, wall: float) -> str:
+def _told_reason(swarm: SwarmStatus, wall: float) -> str:
     """Why a run waits, by its records, for a peer that takes no part in it. Returns "" if it does not wait."""
-    if swarm.get("why"):
+    if swarm.why:
         return ""
-    empty = [s["stage"] for s in swarm["stages"] if not any(_age_s(row, wall) <= FRESH_S for row in s["peers"])]
+    empty = [str(s.stage) for s in swarm.stages if not any(_age_s(row, wall) <= FRESH_S for row in s.peers)]
     if empty:
-        return f"stage {', '.join(map(str, empty))} has no peers"
-    rows = [row for stage in swarm["stages"] for row in stage["peers"]]
-    told = [row for row in rows if row["peer"].text == row["conductor"] and _age_s(row, wall) <= FRESH_S]
-    return next((row["waits_for"] for row in told if row["waits_for"] and not row["step_at"]), "")
+        return f"stage {', '.join(empty)} has no peers"
+    told = [row for row in swarm.stage_peers() if row.peer == row.conductor and _age_s(row, wall) <= FRESH_S]
+    return next((row.waits_for for row in told if row.waits_for and not row.step_at), "")

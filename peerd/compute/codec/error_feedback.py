@@ -47,7 +47,7 @@ class Pages(Protocol):
 class RoundResidual:
     """Residual of a round in progress.
 
-    The vector starts uninitialized, because clearing it would cost as much as filling it.
+    The vector starts uninitialized, because clearing it would take the time of filling it.
     """
 
     __slots__ = ("_begun", "_pages", "values")

@@ -124,9 +124,9 @@ def decode(
     payload, device = _raw_payload(frame, name), torch.device(device)
     make = partial(_dequantized if frame.coding in CODES else _values, frame, payload, found, name)
     if device.type == "cuda":
-        from peerd.compute.codec import cuda_frames, cuda_staging  # not needed where there is no GPU
+        from peerd.compute.codec import cuda_staging  # not needed where there is no GPU
 
-        tensor = cuda_frames.decoded(make, device, cuda_staging.lane_of(device))
+        tensor = cuda_staging.decoded(make, device, cuda_staging.lane_of(device))
     else:
         tensor = make(lambda source: source.to(device))
     if finite and frame.coding not in CODES and not all_finite(tensor):
@@ -238,9 +238,9 @@ def _settled(plan: CodingPlan, dtype: str, name: str) -> CodingPlan:
 def _steps(tensor: Tensor, plan: CodingPlan, payload: memoryview, name: str, computed: bool) -> Iterator[int]:
     """Steps that encode the tensor, on its own device."""
     if tensor.device.type == "cuda":
-        from peerd.compute.codec import cuda_frames, cuda_staging  # not needed where there is no GPU
+        from peerd.compute.codec import cuda_staging  # not needed where there is no GPU
 
-        return cuda_frames.coded(tensor, plan, payload, name, cuda_staging.lane_of(tensor.device), computed)
+        return cuda_staging.coded(tensor, plan, payload, name, cuda_staging.lane_of(tensor.device), computed)
     flat = tensor.detach().cpu().contiguous().view(-1)
     return _quantized(flat, plan, payload, name) if plan.coding in CODES else _rounded(flat, plan, payload)
 

@@ -63,7 +63,7 @@ class FactoredSum:
     """Result of a round: the sum that all members have, and the state to keep once the step with it is made."""
 
     total: Vector
-    rights: Sequence[Vector] | None  # the next Q of each matrix; None: unchanged
+    rights: Sequence[Vector] | None  # the next Q of each matrix, or None if unchanged
     missed: Sequence[Tensor]  # the next residual of each matrix
 
 

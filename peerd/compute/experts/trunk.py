@@ -27,7 +27,7 @@ from peerd.compute.experts.expert_mixture import imbalance, mixed
 from peerd.compute.gpu import free_bytes, is_gpu
 from peerd.compute.model.footprint import spare_bytes
 from peerd.compute.model.layers import ExpertBlock
-from peerd.compute.model.served_stage import Stale
+from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.stage_module import ResultNotFinite, StageModule
 from peerd.compute.tensors import all_finite, largest_in
 from peerd.core.errors import ConfigError

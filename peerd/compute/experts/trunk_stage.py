@@ -7,15 +7,13 @@ wanted microbatches are computed again from the start.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.landing_queue import GradientQueue, LandedFlights
 from peerd.compute.experts.trunk import TrunkModule
-from peerd.compute.model.grad_sums import to_make_again
-from peerd.compute.model.served_stage import ServedStage, Stale
+from peerd.compute.model.microbatch_books import KeptMicrobatch, Stale
+from peerd.compute.model.served_stage import ServedStage
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import RunFile
 
@@ -32,18 +30,17 @@ class TrunkStage(ServedStage):
 
         Raises ValueError if the tensors are not those of a microbatch.
         """
-        self._at(step)
+        self._ahead(step)
         return TrunkMicrobatch(self.trunk, tokens.long(), targets.long(), None if step is None else self.trunk.era)
 
     def land(self, step: int, mb: Mb, flight: TrunkMicrobatch) -> None:
         """Add the gradients of a completed flight to the sum of `step`, once."""
-        ahead, era = self._at(step), flight.era
+        ahead, book, era = self._ahead(step), self._book(step), flight.era
         if era.loads != self.trunk.loads or not 0 <= step - era.at <= self.trunk.ahead:
             raise Stale(f"the microbatch was computed at step {era.at}, the call is at {step}")
-        book = self._early if ahead else self._held
         if mb not in book:
             self.trunk.add(flight.gradients, ahead)
-            self._note(book, mb, era.at)
+            book[mb] = KeptMicrobatch(era.at)
 
     def free_flight(self, tokens: Tensor, targets: Tensor) -> TrunkMicrobatch:
         """Start a microbatch that has no step yet, for an asynchronous trunk. Raises ValueError like `flight`."""
@@ -55,7 +52,7 @@ class TrunkStage(ServedStage):
         Returns None if none of the waiting gradients are recent enough. Raises ValueError for gradients that cannot be
         summed, which are dropped.
         """
-        self._under_way(step)
+        self._at_current(step)
         if mb in self._held:
             return LandedFlights({}, self.trunk.step, self.trunk.loads, 0, 0.0)
         landed = queue.take(self.trunk.loads, step - self.trunk.most_stale)
@@ -65,26 +62,5 @@ class TrunkStage(ServedStage):
             except ValueError:
                 queue.unusable += landed.flights
                 raise
-            self._note(self._held, mb, landed.oldest)
+            self._held[mb] = KeptMicrobatch(landed.oldest)
         return landed
-
-    def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
-        """Returns the wanted microbatches that are missing; clears the sum of `step` if it contains others."""
-        self._under_way(step)
-        missing, forget = to_make_again(self._held, wanted)
-        if forget:
-            self._drop_due()
-        return missing
-
-    def unusable(self, step: int) -> list[Mb]:
-        """If the sum of `step` has overflowed, clears it and returns all its microbatches."""
-        self._under_way(step)
-        if self.trunk.sum_is_finite():
-            return []
-        lost = sorted(self._held)
-        self._drop_due()
-        return lost
-
-    def _drop_due(self) -> None:
-        self._held.clear()
-        self.trunk.empty_sum()

@@ -47,7 +47,7 @@ class ExportConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     format: str
     run: str
     step: int
-    valid_loss: float | None = None  # nats per token; None: unknown
+    valid_loss: float | None = None  # nats per token, or None if unknown
     valid_step: int | None = None  # the step of `valid_loss`
     kind: str  # gpt, or module:function of a user's own model
     tokenizer: Literal["bytes", "tokenizer.json"]

@@ -57,8 +57,8 @@ class GatedFeedForward(nn.Module):
 
 
 def feed_forward(config: dict[str, Any], block: int, mixture: Callable[..., nn.Module] | None) -> nn.Module:
-    """The feed-forward of a block, or its experts. `mixture`: class of the experts; None: from the file beside this
-    one.
+    """The feed-forward of a block, or its experts. `mixture`: class of the experts, or None if from the file beside
+    this one.
     """
     experts = config.get("experts")
     if not experts or block < experts["first"]:

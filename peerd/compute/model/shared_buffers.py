@@ -40,7 +40,7 @@ class GradientNotFinite(PeerdError, FloatingPointError):
 
 
 class SharedBuffers:
-    """The shared and live buffers of one model. `ahead`: 0 for the current step, 1 for the next (as in `grad_sums`)."""
+    """The shared and live buffers of one model. `ahead`: 0 for the current step, 1 for the next (as in `flat`)."""
 
     def __init__(self, live: Live, how: str, averaging: AveragingSection, dtype: torch.dtype, steps: int) -> None:
         """Raises ConfigError for buffers that cannot be shared. `dtype`: of the sums; `steps`: how many may accumulate

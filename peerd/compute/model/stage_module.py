@@ -34,10 +34,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from peerd.compute.allocator import give_back
 from peerd.compute.changes import Changes
 from peerd.compute.codec.powersgd import low_rank_of
-from peerd.compute.flat import FlatLayout
+from peerd.compute.flat import FlatLayout, FlatSums
 from peerd.compute.frozen_state import FrozenState, MakeRoom
 from peerd.compute.gpu import settle
-from peerd.compute.model.grad_sums import Sums
 from peerd.compute.model.kept_graph import GraphBytes, KeptGraph, has_room
 from peerd.compute.model.offload import ParameterOffload, offloads
 from peerd.compute.model.optimizer import Optimizer
@@ -84,7 +83,7 @@ class StageModule:
         self._offload = ParameterOffload(self._piece, self._flat, self.device, self.last) if offloaded else None
         self._piece.offload = self._offload
         self.ahead = int(run.optimizer.delayed)  # steps after the current one that accept gradients
-        self._sums = Sums(self.layout, 1 + self.ahead, self.dtype, self._home)
+        self._sums = FlatSums(self.layout, 1 + self.ahead, self.dtype, self._home)
         self.changes = Changes()
         self._saved, self._passed = GraphBytes(lambda: self._flat), GraphBytes(lambda: self._flat)
         self._before: Tensor | None = None  # the parameters before the last step, on the CPU; only in a delayed run

@@ -2,9 +2,8 @@
 
 Knows tensors and nothing of how the user computes: it accepts gradients, returns their sum, and steps the optimizer and
 its schedule with the mean over all peers. Sums are over samples, in float64 if any parameter is, else in float32 (so
-half precision loses nothing). Microbatches cannot be subtracted from a sum: if one must not count, the whole sum is
-cleared, and its microbatches are reported as missing, to be recomputed. In a delayed run gradients for the next step
-are accepted too, in a sum of their own.
+half precision loses nothing). Microbatches are not kept: if one in a sum must not count, the whole sum is cleared, and
+its microbatches are reported as missing, to be recomputed (`microbatch_books`).
 
 The state for newcomers is the parameters, the optimizer's state for each of them, and the model's buffers
 (`shared_buffers`). Its outline is learnt from a step with copies, so a newcomer knows it before its own first step.
@@ -26,10 +25,10 @@ import torch
 from torch import Tensor
 
 from peerd.compute.codec.powersgd import low_rank_of
-from peerd.compute.flat import FlatLayout
+from peerd.compute.flat import FlatLayout, FlatSums
 from peerd.compute.frozen_state import FrozenState, MakeRoom
-from peerd.compute.model.grad_sums import Sums, to_make_again
-from peerd.compute.model.served_stage import Stale, Vector, items_of
+from peerd.compute.model.microbatch_books import KeptMicrobatch
+from peerd.compute.model.served_stage import Model, Vector
 from peerd.compute.model.shared_buffers import GradientNotFinite, Live, SharedBuffers
 from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.user_loop.batch_tail import BatchTail
@@ -45,7 +44,7 @@ _TEXT_CHARS: Final = 1000
 _ANY_WAY: Final = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}  # no effect on results
 
 
-class UserModel:
+class UserModel(Model):
     """A user's model: the parameters that `optimizer` updates. `step` counts global steps; `failure` is the exception
     that the user's own code raised, if any.
     """
@@ -72,6 +71,7 @@ class UserModel:
             raise ConfigError("scheduler and lr are both given; one of them sets the learning rate")
         if not 0 <= clip_norm < math.inf:
             raise ConfigError(f"clip_norm is {clip_norm}; it must be a number above 0, or 0: no clipping")
+        super().__init__()
         self.step = 0
         self.failure: BaseException | None = None
         self._optimizer = optimizer
@@ -83,15 +83,12 @@ class UserModel:
         self.dtype = torch.float64 if wide else torch.float32
         devices = {p.device for p in self._parameters}
         self.delayed = delayed
-        self._ahead = int(delayed)  # steps after the current one that accept gradients
         device = devices.pop() if len(devices) == 1 else "cpu"
-        self._sums = Sums(self.layout, 1 + self._ahead, self.dtype, device)
-        self._held: dict[Mb, None] = {}
-        self._early: dict[Mb, None] = {}
+        self._sums = FlatSums(self.layout, 1 + delayed, self.dtype, device)
         self._outline = outline_of(optimizer, self._named)
         averaging = averaging or AveragingSection()
-        self.buffers = SharedBuffers(*buffers, averaging, self.dtype, 1 + self._ahead)
-        self._tail = BatchTail(len(self._named), microbatch, averaging, self.dtype, 1 + self._ahead)
+        self.buffers = SharedBuffers(*buffers, averaging, self.dtype, 1 + delayed)
+        self._tail = BatchTail(len(self._named), microbatch, averaging, self.dtype, 1 + delayed)
         self._clip_norm = clip_norm
         behind = self.buffers.shapes | self._tail.shapes
         names, shapes = tuple(behind), tuple(behind.values())
@@ -101,16 +98,6 @@ class UserModel:
         self._settings = self._settings_now()
 
     # --- description --------------------------------------------------------------------------------------------
-
-    @property
-    def held(self) -> list[Mb]:
-        """The microbatches in the sum of the current step."""
-        return list(self._held)
-
-    @property
-    def early(self) -> list[Mb]:
-        """The microbatches in the sum of the next step."""
-        return list(self._early)
 
     def here(self) -> Position:
         """Initial position, derived from the digest of the state: peers with different values never share one."""
@@ -208,10 +195,7 @@ class UserModel:
         """Add a microbatch to the sum once: `samples` times its mean gradient. False, and no change, if it is not
         finite.
         """
-        ahead = step - self.step
-        if not 0 <= ahead <= self._ahead:
-            raise Stale(f"the model is at step {self.step}, the gradient at {step}")
-        book = self._early if ahead else self._held
+        ahead, book = self._ahead(step), self._book(step)
         if mb in book:
             return True
         if not all(gradient is None or all_finite(gradient) for gradient in gradients):
@@ -219,34 +203,21 @@ class UserModel:
         self._sums.add(gradients, samples, ahead)
         self.buffers.note(ahead, samples)
         self._tail.note(ahead, gradients, samples)
-        book[mb] = None
+        book[mb] = KeptMicrobatch(self.step)
         return True
 
-    def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
-        """Returns the wanted microbatches that are missing; clears the sum of `step` if it contains others."""
-        self._at(step)
-        missing, forget = to_make_again(self._held, wanted)
-        if forget:
-            self._drop_due()
-        return missing
-
-    def unusable(self, step: int) -> list[Mb]:
-        """If the sum of `step` has overflowed, clears it and returns all its microbatches."""
-        self._at(step)
-        if all_finite(self._sums.due):
-            return []
-        lost = sorted(self._held)
-        self._drop_due()
-        return lost
-
     def is_finite(self) -> bool:
-        """True if all parameters, buffers and tensors of the optimizer's state are finite."""
         kept = [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
         tensors = [*(p.detach() for p in self._parameters), *kept, *self.buffers.shared.values()]
         return all(map(all_finite, tensors))
 
-    def _drop_due(self) -> None:
-        self._held.clear()
+    def _steps(self) -> tuple[int, int]:
+        return self.step, int(self.delayed)
+
+    def _sum_is_finite(self) -> bool:
+        return all_finite(self._sums.due)
+
+    def _empty_sum(self) -> None:
         self._sums.clear(0)
         self.buffers.clear(0)
         self._tail.clear(0)
@@ -261,7 +232,6 @@ class UserModel:
         return vector
 
     def vector_outline(self) -> TensorSpec:
-        """Dtype and shape of `vector`, without copying anything."""
         return TensorSpec("total", dtype_name(self.dtype), (self._total.count,))
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
@@ -270,7 +240,7 @@ class UserModel:
         The next step's sum becomes the current one. Raises ConfigError if the optimizer or the user's learning rate
         raises; the parameters are then unusable.
         """
-        self._at(step)
+        self._at_current(step)
         sums = torch.from_numpy(total)
         if sums.dtype != self.dtype or sums.shape != (self._total.count,) or not all_finite(sums):
             raise ValueError("the sum of gradients does not fit, or is not finite")
@@ -282,7 +252,7 @@ class UserModel:
         self._sums.step()
         self.buffers.step(views[count : count + len(self.buffers.shapes)])
         self._tail.step()
-        self._held, self._early = self._early, {}
+        self._next_books()
         self._follow_schedule()
 
     def _run_theirs(self, job: Callable[[], None]) -> None:
@@ -328,14 +298,9 @@ class UserModel:
 
     def _forget(self) -> None:
         self._sums.clear_all()
-        for ahead in range(1 + self._ahead):
+        for ahead in range(1 + self.delayed):
             self._tail.clear(ahead)
-        self._held.clear()
-        self._early.clear()
-
-    def _at(self, step: int) -> None:
-        if step != self.step:
-            raise Stale(f"the model is at step {self.step}, the call at {step}")
+        self._clear_books()
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -361,12 +326,7 @@ class UserModel:
         """A copy of the state in memory, since the user's own code may change the tensors at any time."""
         return FrozenState(self.state())
 
-    def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
-        """A copy of the state as (name, dtype, shape, bytes), sorted by name."""
-        return items_of(self.state())
-
     def outline(self) -> list[TensorSpec]:
-        """Name, dtype and shape of each item of `describe`, in its order, without copying anything."""
         specs = [(f"param/{name}", p.dtype, p.shape) for name, p in self._named.items()]
         specs += [(name, kept.dtype, kept.shape) for name, kept in self._outline.items()]
         if self._outline:
@@ -378,7 +338,6 @@ class UserModel:
         return [TensorSpec(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in sorted(specs)]
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load a whole state and clear the sums; raises ValueError, before any change, if it does not fit."""
         mine = {spec.name: spec for spec in self.outline()}
         if mine.keys() != state.keys():
             raise ValueError(f"the state does not fit: {sorted(mine.keys() ^ state.keys())[0]}")

@@ -24,7 +24,7 @@ _PRESENT: Final = 0.25  # threshold: peer counts are 0 or at least 1, with small
 
 
 class BatchTail:
-    """Tails of a model's sums. `ahead` is 0 for the current step and 1 for the next, as in `grad_sums`."""
+    """Tails of a model's sums. `ahead` is 0 for the current step and 1 for the next, as in `flat`."""
 
     def __init__(
         self, parameters: int, microbatch: int, averaging: AveragingSection, dtype: torch.dtype, steps: int

@@ -18,7 +18,6 @@ chain of owners (`PreviousOwner`), see `machine.owners.lineage`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from typing import Annotated, Final
 
 import msgspec
@@ -35,11 +34,11 @@ from peerd.core.limits import (
     KEPT_EXPERTS_PER_RECORD,
 )
 from peerd.core.messages.encoding import Message, encode
+from peerd.core.messages.state import DIGEST_BYTES, Bytes
 from peerd.core.messages.swarm import AddrText, Fingerprint, Moment
 from peerd.core.messages.token import TokenData
 from peerd.core.record import Signer
 
-DIGEST_BYTES: Final = 32
 _DOMAIN: Final = b"peerd expert checkpoint 1\0"
 
 Coordinate = Annotated[int, msgspec.Meta(ge=0, lt=EXPERT_SIDE)]
@@ -280,6 +279,6 @@ class PieceWanted(Message, frozen=True):
     piece: Annotated[int, msgspec.Meta(ge=-1, lt=EXPERT_PIECES)]
 
 
-def state_root(digests: Iterable[bytes]) -> bytes:
-    """The digest of a checkpoint: the SHA-256 of its pieces' digests, in order."""
-    return hashlib.sha256(b"".join(digests)).digest()
+def state_root(digests: Bytes) -> bytes:
+    """The digest of a checkpoint: the SHA-256 of its pieces' digests, joined."""
+    return hashlib.sha256(digests).digest()

@@ -29,6 +29,7 @@ from peerd.core.messages.swarm import Fingerprint, Position, StageNumber, StepNu
 
 STATE_ALIGN_BYTES: Final = 64
 DIGEST_BYTES: Final = 32
+Bytes = bytes | bytearray | memoryview
 _TAG: Final = b"peerd state 1\0"
 _SHAPE: Final = re.compile(r"\[(\d{1,15}(, \d{1,15}){0,7})?\]")
 
@@ -65,29 +66,40 @@ class Span(NamedTuple):
     offset: int
 
 
-class StateLayout:
+class Pieces:
+    """Division of a byte array into pieces, of which the last may be shorter. `digests`: of all pieces, joined."""
+
+    def __init__(self, total_bytes: int, piece_bytes: int = STATE_PIECE_BYTES) -> None:
+        self.total_bytes, self.piece_bytes = total_bytes, piece_bytes
+        self.pieces = -(-total_bytes // piece_bytes)
+
+    def piece(self, number: int) -> tuple[int, int]:
+        """Begin and end of piece `number` in the byte array."""
+        begin = number * self.piece_bytes
+        return begin, min(begin + self.piece_bytes, self.total_bytes)
+
+    def is_right(self, number: int, data: Bytes, digests: Bytes) -> bool:
+        """True if piece `number` has this content."""
+        at = number * DIGEST_BYTES
+        return piece_digest(data) == digests[at : at + DIGEST_BYTES]
+
+
+class StateLayout(Pieces):
     """Layout of a state: the offset of each tensor in the byte array, and the pieces of the byte array."""
 
     def __init__(self, tensors: Iterable[TensorSpec | StateItem], piece_bytes: int = STATE_PIECE_BYTES) -> None:
         """Assign each tensor its offset, in the given order."""
         self.tensors = [TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in tensors]
-        self.piece_bytes = piece_bytes
         self.begins: list[int] = []  # offset of each tensor
         end = 0
         for spec in self.tensors:
             begin = -(-end // STATE_ALIGN_BYTES) * STATE_ALIGN_BYTES
             self.begins.append(begin)
             end = begin + spec.nbytes
-        self.total_bytes = end
-        self.pieces = -(-end // piece_bytes)
+        super().__init__(end, piece_bytes)
         text = "".join(f"{t.name}\0{t.dtype}\0{list(t.shape)}\0" for t in self.tensors)
         self.text = text.encode()  # names, dtypes and shapes, for peers without the model
         self.digest = hashlib.sha256(self.text).digest()
-
-    def piece(self, number: int) -> tuple[int, int]:
-        """Begin and end of piece `number` in the byte array."""
-        begin = number * self.piece_bytes
-        return begin, min(begin + self.piece_bytes, self.total_bytes)
 
     def spans(self, number: int) -> list[Span]:
         """The parts of tensors in a piece."""
@@ -117,14 +129,14 @@ class StateLayout:
         """Each tensor's part of the whole byte array."""
         return [row[b : b + t.nbytes] for b, t in zip(self.begins, self.tensors, strict=True)]
 
-    def root(self, position: Position, digests: bytes | bytearray | memoryview) -> bytes:
+    def root(self, position: Position, digests: Bytes) -> bytes:
         """Root hash of a state with this layout. `digests`: the digests of all pieces, concatenated."""
         lineage = position.lineage
         head = position.step.to_bytes(8, "big") + len(lineage).to_bytes(1, "big") + lineage
         return hashlib.sha256(_TAG + head + self.digest + digests).digest()
 
 
-def read_layout(text: bytes | bytearray | memoryview, digest: bytes) -> list[TensorSpec]:
+def read_layout(text: Bytes, digest: bytes) -> list[TensorSpec]:
     """Parse `StateLayout.text`. Raises ValueError if the text has another digest or is malformed."""
     if hashlib.sha256(text).digest() != digest:
         raise ValueError("the layout of the state has the wrong digest")
@@ -144,7 +156,7 @@ def read_layout(text: bytes | bytearray | memoryview, digest: bytes) -> list[Ten
     return specs
 
 
-def piece_digest(data: bytes | bytearray | memoryview) -> bytes:
+def piece_digest(data: Bytes) -> bytes:
     """The digest of one piece."""
     return hashlib.sha256(data).digest()
 

@@ -407,14 +407,14 @@ class WhoConducts(Message, frozen=True):
 
 
 class StageForward(Message, frozen=True):
-    """A forward call; the first frame is the input. With `step` None, an evaluation at the stage's current step."""
+    """A forward call in an evaluation, at the stage's current step; its frame is the input."""
 
     run: Fingerprint
     stage: StageNumber
-    step: StepNumber | None
+    step: None = None  # unused, like `seq`: both keep the message's layout
     line_bytes_per_s: Rate = 0.0  # the slowest known connection on the answer's path; 0: unknown
-    seq: Seq = 0  # the microbatch; unused in an evaluation
-    grant: Grant | None = None  # the conductor's, which admits `seq` to `step`, or lets the caller evaluate
+    seq: Seq = 0
+    grant: Grant | None = None  # the conductor's, which lets the caller evaluate
 
 
 class StageLoss(Message, frozen=True):
@@ -425,30 +425,13 @@ class StageLoss(Message, frozen=True):
     grant: Grant | None = None  # the conductor's, which lets the caller evaluate
 
 
-class StageBackward(Message, frozen=True):
-    """A backward call. Frames: inputs, then output gradients (targets at the last stage). Counts once per (step, seq).
-
-    In a delayed run `step`, here and in StageForward, may be the step after the stage's current one.
-    """
-
-    run: Fingerprint
-    stage: StageNumber
-    step: StepNumber
-    seq: Seq
-    line_bytes_per_s: Rate = 0.0  # as in StageForward
-    grant: Grant | None = None  # the conductor's, which admits `seq` to `step`
-
-
 class StageAnswer(Message, frozen=True):
-    """Answer to StageForward, StageLoss and StageBackward; its frame is the output or the gradient of the input.
+    """Answer to StageForward, whose frame is the output, and to StageLoss."""
 
-    The first stage's backward has no frame.
-    """
-
-    loss_sum: float = 0.0  # over samples; of the last stage's backward and loss
+    loss_sum: float = 0.0  # over samples; of a loss
     service_s: float = 0.0  # seconds of computing, for routing
     arrival_bytes_per_s: Rate = 0.0  # rate at which the caller's frames arrive here; 0: unknown
-    receipt: Receipt | None = None  # of a backward; the caller sends it to the conductor
+    receipt: None = None  # unused: keeps the message's layout
 
 
 class AverageAlive(Message, frozen=True):

@@ -29,7 +29,7 @@ from peerd.core.limits import REVOKED_BYTES, REVOKED_TOKENS, TOKEN_BYTES, TOKEN_
 from peerd.core.messages.encoding import Message, decode, encode
 from peerd.core.record import Signer
 
-NO_TOKEN: Final = "no valid token"  # prefix of every refusal for lack of a token: the caller then sends its token again
+NO_TOKEN: Final = "no valid token"  # begins every refusal for lack of a token
 ID_BYTES: Final = 8
 _MAX_S: Final = 1 << 38  # the year 10680, valid for calendar functions
 

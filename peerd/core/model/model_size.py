@@ -2,9 +2,8 @@
 
 Multiply-adds per token: one for each value of each matrix, and `context` x D for attention in each layer (half of the
 full square, since it is causal). A multiply-add is two FLOPs, and forward plus backward cost three forwards: 6 N FLOPs
-per token for N values in matrices, plus attention. If the trainer carries tensors from stage to stage, stages keep no
-activations: all but the last receive their input twice and compute their forward twice. The last stage computes
-forward and backward in one call.
+per token for N values in matrices, plus attention. Stages keep their inputs, and activations as far as memory allows
+(`limits.activations_mb`); a forward that is computed again for lack of memory is not counted.
 
 The square-cube law (Ryabinin et al., 2023, section 3.1): a layer's work grows with D^2, the bytes it sends with D. So a
 stage of twice the width needs half the bandwidth to keep its device busy. Tokens and checksums are not counted.
@@ -23,7 +22,6 @@ from peerd.core.run.runfile import RunFile
 
 _ROUNDED_BYTES: Final = {"bf16": 2, "fp16": 2}
 FLOPS_OF_TRAINING: Final = 6  # per multiply-add of a forward: two for the forward, four for the backward
-FLOPS_AGAIN: Final = 2  # for a forward that is recomputed for the backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,6 @@ class StageSize:
     parameters: int
     layer_parameters: int  # of one block
     flops: int  # forward and backward of the model
-    work_flops: int  # that a peer of the stage computes, including a repeated forward
     gradient_bytes: int  # that a peer averages per step, as they are sent
     sent_bytes: int  # activations to the next stage; their gradients come back in the same size
     line_bytes: int  # in the busier direction of a peer's connection
@@ -48,7 +45,7 @@ class StageSize:
 
     def saturating_rate(self, speed: float) -> float:
         """Bandwidth in bytes/s, each way, at which a device of `speed` FLOP/s never waits for the network."""
-        return self.line_bytes * speed / self.work_flops
+        return self.line_bytes * speed / self.flops
 
 
 def stage_sizes(run: RunFile, vocab_size: int) -> list[StageSize]:
@@ -61,7 +58,6 @@ def _size(run: RunFile, stage: int, vocab_size: int) -> StageSize:
     shapes, blocks = stage_shapes(run, stage, vocab_size), stage_spans(run, vocab_size)[stage]
     tokens = run.pipeline.microbatch * run.model.context
     forward = tokens * _multiply_adds(run, shapes, len(blocks))
-    again = computes_again(run, stage)
     sent = 0 if stage == run.pipeline.stages - 1 else boundary_bytes(run)
     got = 0 if stage == 0 else boundary_bytes(run)
     own = {name: shape for name, shape in shapes.items() if name.startswith(f"block{blocks.start}.")}
@@ -72,10 +68,9 @@ def _size(run: RunFile, stage: int, vocab_size: int) -> StageSize:
         parameters=count_of(shapes),
         layer_parameters=count_of(own),
         flops=FLOPS_OF_TRAINING * forward,
-        work_flops=(FLOPS_OF_TRAINING + (FLOPS_AGAIN if again else 0)) * forward,
         gradient_bytes=_gradient_bytes(run, shapes),
         sent_bytes=sent,
-        line_bytes=sent + got * (2 if again else 1),
+        line_bytes=sent + got,
         footprint=footprint_of(run, stage, layers, activations_of(run, stage, vocab_size)),
     )
 
@@ -86,16 +81,6 @@ def _multiply_adds(run: RunFile, shapes: Shapes, blocks: int) -> int:
     matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != "embed.table"}
     own = sum(count * (1 if name.startswith("head.") else times) for name, count in matrices.items())
     return own + blocks * run.model.context * run.model.d_model
-
-
-def computes_again(run: RunFile, stage: int) -> bool:
-    """True if a stage receives its input twice and recomputes its forward for the backward.
-
-    That holds if the trainer carries tensors from stage to stage, except for the last stage, which computes both in one
-    call. Stages that send to each other directly keep their inputs, and activations as far as memory allows
-    (`limits.activations_mb`).
-    """
-    return run.pipeline.handover == "trainer" and stage < run.pipeline.stages - 1
 
 
 def boundary_bytes(run: RunFile) -> int:

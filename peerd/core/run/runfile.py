@@ -59,8 +59,7 @@ class PipelineSection(Section, frozen=True):
 
     stages: int = 1  # 1: no pipeline, every trainer has the whole model
     microbatch: int = 8  # samples
-    # Who sends tensors from stage to stage: each stage's peer to the next stage, or the trainer.
-    handover: Literal["direct", "trainer"] = "direct"
+    handover: Literal["direct"] = "direct"  # each stage's peer sends to the next stage; older run files name it
     # When peers change stage during training: by the stages' throughput; by that and the measured network; never; or
     # by a plan, for the peers in it.
     placement: Literal["load", "network", "fixed", "plan"] = "load"

@@ -1,8 +1,8 @@
 """Members of a run with tokens, sans-IO: who is a member, what members may call and serve, and revoked tokens.
 
 Reads no clock: `now` is corrected Unix time. Invariants: a peer is a member only with a token that the organizer signed
-for this run and this peer; the number of the list of revoked tokens only increases, whoever delivers the list; the
-organizer is always a member. There are no more members than tokens that the organizer issued.
+for this run and this peer; the number of the list of revoked tokens only increases, no matter which peer delivers the
+list; the organizer is always a member. There are no more members than tokens that the organizer issued.
 
 A hostile peer may show any bytes as its token or its list, as often as it likes, and call what its roles are not for. A
 token's signature is verified last, and once for each genuine token; a list's signature first, since that costs less
@@ -24,7 +24,6 @@ from peerd.core.messages.token import NO_TOKEN, Revoked, Token, fault, signed_by
 # Roles, as tokens name them, that may call a method or a whole service. Every member may call what is not listed.
 CALLERS: Final[dict[str, frozenset[str]]] = {
     "stage/6/forward": frozenset({"trainer"}),
-    "stage/6/backward": frozenset({"trainer"}),
     "stage/6/loss": frozenset({"trainer"}),
     "stage/6/prepare": frozenset({"stage"}),
     "stage/6/commit": frozenset({"stage"}),
@@ -64,7 +63,7 @@ _REMEMBERED: Final = 2048  # tokens whose signature was verified
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member. `rights`: its roles, and those that follow from them; None: all rights (the organizer)."""
+    """One member. `rights`: its roles, and those that follow from them, or None for all rights (the organizer)."""
 
     name: str
     token: Token | None

@@ -7,7 +7,7 @@ closed form's if no pair binds. HiGHS solves it to a few millionths; the peer th
 result.
 
 A limit of 0 means that the pair cannot exchange data. If no owner is reachable by all senders, one exact round is
-impossible (NoSplit); what remains is gossip: an average within each of `islands`, and other groups in the next round.
+impossible (NoSplit); what remains is gossip: an average within each group that can, and other groups in the next round.
 Takes milliseconds to seconds and imports scipy, so call it on a worker. Limits are measurements: a wrong one costs
 time.
 """
@@ -65,22 +65,6 @@ def pair_bound_s_per_byte(lines: Sequence[MemberLine], pairs: Pairs, fractions: 
             if amount > 0:
                 worst = max(worst, amount / rate if rate > 0 else math.inf)
     return worst
-
-
-def islands(lines: Sequence[MemberLine], pairs: Pairs) -> list[list[str]]:
-    """Connected groups of peers, joined by pairs that carry data in both directions; each can average within itself."""
-    left = sorted(line.peer for line in lines)
-    found: list[list[str]] = []
-    while left:
-        island, edge = [left[0]], [left.pop(0)]
-        while edge:
-            here = edge.pop()
-            joined = [p for p in left if pairs.get((here, p), 1.0) > 0 and pairs.get((p, here), 1.0) > 0]
-            left = [p for p in left if p not in joined]
-            island += joined
-            edge += joined
-        found.append(sorted(island))
-    return found
 
 
 @dataclass(frozen=True, slots=True)

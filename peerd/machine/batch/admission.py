@@ -54,7 +54,7 @@ class Admission:
         self.resting: Set[str] = frozenset()  # trainers whose replicas contribute nothing for now
         self._trainers: dict[str, _Trainer] = {}
         self._leashes = BoundedDict[str, TrainerLimit](LEASHED_TRAINERS)
-        self._first: str | None = None  # by name; None: unknown
+        self._first: str | None = None  # by name, or None if unknown
         self._wishing: dict[str, None] = {}  # trainers that may request something that has no slot in a batch
         self.newcomers = Newcomers()
         self._others_work = True  # some trainer that does not sit out computes, or may have what it requests

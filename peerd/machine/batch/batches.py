@@ -38,7 +38,7 @@ class Batches:
     """The batches of a run. `microbatches` make one complete, each with a gradient in every one of `stages` stages."""
 
     def __init__(self, stages: int, microbatches: int, versions: ReaderVersions, own_pace: bool | None = None) -> None:
-        """`own_pace`: each trainer is as fast as its own machine; None: yes if there is one stage."""
+        """`own_pace`: each trainer is as fast as its own machine; by default yes if there is one stage."""
         self._stages = range(stages)
         self._nothing = [False] * stages  # `settled` of the early batch
         self.due, self.early = Ledger(stages, microbatches), Ledger(stages, microbatches)

@@ -18,7 +18,7 @@ _FREE = 64  # a limit above this number of microbatches under way is removed
 
 @dataclass(slots=True)
 class TrainerLimit:
-    """One trainer's limits. `most`: microbatches under way; None: no limit."""
+    """One trainer's limits. `most`: microbatches in flight, or None for no limit."""
 
     most: int | None = None
     until: float = 0.0  # no microbatches before this time, while others are connected

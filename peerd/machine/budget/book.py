@@ -11,7 +11,7 @@ places; each user in a table has at least one unit of a bounded total, so the ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MethodType
@@ -55,7 +55,7 @@ class User(NamedTuple):
 class Bounds:
     """Bounds of one resource: in total, per peer, and for strangers also per place and per region.
 
-    The members of one place may use as much as the strangers of one region.
+    The members of one place together have the limit of the strangers of one region.
     """
 
     total: int
@@ -188,9 +188,9 @@ class Book:
         closed = self._accounts[means].objection(user, amount, self.is_member(user.peer))
         return None if closed is None else closed[1]
 
-    def scope(self, means: Resource, user: User, amount: int = 1) -> int | None:
-        """The exhausted bound: 0 the peer's, 1 its place's, REGION, EVERYBODY; None if `amount` more fits."""
-        closed = self._accounts[means].objection(user, amount, self.is_member(user.peer))
+    def scope(self, means: Resource, user: User) -> int | None:
+        """The exhausted bound: 0 the peer's, 1 its place's, REGION, EVERYBODY; None if one more fits."""
+        closed = self._accounts[means].objection(user, 1, self.is_member(user.peer))
         return None if closed is None else closed[0]
 
     def take(self, means: Resource, user: User, amount: int = 1) -> str | None:
@@ -214,17 +214,11 @@ class Book:
         account = self._accounts[means]
         return account.used if user is None else account.by.get(user, 0)
 
-    def fullest(self, means: Resource, among: Iterable[User]) -> User | None:
-        """The user that should lose something first, or None if none of these uses anything.
-
-        Strangers come before members; then the user in the fullest region, the fullest place, and with the most use of
-        its own; of equal users the first in order.
-        """
-        by = self._accounts[means].by
-        return max((user for user in among if user in by), key=lambda user: self.fullness(means, user), default=None)
-
     def fullness(self, means: Resource, user: User) -> tuple[bool, int, int, int]:
-        """Sort key of `fullest`: True for a stranger, then the use of its region, its place and the peer itself."""
+        """Sort key for the user that should lose something first, which has the greatest.
+
+        True for a stranger, then the use of its region, of its place and of the peer itself.
+        """
         peers, places, regions = self._accounts[means].sums
         strange = not self.is_member(user.peer)
         return strange, regions.get(user.region, 0), places.get(user.place, 0), peers.get(user.peer, 0)

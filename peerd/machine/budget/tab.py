@@ -1,14 +1,22 @@
-"""Tab: the use of one resource by one stream, booked in larger steps than it is used.
+"""Tabs: uses of one resource that are not returned to the book one by one.
 
-A tab books up to a step ahead of need and returns decreases late, so that frequent small changes cost little. Sans-IO.
-Invariants: the booked amount covers the amount in use and is at most four times as large; an unused tab has nothing
-booked.
+A `UsageTab` books in larger steps than it is used: up to a step ahead of need, and it returns decreases late, so that
+frequent small changes cost little. A `MinuteTab` returns each use a minute later, so that the book bounds a rate.
+Sans-IO. Invariants: the amount that a usage tab has booked covers the amount in use and is at most four times as large;
+an unused one has nothing booked. The book's use of a minute tab's resource is the number of its uses within the last
+minute.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Final
+
 from peerd.core.errors import LocalError
 from peerd.machine.budget.book import Book, Resource, User
+from peerd.machine.rate.quota import LogLimit
+
+_MINUTE_S: Final = 60.0
 
 
 class UsageTab:
@@ -56,3 +64,62 @@ class UsageTab:
                 self._covered += count
                 break
         return closed
+
+
+class MinuteTab:
+    """The uses of one resource within the last minute."""
+
+    def __init__(self, book: Book, means: Resource) -> None:
+        self._book, self._means = book, means
+        self._uses: deque[tuple[float, User]] = deque()  # oldest first
+
+    def take(self, now: float, user: User) -> str | None:
+        """Book one use and return None, or return the reason if there is no room."""
+        self._forget(now)
+        closed = self._book.take(self._means, user)
+        if closed is None:
+            self._uses.append((now, user))
+        return closed
+
+    def take_back(self, user: User) -> None:
+        """Remove the latest use of `user`, if it was within the last minute."""
+        latest = next((use for use in reversed(self._uses) if use[1] == user), None)
+        if latest is not None:
+            self._uses.remove(latest)
+            self._book.give(self._means, user)
+
+    def objection(self, now: float, user: User) -> str | None:
+        """Reason why `user` may not use one more now, or None if it may."""
+        if not self._uses:
+            return None
+        self._forget(now)
+        return self._book.objection(self._means, user)
+
+    def _forget(self, now: float) -> None:
+        while self._uses and self._uses[0][0] <= now - _MINUTE_S:
+            self._book.give(self._means, self._uses.popleft()[1])
+
+
+class UnprovenCalls:
+    """The calls of the last minute with an invalid proof, counted against their callers.
+
+    Checking a proof means verifying a signature, which costs more than sending the call. So a caller that continues is
+    refused before its proof is verified. Hostile input: any number of calls; the book bounds what is stored.
+    """
+
+    def __init__(self, book: Book) -> None:
+        self._calls = MinuteTab(book, Resource.UNPROVEN)
+        self._log_limit = LogLimit[str](_MINUTE_S)  # by peer
+
+    def objection(self, now: float, user: User) -> str | None:
+        """Reason to refuse a call of `user` before its proof is verified, or None."""
+        return self._calls.objection(now, user)
+
+    def count(self, now: float, user: User) -> str | None:
+        """Record a call of `user` with an invalid proof.
+
+        Returns the text to log if the caller has reached its limit, at most once a minute per peer, else None.
+        """
+        self._calls.take(now, user)
+        why = self._calls.objection(now, user)
+        return why if why is not None and self._log_limit.may_log(now, user.peer) else None

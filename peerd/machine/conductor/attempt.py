@@ -28,14 +28,14 @@ class GroupAttempt:
     began: float
     leads: bool  # a member of the group contributes the leader's part (`PartialSum.leads`)
     last: bool  # as in SendPrepare
-    copies: PartialSum | None  # the sum that members copy; None: the attempt makes a new one
+    copies: PartialSum | None  # the sum that members copy, or None if the attempt makes a new one
     orders: dict[str, SendPrepare] = field(default_factory=dict)  # to each member of the group and each helper
     waiting: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
     digests: dict[str, bytes] = field(default_factory=dict)
-    late_at: float | None = None  # time at which late members are left behind; None: too few have answered
+    late_at: float | None = None  # time at which late members are left behind, or None while too few have answered
     accused: list[tuple[str, str]] = field(default_factory=list)  # (accuser, accused)
-    heard_at: float | None = None  # time at which the accusations are judged; None: there are none
+    heard_at: float | None = None  # time at which the accusations are judged, or None without any
 
     def involves(self, peer: str) -> bool:
         """True if the attempt needs this peer."""

@@ -42,7 +42,7 @@ class StageClose:
     in_vain: Counter[str] = field(default_factory=Counter)  # by member, copies that differed from the original
     absent: Counter[str] = field(default_factory=Counter)  # by member, how often it lacked the sum to contribute
     first: PartialSum | None = None  # the sum of the first factors, while the second ones are summed
-    spared_until: float | None = None  # members in sums get no microbatches until then; None: none are missing
+    spared_until: float | None = None  # members in sums get no microbatches until then, or None if none are missing
     spared: tuple[int, set[str]] = (-1, set())  # cache of these members, with the roster's version
     settled: bool = False
     failures: int = 0

@@ -146,19 +146,19 @@ class KnownMembers:
         return [self._members[post] for post in sorted(self._members)]
 
 
-def best_addrs(addrs: Iterable[str], most: int = MEMBER_ADDRS) -> list[str]:
-    """At most `most` of one peer's addresses, the first of each kind before the second of any.
+def best_addrs(addrs: Iterable[str]) -> list[str]:
+    """At most `MEMBER_ADDRS` of one peer's addresses, the first of each kind before the second of any.
 
     The kinds, in order: public IPv4 addresses and DNS names; public IPv6; relayed; same network; same machine.
     """
     kinds: list[list[str]] = [[] for _ in range(5)]
-    if len(given := list(dict.fromkeys(addrs))) <= most:
+    if len(given := list(dict.fromkeys(addrs))) <= MEMBER_ADDRS:
         return given
     for text in given:
         kind = _kind(text)
         if kind is not None:
             kinds[kind].append(text)
-    return [text for row in zip_longest(*kinds) for text in row if text is not None][:most]
+    return [text for row in zip_longest(*kinds) for text in row if text is not None][:MEMBER_ADDRS]
 
 
 def _kind(text: str) -> int | None:

@@ -17,8 +17,7 @@ from peerd.machine.conductor.rest_choice import RestChoice
 from peerd.machine.conductor.stage_close import StageClosing
 from peerd.machine.positions.phases import Phase, RunPhase
 from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, TrainerReport
-from peerd.machine.swarm.late_movers import LateMovers
-from peerd.machine.swarm.latecomers import Latecomers
+from peerd.machine.swarm.latecomers import Latecomers, LateMovers
 from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.roster import Roster
 

@@ -6,13 +6,12 @@ public, or in a network of this machine, or in the same private block (or on the
 whose connection proves that it is there itself. If the reporter is unknown, every peer that was ever connected must be
 there. Names are dialed only from the configuration. `DialQuota` bounds the number of dials per reporter, per target and
 in total; a dial that reaches the expected peer is not counted. Opens no connections. Invariant: the book's use of
-Means.DIALS is the number of dials within the last minute that have not reached their peer.
+Resource.DIALS is the number of dials within the last minute that have not reached their peer.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import Final
@@ -35,10 +34,10 @@ from peerd.core.addr import (
 from peerd.core.errors import ProtocolViolation
 from peerd.core.limits import HEARSAY_TARGET_PER_MINUTE
 from peerd.machine.budget.book import Book, Resource, User
+from peerd.machine.budget.tab import MinuteTab
 from peerd.machine.connectivity.happy_eyeballs import NetworkSurroundings
 from peerd.machine.rate.quota import Quota
 
-_MINUTE_S: Final = 60.0
 _MEMORY: Final = b"\x89\x06"  # prefix of in-memory addresses, which stay within this process
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 NOBODY: Final = User("", "", "")  # the reporter of an address if it is unknown
@@ -115,28 +114,24 @@ class DialQuota:
     """Dials of hearsay addresses within the last minute."""
 
     def __init__(self, book: Book) -> None:
-        self._book = book
         self._targets = Quota(HEARSAY_TARGET_PER_MINUTE)
-        self._begun: deque[tuple[float, User]] = deque()  # oldest first
+        self._dials = MinuteTab(book, Resource.DIALS)
 
     def begin(self, now: float, addr: Multiaddr, teller: User) -> str | None:
         """Count one dial and return None, or return the reason why it is not allowed now.
 
         `teller`: the peer that reported the address, or NOBODY if it is unknown.
         """
-        while self._begun and self._begun[0][0] <= now - _MINUTE_S:
-            self._book.give(Resource.DIALS, self._begun.popleft()[1])
         ip = ip_of(addr)
         if ip is None or is_relayed(addr):
             return None  # the dial to the relay is counted separately
         target, user = self._names(addr, ip, teller)
         if self._targets.exceeded(now, (target,)) is not None:
             return f"{HEARSAY_TARGET_PER_MINUTE} dials to {target} within a minute did not reach the expected peer"
-        why = self._book.take(Resource.DIALS, user)
+        why = self._dials.take(now, user)
         if why is not None:
             return f"too many dials of addresses reported by others: {why} within a minute"
         self._targets.count(now, (target,))
-        self._begun.append((now, user))
         return None
 
     def worked(self, addr: Multiaddr, teller: User) -> None:
@@ -146,10 +141,7 @@ class DialQuota:
             return
         target, user = self._names(addr, ip, teller)
         self._targets.take_back((target,))
-        latest = next((entry for entry in reversed(self._begun) if entry[1] == user), None)
-        if latest is not None:
-            self._begun.remove(latest)
-            self._book.give(Resource.DIALS, user)
+        self._dials.take_back(user)
 
     def _names(self, addr: Multiaddr, ip: Ip, teller: User) -> tuple[str, User]:
         """The names that a dial is counted under: its target, and the reporter.

@@ -10,8 +10,11 @@ after a pause that doubles.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
-from dataclasses import dataclass
+
+from peerd.core.messages.swarm import MAX_MEMBERS
+from peerd.machine.rate.suspicion import Suspicion
 
 _LEAD_S = 10.0  # before the batch is due; enough for one failed dial and the other side's turn
 _TURN_S = 2.0  # after this time the peer with the larger id dials
@@ -21,21 +24,12 @@ _DIALS = 8  # concurrent dials
 _SOONEST_S = 0.05  # shortest wait: the rest of a wait may be less than the clock's resolution
 
 
-@dataclass(slots=True)
-class _Missing:
-    """A mate without a connection, since the connection has been wanted."""
-
-    next_try: float
-    retry_s: float = _RETRY_S
-    dialling: bool = False
-
-
 class PreconnectPlan:
     """One member's plan of connections to its stage mates. `own` and mates are peer ids as text."""
 
     def __init__(self, own: str) -> None:
         self._own = own
-        self._missing: dict[str, _Missing] = {}
+        self._missing = Suspicion[str](_RETRY_S, _RETRY_MOST_S, MAX_MEMBERS)  # mates without a wanted connection
         self._wanted = False
 
     def dial(
@@ -54,27 +48,22 @@ class PreconnectPlan:
         """
         self._wanted = due_in_s is None or due_in_s <= _LEAD_S
         lacking = sorted(set(mates) - set(linked) - {self._own}) if self._wanted else []
-        kept = {mate: known for mate, known in self._missing.items() if known.dialling or mate in lacking}
-        fresh = [mate for mate in lacking if mate not in kept]
-        self._missing = kept | {mate: _Missing(now if first else now + self._turn_s(mate)) for mate in fresh}
-        places = _DIALS - sum(known.dialling for known in self._missing.values())
-        ripe = [mate for mate in lacking if not self._missing[mate].dialling and self._missing[mate].next_try <= now]
-        for mate in ripe[: max(0, places)]:
-            self._missing[mate].dialling = True
-        return ripe[: max(0, places)]
+        self._missing.keep_only({*lacking} | self._missing.probed())
+        for mate in lacking:
+            if mate not in self._missing:
+                self._missing.put_aside(mate, now if first else now + self._turn_s(mate))
+        return self._missing.due(now, _DIALS)
 
     def ended(self, now: float, mate: str) -> None:
         """Record that a dial has ended, successful or not; the next call of `dial` passes the connected mates."""
-        known = self._missing[mate]
-        known.dialling = False
-        known.next_try, known.retry_s = now + known.retry_s, min(2 * known.retry_s, _RETRY_MOST_S)
+        self._missing.failed(now, mate)
 
     def wake_in_s(self, now: float, due_in_s: float | None) -> float | None:
         """Seconds until the next call is due if nothing else happens, or None if only an event can require one."""
-        waits = [max(0.0, known.next_try - now) for known in self._missing.values() if not known.dialling]
+        wait_s = self._missing.wakes_at() - now
         if due_in_s is not None and due_in_s > _LEAD_S:
-            waits.append(due_in_s - _LEAD_S)
-        return max(_SOONEST_S, min(waits)) if waits else None
+            wait_s = min(wait_s, due_in_s - _LEAD_S)
+        return max(_SOONEST_S, wait_s) if wait_s < math.inf else None
 
     def _turn_s(self, mate: str) -> float:
         return 0.0 if self._own < mate else _TURN_S

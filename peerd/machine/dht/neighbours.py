@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import Key, PeerId
 from peerd.machine.dht.routing_table import Contact, Table
-from peerd.machine.rate.liveness import Liveness
+from peerd.machine.rate.suspicion import Suspicion
 
+_SILENT_S, _SILENT_MOST_S = 5.0, 640.0  # for which a silent peer is not used: at first, and at most
 _SHUN_LIARS_S = 300.0
+_SUSPECTS = 4096
 _FORMER = 64
 _GREETED = 8192
 _NEAR_KEYS = 1024
@@ -42,8 +44,9 @@ class Neighbours:
         self._greet_again_s = greet_again_s
         self._near_s = near_s
         self._stale_s = stale_s
-        self._silence = Liveness()
-        self._liars = Liveness()
+        # By raw peer id, which hashes fast.
+        self._silence = Suspicion[bytes](_SILENT_S, _SILENT_MOST_S, _SUSPECTS)
+        self._liars = Suspicion[bytes](_SHUN_LIARS_S, _SHUN_LIARS_S, _SUSPECTS)
         self._greeted = BoundedDict[PeerId, float](_GREETED)
         self._near = BoundedDict[Key, _Near](_NEAR_KEYS)
         self._former = BoundedDict[PeerId, Contact](_FORMER)
@@ -52,7 +55,7 @@ class Neighbours:
 
     def usable(self, now: float, peer: PeerId) -> bool:
         """Return True if this peer may be asked, and reported to others."""
-        return not (self._silence.shunned(now, peer) or self._liars.shunned(now, peer))
+        return not (self._silence.is_aside(now, peer.raw) or self.is_liar(now, peer))
 
     def believed(self, now: float, contacts: Iterable[Contact]) -> list[Contact]:
         """The usable ones of the contacts that a peer reported: not ourselves, no silent and no lying peers."""
@@ -65,9 +68,9 @@ class Neighbours:
 
     def welcome(self, now: float, contact: Contact) -> tuple[bool, Contact | None]:
         """Record a message from a dialable peer. Returns whether it newly entered the table, and a peer to probe."""
-        self._silence.answered(contact.peer)
+        self._silence.forgive(contact.peer.raw)
         self._resigned.pop(contact.peer, None)
-        if self._liars.shunned(now, contact.peer):
+        if self.is_liar(now, contact.peer):
             return False, None
         seated, oldest = self.table.add(now, contact)
         if seated:
@@ -80,23 +83,23 @@ class Neighbours:
 
     def answered(self, now: float, peer: PeerId) -> None:
         """Record a sign of life."""
-        self._silence.answered(peer)
+        self._silence.forgive(peer.raw)
         self.table.seen(now, peer)
 
     def silent(self, now: float, peer: PeerId) -> Contact | None:
         """Record that it did not answer. If that removes it from the table, returns a newcomer to probe."""
-        if self._silence.silent(now, peer) < 2:
+        if self._silence.failed(now, peer.raw) < 2:
             return None
         return self._remove(peer)
 
     def lost(self, now: float, peer: PeerId) -> None:
         """Record that its connection closed: it is not used until it has been probed."""
         self._greeted.pop(peer, None)
-        self._silence.silent(now, peer)
+        self._silence.failed(now, peer.raw)
 
     def lied(self, now: float, peer: PeerId) -> Contact | None:
         """Record that it violated the protocol. Returns a newcomer to probe in its place."""
-        self._liars.lied(now, peer, _SHUN_LIARS_S)
+        self._liars.put_aside(peer.raw, now + _SHUN_LIARS_S)
         newcomer = self._remove(peer)
         self._former.pop(peer, None)
         return newcomer
@@ -113,7 +116,7 @@ class Neighbours:
         return peer in self._resigned
 
     def is_liar(self, now: float, peer: PeerId) -> bool:
-        return self._liars.shunned(now, peer)
+        return self._liars.is_aside(now, peer.raw)
 
     def greets(self, now: float, peer: PeerId) -> bool:
         """Return True if the next message to `peer` should contain our introduction; records that it does."""
@@ -159,7 +162,7 @@ class Neighbours:
 
     def probes(self, now: float) -> list[Contact]:
         """Contacts to ping now: cooled suspects, peers not heard from for long, former ones if few others are left."""
-        cooled = [contact for peer in self._silence.cooled(now) if (contact := self.table.contact(peer)) is not None]
+        cooled = [c for raw in self._silence.ripe(now) if (c := self.table.contact(PeerId(raw))) is not None]
         unseen = sorted(self.table.longest_unseen(), key=lambda seen: seen[0])[:_PROBES]
         stale = [contact for seen, contact in unseen if now - seen > self._stale_s]
         former: list[Contact] = []

@@ -11,10 +11,13 @@ from typing import Final
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.limits import HELD_PIECE_BYTES, HELD_PIECES
-from peerd.machine.mux.pieces import MERGE_BYTES, Piece
-from peerd.machine.rate.bdp_window import BdpWindow
+from peerd.machine.rate.delivery_rate import BdpWindow
 
 NOWHERE: Final = -1  # an unknown offset
+
+MERGE_BYTES: Final = 16 * 1024  # small pieces are merged up to this size, so that one-byte pieces cost little
+
+Piece = bytes | bytearray | memoryview
 
 
 class Reassembly:

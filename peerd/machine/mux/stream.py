@@ -13,8 +13,7 @@ from typing import Final
 
 from peerd.core import limits
 from peerd.machine.buffers import BufferPool
-from peerd.machine.mux.pieces import MERGE_BYTES, Piece
-from peerd.machine.mux.reassembly import Reassembly
+from peerd.machine.mux.reassembly import MERGE_BYTES, Piece, Reassembly
 
 INITIAL_WINDOW: Final = limits.WINDOW_BYTES_INITIAL
 

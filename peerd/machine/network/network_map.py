@@ -6,7 +6,7 @@ a figure, that one counts. A limit of a pair (for the division of averaging) cou
 pair, and not their own line, determined the rate; its value is then the higher of their rates. One end alone cannot
 know whether the other one was busy, and a liar that reports limits between itself and all others changes nothing.
 
-Figures settle (`settling`) and fade: a figure that was not reported again for FADE_S is unknown, and its pair is a gap
+Figures settle and fade: a figure that was not reported again for FADE_S is unknown, and its pair is a gap
 for `landmarks`. Sans-IO. Bounded in total and per reporting peer; when the map is full, the peer with most figures
 loses its oldest one, so that a stranger cannot displace others. Hostile input: any figures about any names from any
 authorized reporter; the driver checks who may report and which names exist.
@@ -21,11 +21,13 @@ from typing import Final
 
 from peerd.core.limits import NETWORK_FIGURES, NETWORK_PEERS
 from peerd.core.messages.network import PairFigures
-from peerd.machine.network.settling import SettlingFigure
 
 FADE_S: Final = 1200.0  # four times the interval between two reports of one pair
 RATE_FADE_S: Final = 3600.0  # age at which a rate fades; longer, because measuring one needs a transfer
 _SWEEP_S: Final = 60.0
+
+SETTLE_S: Final = 40.0  # time constant: after it the value has covered 63 % of the change, by ratio
+STEP: Final = 1.2  # least ratio by which the shown value changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +221,33 @@ class NetworkMap:
         assert all(mine and len(mine) <= NETWORK_PEERS and teller not in mine for teller, mine in self._said.items())
         sizes = {(len(mine), teller) for teller, mine in self._said.items()}
         assert sizes == {(size, teller) for size, tellers in self._sizes.items() for teller in tellers}
+
+
+class SettlingFigure:
+    """A figure that settles: it approaches a new value within about a minute, and is shown in steps of a fifth.
+
+    So a fluctuating measurement stays at an average, and small changes do not cause new plans. Sans-IO; values are
+    positive.
+    """
+
+    __slots__ = ("_at", "_from", "_shown", "_to")
+
+    def __init__(self, now: float, value: float) -> None:
+        self._at, self._from, self._to, self._shown = now, value, value, value
+
+    def note(self, now: float, value: float) -> None:
+        """Record a new reported value."""
+        self._from, self._at, self._to = self._value(now), now, value
+
+    def _value(self, now: float) -> float:
+        if self._from == self._to:
+            return self._to
+        part = -math.expm1(-max(0.0, now - self._at) / SETTLE_S)
+        return math.exp(math.log(self._from) * (1 - part) + math.log(self._to) * part)
+
+    def read(self, now: float) -> float:
+        """The value to show now."""
+        value = self._value(now)
+        if not self._shown / STEP < value < self._shown * STEP:
+            self._shown = value
+        return self._shown

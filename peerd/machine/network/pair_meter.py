@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.limits import LINE_BYTES_PER_S, NETWORK_PEERS, NETWORK_RTT_S
+from peerd.core.limits import LINE_BYTES_PER_S, NETWORK_PEERS, NETWORK_REPORT_PAIRS, NETWORK_RTT_S
 from peerd.core.messages.network import PairFigures
 from peerd.machine.rate.access_line import WINDOW_BYTES, LineRate
 
@@ -32,6 +32,9 @@ ROOM: Final = 2.0  # least ratio of a line's rate to the rate of a limited pair
 _WINDOW_S_MOST: Final = 10.0  # longest interval between two snapshots that yields a rate
 _MINUTE_S: Final = 60.0
 _RTT_S_MIN: Final = 1e-6
+
+CHANGED: Final = 1.2  # ratio of change at which a figure is reported again
+REFRESH_S: Final = 300.0  # interval at which it is reported in any case, because it fades at the conductor
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +172,53 @@ class PairMeter:
             )
             found.append(figures)
         return found
+
+
+class ReportChanges:
+    """Choice of the figures for a report: those that changed by a fifth, then those not reported for minutes.
+
+    A report is bounded; figures that do not fit are sent with the next one. Figures count as reported once the
+    conductor received them (`told`); a new conductor knows nothing (`forget`). Sans-IO; bounded by the number of peers
+    in its input.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[str, tuple[float, PairFigures]] = {}
+
+    def due(self, now: float, figures: Sequence[PairFigures]) -> list[PairFigures]:
+        """The figures to report now, the most changed first."""
+        known = {one.peer for one in figures}
+        self._told = {peer: told for peer, told in self._told.items() if peer in known}
+        ranked = []
+        for place, one in enumerate(figures):
+            at, before = self._told.get(one.peer, (-math.inf, None))
+            change = _change(before, one)
+            if change >= CHANGED or now - at >= REFRESH_S:
+                ranked.append((-change if change >= CHANGED else 0.0, at, place))
+        return [figures[place] for *_, place in sorted(ranked)[:NETWORK_REPORT_PAIRS]]
+
+    def told(self, now: float, reported: Iterable[PairFigures]) -> None:
+        """Record that the conductor has received these figures."""
+        self._told |= {one.peer: (now, one) for one in reported}
+
+    def forget(self) -> None:
+        """Forget all reports, because there is a new conductor."""
+        self._told.clear()
+
+
+def _change(before: PairFigures | None, now: PairFigures) -> float:
+    """The largest ratio between a figure and its last reported value; infinite if one of the two is unknown."""
+    if before is None or (before.up_limited, before.down_limited) != (now.up_limited, now.down_limited):
+        return math.inf
+    pairs = (
+        (before.rtt_s, now.rtt_s),
+        (before.up_bytes_per_s, now.up_bytes_per_s),
+        (before.down_bytes_per_s, now.down_bytes_per_s),
+    )
+    return max(_ratio(*pair) for pair in pairs)
+
+
+def _ratio(one: float, other: float) -> float:
+    if one == other:
+        return 1.0
+    return max(one, other) / min(one, other) if min(one, other) > 0 else math.inf

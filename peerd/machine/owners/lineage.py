@@ -7,7 +7,7 @@ only as a link of a chain. A peer that knows the owner of an expert follows
 since;
 * once the owner's claim is gone, or was not renewed for longer than a period: a host that claims the next generation,
   and whose checkpoint continues from one that a known owner signed (`PreviousOwner`). Its claim comes before its
-  checkpoint, so others wait for the checkpoint, for a while (`turns`). If no checkpoint of a known owner was left for a
+  checkpoint, so others wait for the checkpoint, for a while (a turn). If no checkpoint of a known owner was left for a
   period, no link is needed. A host that made its claim while the owner still renewed its own is skipped, unless holders
   vouch for it;
 * after a partition: of two owners, the one for which more networks vouch by holding its checkpoints. If one
@@ -39,9 +39,7 @@ from peerd.core.limits import EXPERTS_SEEN
 from peerd.core.messages.experts import CheckpointRef, PreviousOwner
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy, OwnerTree, Seat
-from peerd.machine.owners.rivals import RivalWatch
-from peerd.machine.owners.sightings import Sightings
-from peerd.machine.owners.turns import AdopterTurns
+from peerd.machine.owners.rivals import RivalWatch, Sightings
 
 _RENEWED: Final = 1.1  # periods that a claim lives without renewal, as in `custody`
 _UNCLAIMED: Final = 0.5  # periods that an owner without a claim remains the owner
@@ -49,6 +47,11 @@ _REMEMBERED: Final = 8.0  # periods without an owner, after which the networks a
 _UNSAVED: Final = 2  # successive owners that may have gone before they made a checkpoint
 _STANDING: Final = 64  # claims of one expert that are remembered
 _TRAIL: Final = 8  # earlier owners that are remembered
+
+_SEATS: Final = 3  # networks that are waited for: the first one may fail, and the second one may be a liar
+_PERIODS: Final = 4.0  # announcement periods, for an empty state: records of departed holders expire by then
+_BYTES_PER_S: Final = 256 << 10  # of a line that may carry experts
+_MOST_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class _Known:
     """The owner of an expert, as this peer knows it."""
 
     reign: ExpertReign
-    until: float | None  # expiry of its claim, as last seen; None: it had none
+    until: float | None  # expiry of its claim, as last seen, or None without a claim
     since: float  # when `until` was first seen
     trail: tuple[ExpertReign, ...] = ()  # owners before it, latest first
     given: bool = False  # the owner before it handed the expert over
@@ -327,3 +330,42 @@ class ExpertLineages:
 def _is_near(reign: ExpertReign, before: ExpertReign, steps: int = 1) -> bool:
     """True if a generation is plausible after `steps` changes of the owner, so that nobody exhausts the numbers."""
     return reign.generation <= before.generation + steps + _UNSAVED
+
+
+class AdopterTurns:
+    """Patience with hosts that announce that they adopt an expert, sans-IO: how long others leave the expert to them.
+
+    A host that announces this, or that claims the expert without a checkpoint of it, is waited for until it has had the
+    time to download the state; then its turn is over. Identities are free, so all peers of one network (in a private
+    network: at one address) share one turn for an expert, and the number of turns is limited until the expert has an
+    owner.
+
+    Turns keep honest hosts from adopting one expert twice. They do not bind anybody else: a host that claims an orphan,
+    with a checkpoint that continues from the owner's, is its owner without a turn (`lineage`).
+    """
+
+    def __init__(self, announce_s: float) -> None:
+        self._announce_s = announce_s
+        self._since = BoundedDict[Uid, dict[str, float]](EXPERTS_SEEN)
+
+    def has_turn(self, now: float, uid: Uid, peer: PeerId, seat: str | None, size_bytes: int) -> bool:
+        """True while others leave an expert to `peer`.
+
+        `seat`: its network, or None if unknown; `size_bytes`: of the expert's newest checkpoint, 0 if there is none.
+        """
+        since = self._since.get(uid, {})
+        name = seat if seat is not None else ""
+        if name not in since:
+            if len(since) >= _SEATS:
+                return False
+            since[name] = now
+            self._since[uid] = since
+        return now < since[name] + self.longest_s(size_bytes)
+
+    def longest_s(self, size_bytes: int) -> float:
+        """Length of one turn, in seconds."""
+        return min(_MOST_S, _PERIODS * self._announce_s + size_bytes / _BYTES_PER_S)
+
+    def settled(self, uid: Uid) -> None:
+        """Record that an expert has an owner: if this one is lost, every network has a turn again."""
+        self._since.pop(uid, None)

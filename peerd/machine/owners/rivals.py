@@ -36,13 +36,34 @@ from typing import Final
 
 from peerd.core.ids import PeerId
 from peerd.machine.owners.owner_tree import ExpertReign, OwnerTree
-from peerd.machine.owners.sightings import Sightings
 
 _PATIENCE_PERIODS: Final = 4.0  # longer than a claim lives without renewal
 _NEW_PERIODS: Final = 4.0  # in which a host that began anew has nothing to lose, and need not wait
 _LONG_PERIODS: Final = 12.0  # patience with a rival that does not come first
 _YOUNG_PERIODS: Final = 256.0  # longest partition after which the order decides
 _ANEW_PERIODS: Final = 64.0  # likewise for a host that began anew: it yields to anybody, and soon has much to lose
+
+_FORGOTTEN_PERIODS: Final = 1.1  # without a sighting; as long as a claim lives without renewal
+_MOST: Final = 64  # owners that are remembered
+
+
+class Sightings:
+    """Sightings of owners, sans-IO: when each was seen first. An owner that one look-up misses keeps its time."""
+
+    def __init__(self) -> None:
+        self._seen: dict[ExpertReign, tuple[float, float]] = {}  # first, and last
+
+    def note(self, now: float, period_s: float, reigns: Iterable[ExpertReign]) -> None:
+        """Record the owners that one look-up shows. `period_s`: announcement period."""
+        lately = now - _FORGOTTEN_PERIODS * period_s
+        self._seen = {reign: times for reign, times in self._seen.items() if times[1] >= lately}
+        for reign in reigns:
+            if reign in self._seen or len(self._seen) < _MOST:
+                self._seen[reign] = self._seen.get(reign, (now, now))[0], now
+
+    def first(self, reign: ExpertReign) -> float:
+        """Time at which an owner was first seen, or infinity if it was not seen recently."""
+        return self._seen[reign][0] if reign in self._seen else float("inf")
 
 
 @dataclass(slots=True)

@@ -8,30 +8,21 @@ path that has ended since, so its failure is ignored.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Final
 
-from peerd.machine.rate.backoff import backoff_s
+from peerd.core.messages.swarm import MAX_MEMBERS
+from peerd.machine.rate.suspicion import Suspicion
 
 _FIRST_PAUSE_S: Final = 0.5  # before the first probe, and before the second
 _LONGEST_PAUSE_S: Final = 8.0
 _AT_ONCE: Final = 8  # concurrent probes
 
 
-@dataclass(slots=True)
-class _Lost:
-    """One unreachable peer."""
-
-    next_probe: float
-    failures: int = 1
-    probing: bool = False
-
-
 class CutOff:
     """The unreachable peers, given by peer id as text."""
 
     def __init__(self) -> None:
-        self._lost: dict[str, _Lost] = {}
+        self._lost = Suspicion[str](_FIRST_PAUSE_S, _LONGEST_PAUSE_S, MAX_MEMBERS)
         self._back_at: dict[str, float] = {}  # when a peer was last found to be back
 
     def __contains__(self, name: object) -> bool:
@@ -46,36 +37,29 @@ class CutOff:
         """Record that a call did not reach `name`; returns True if the peer was reachable before."""
         if name in self._lost:
             return False
-        self._lost[name] = _Lost(now + _FIRST_PAUSE_S)
+        self._lost.failed(now, name)
         return True
 
     def due(self, now: float) -> list[str]:
         """Peers to probe now; report the end of each probe to `ended`."""
-        places = _AT_ONCE - sum(one.probing for one in self._lost.values())
-        ripe = [name for name, one in self._lost.items() if not one.probing and one.next_probe <= now]
-        chosen = sorted(ripe, key=lambda name: self._lost[name].next_probe)[: max(0, places)]
-        for name in chosen:
-            self._lost[name].probing = True
-        return chosen
+        return self._lost.due(now, _AT_ONCE)
 
     def ended(self, name: str, reached: bool, now: float) -> bool:
         """Record the end of a probe; returns True if the peer is back."""
-        one = self._lost.get(name)
-        if one is None:
+        if name not in self._lost:
             return False
         if reached:
-            del self._lost[name]
+            self._lost.forgive(name)
             self._back_at[name] = now
-            return True
-        one.probing, one.failures = False, one.failures + 1
-        one.next_probe = now + backoff_s(one.failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        return False
+        else:
+            self._lost.failed(now, name)
+        return reached
 
     def keep_only(self, names: Collection[str]) -> None:
         """Forget all peers not in `names`, because they no longer serve the stage."""
-        self._lost = {name: one for name, one in self._lost.items() if name in names}
+        self._lost.keep_only(names)
         self._back_at = {name: at for name, at in self._back_at.items() if name in names}
 
     def wakes_at(self) -> float:
         """Time of the next probe, or infinity if there is none."""
-        return min((one.next_probe for one in self._lost.values() if not one.probing), default=float("inf"))
+        return self._lost.wakes_at()

@@ -51,23 +51,3 @@ class RoutePolicy(Protocol):
     def update(self, rates: Mapping[str, float]) -> None:
         """Set the serving peers with their published rates (0 if unknown), and forget all others."""
         ...
-
-
-class InTurn:
-    """SWARM's stochastic wiring alone: each stage's peer is the next by `StochasticWiring`, wherever it is."""
-
-    def choose(self, now: float, options: Options, cut: Cut) -> list[str]:
-        route: list[str] = []
-        for names in options:
-            free = [name for name in names if not (route and cut(route[-1], name))]
-            route.append((free or names)[0])
-        return route
-
-    def sent(self, route: Sequence[str]) -> Sent:
-        return Sent(route)
-
-    def ended(self, sent: Sent) -> None: ...
-
-    def answered(self, now: float, sent: Sent, hops: Sequence[Hop], took_s: float) -> None: ...
-
-    def update(self, rates: Mapping[str, float]) -> None: ...

@@ -52,9 +52,9 @@ def least_value(costs: Matrix) -> float:
     return float(max(costs.min(axis=1).max(), costs.min(axis=0).max()))
 
 
-def perfect(costs: Matrix, value: float | None = None) -> tuple[float, list[int]]:
-    """Bottleneck and the column of each row, [n, n]. `value`: a lower bound, if known."""
-    value = least_value(costs) if value is None else value
+def perfect(costs: Matrix) -> tuple[float, list[int]]:
+    """Bottleneck and the column of each row, [n, n]."""
+    value = least_value(costs)
     n = len(costs)
     rows = _sets(costs, value)
     column_of, row_of, free = [-1] * n, [-1] * n, (1 << n) - 1

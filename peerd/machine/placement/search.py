@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final
@@ -18,12 +18,11 @@ from typing import Final
 import numpy as np
 
 from peerd.machine.placement.cost import NO_LINK, CostKind, PlacementCost
-from peerd.machine.placement.exhaustive import all_placements, count_bound
 from peerd.machine.placement.layout import MoveCost, StageLayout
 from peerd.machine.placement.model import CostModel, Members
 from peerd.machine.placement.moves import Moves
 from peerd.machine.placement.problem import IDLE, NoPlacement, PlacementProblem, StagePlacement
-from peerd.machine.placement.starts import Stages, by_links, by_random, check_fits
+from peerd.machine.placement.starts import Stages, by_links, by_random, check_fits, fits
 
 FIRST_RUN: Final = 150  # evaluations
 RANDOM_STARTS: Final = 2
@@ -222,17 +221,48 @@ def placed(layout: StageLayout) -> StagePlacement:
 
 def cost_of(problem: PlacementProblem, placement: StagePlacement, kind: CostKind = CostKind.LATENCY) -> PlacementCost:
     """Cost of a placement with its stages in their order, and neighbouring stages matched optimally."""
-    return _laid_out(problem, placement, kind, keep_order=True).cost.real()
+    members = [placement.members(stage) for stage in range(len(problem.stages))]
+    return StageLayout(CostModel(problem, kind, keep_order=True), members).cost.real()
 
 
-def arranged(
-    problem: PlacementProblem, placement: StagePlacement, kind: CostKind = CostKind.LATENCY
-) -> tuple[StagePlacement, PlacementCost]:
-    """The same stages in the best order (if it is free), with the partners between them, and the cost."""
-    layout = _laid_out(problem, placement, kind, keep_order=False)
-    return placed(layout), layout.cost.real()
+def count_bound(problem: PlacementProblem) -> int:
+    """Upper bound of the number of placements, without enumerating them."""
+    choices = len(problem.stages) + (problem.sizes is None or sum(problem.sizes) < len(problem.devices))
+    return int(choices ** len(problem.devices))
 
 
-def _laid_out(problem: PlacementProblem, placement: StagePlacement, kind: CostKind, *, keep_order: bool) -> StageLayout:
-    model = CostModel(problem, kind, keep_order)
-    return StageLayout(model, [placement.members(stage) for stage in range(len(problem.stages))])
+def all_placements(problem: PlacementProblem, classes: list[int], order_is_free: bool) -> Iterator[Stages]:
+    """Members of each stage, for each placement of a small problem, each once.
+
+    `classes`: devices of one class are interchangeable; a later one's stage is not below an earlier one's. If the order
+    of stages is free, stages are numbered by their first device.
+    """
+    count, stages = len(problem.devices), len(problem.stages)
+    before = {
+        device: max((d for d in range(device) if classes[d] == classes[device]), default=-1) for device in range(count)
+    }
+    stage_of: list[int] = []
+    members: list[list[int]] = [[] for _ in range(stages)]
+
+    def full(stage: int) -> bool:
+        return problem.sizes is not None and len(members[stage]) >= problem.sizes[stage]
+
+    def rest(opened: int) -> Iterator[Stages]:
+        device = len(stage_of)
+        if device == count:
+            if all(members) and (problem.sizes is None or all(full(stage) for stage in range(stages))):
+                yield tuple(tuple(of) for of in members)
+            return
+        least = stage_of[before[device]] if before[device] >= 0 else IDLE
+        for stage in range(least, min(stages, opened + 1) if order_is_free else stages):
+            if stage != IDLE and (full(stage) or not fits(problem, device, stage)):
+                continue
+            stage_of.append(stage)
+            if stage != IDLE:
+                members[stage].append(device)
+            yield from rest(max(opened, stage + 1))
+            stage_of.pop()
+            if stage != IDLE:
+                members[stage].pop()
+
+    yield from rest(0)

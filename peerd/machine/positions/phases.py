@@ -42,7 +42,7 @@ class RunPhase:
     def __init__(self, *, delayed: bool = False) -> None:
         self._delayed = delayed
         self.phase = Phase.GATHERING
-        self.current: Position | None = None  # that all members last had; None: unknown to this conductor yet
+        self.current: Position | None = None  # that all members last had, or None if not known yet
         self.target: Position | None = None  # destination of a close or a move
         self.commits = False  # True while the move is a step
         self.ordered: Position | None = None  # destination of this conductor's last step

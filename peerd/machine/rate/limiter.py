@@ -66,7 +66,7 @@ class Flow:
 
 
 class Limiter:
-    """One direction of a line. Times in seconds, amounts in bytes."""
+    """One direction of a line, or the rate of a relay. Times in seconds, amounts in bytes."""
 
     def __init__(self, bytes_per_s: float) -> None:
         if not (math.isfinite(bytes_per_s) and bytes_per_s > 0):

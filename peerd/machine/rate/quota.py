@@ -1,4 +1,5 @@
-"""Quota of actions that strangers may cause within a minute: per stranger, per target, and in total.
+"""Quota of actions that strangers may cause within a minute: per stranger, per target, and in total; and the limit of
+log lines that they may cause.
 
 Sans-IO. Only actions that are carried out count: refused requests leave no trace, so that a flood of requests cannot
 displace the entries that bound earlier ones. Invariants: no bound is exceeded in any sixty seconds; older entries are
@@ -7,11 +8,17 @@ dropped, so the tables have at most as many entries as the total bound allows in
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
-from typing import Final
+from typing import Final, Generic, TypeVar
+
+from peerd.core.bounded_dict import BoundedDict
+
+K = TypeVar("K", bound=Hashable)
 
 _MINUTE_S: Final = 60.0
+_SUBJECTS: Final = 1024
 
 
 class Quota:
@@ -48,3 +55,21 @@ class Quota:
         for key in enumerate(names):
             if times := self._done.get(key):
                 times.pop()
+
+
+class LogLimit(Generic[K]):
+    """Limit of log lines about peers' faults, which they can repeat at will: one line per subject in `again_s` seconds.
+
+    At most `subjects` are remembered, those logged latest.
+    """
+
+    def __init__(self, again_s: float, subjects: int = _SUBJECTS) -> None:
+        self._again_s = again_s
+        self._logged_at = BoundedDict[K, float](subjects)
+
+    def may_log(self, now: float, subject: K) -> bool:
+        """True if the subject was not logged lately; then it counts as logged now."""
+        if now - self._logged_at.get(subject, -math.inf) < self._again_s:
+            return False
+        self._logged_at[subject] = now
+        return True

@@ -15,6 +15,7 @@ import math
 from typing import Final
 
 from peerd.core.limits import RAILS_PER_LINK
+from peerd.machine.rate.delivery_rate import PathRate
 
 _LOOK_BYTES: Final = 1 << 20  # bytes to move before the next check; slower links need none
 _LOOK_BYTES_FAR: Final = 64 * 1024  # the same for far peers, for which 1 MiB takes seconds
@@ -33,6 +34,12 @@ _BYTES_PER_RAIL: Final = 2 << 20  # less than it could hold, so that a rail can 
 _IDLE_S: Final = 30.0  # idle time after which rails are closed: routers forget idle connections, new ones are cheap
 _AGAIN_S: Final = 30.0  # pause after a failed attempt, doubled each time
 _AGAIN_S_MAX: Final = 900.0
+
+_LOOKS: Final = 16  # samples whose rates count
+_LOOK_S_MIN: Final = 0.05
+_GAP_LOOKS: Final = 3  # longest usable interval between two samples, in usual pauses
+_GAIN: Final = 4 / 3
+_LEAST_BYTES_PER_S: Final = 40e6  # least rate of all rails together, which no relevant path minds
 
 
 class RailPlan:
@@ -113,3 +120,37 @@ class RailPlan:
 def _rails_for(rtt_s: float, flight_bytes: float) -> int:
     wanted = max(math.ceil(rtt_s / _RTT_S_PER_RAIL), math.ceil(flight_bytes / _BYTES_PER_RAIL), 2)
     return min(wanted, RAILS_PER_LINK)
+
+
+class RailPace:
+    """Pacing of the rails of one link: together they send only slightly faster than the path has recently carried.
+
+    Each connection finds its own rate from what it got while others paused; a dozen of them together assume several
+    times the path's rate. While credit arrives at the rate of delivered data this does no harm. But much data may be
+    allowed at once, because a piece that all waited for has arrived, or because several connections have just ended a
+    measurement in which they pause (BBR's PROBE_RTT). Then they would fill the queue at the bottleneck within a tenth
+    of a second, and lose more than they had waited for. So once the rate no longer grows, each rail may send at its
+    share of the carried rate plus a third, which is enough for the others to make up for a few that pause. Sans-IO; the
+    rate is measured from the other side's acknowledgements. A peer can only slow down traffic to itself.
+    """
+
+    __slots__ = ("_acked_bytes", "_begun_at", "_path")
+
+    def __init__(self) -> None:
+        self._begun_at, self._acked_bytes = -math.inf, 0
+        self._path = PathRate(_LOOKS)
+
+    def look(self, now: float, rtt_s: float, acked_bytes: int, rails: int) -> float:
+        """Rate in bytes/s for each of `rails`, infinity for no limit; `acked_bytes`: total acknowledged on all."""
+        passed_s, carried = now - self._begun_at, acked_bytes - self._acked_bytes
+        self._begun_at, self._acked_bytes = now, acked_bytes
+        # `carried` is negative if a rail was closed, because its count is then missing.
+        if carried >= 0 and 0 < passed_s <= _GAP_LOOKS * self.pause_s(rtt_s):
+            self._path.add(carried / passed_s)
+        if not rails or self._path.grows:
+            return math.inf
+        return _GAIN * max(self._path.carried, _LEAST_BYTES_PER_S) / rails
+
+    def pause_s(self, rtt_s: float | None) -> float:
+        """Seconds before the next sample."""
+        return max(rtt_s or 0.0, _LOOK_S_MIN)

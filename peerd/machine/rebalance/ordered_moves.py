@@ -18,8 +18,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from peerd.core.messages.swarm import Position
-from peerd.machine.rate.backoff import backoff_s
+from peerd.core.messages.swarm import MAX_MEMBERS, Position
+from peerd.machine.rate.suspicion import Suspicion
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
 from peerd.machine.rebalance.rebalancer import RebalanceConfig, Rebalancer
 
@@ -39,7 +39,6 @@ class PostView:
     stage: int
     ready: bool  # has the current state
     rate: float  # microbatches per second, as estimated
-    queue: float = 0.0
     movable: bool = True
     saved: frozenset[Position] = frozenset()  # checkpoints that it has
 
@@ -97,8 +96,7 @@ class OrderedMoves:
         self._work, self._own, self._least_price_s = config.work, own, config.price_s
         self._rule = Rebalancer(config)
         self._under_way: dict[str, _UnderWay] = {}  # by peer
-        self._rests_until: dict[str, float] = {}
-        self._failures = Counter[str]()
+        self._resting = Suspicion[str](_FAILED_S, _FAILED_MOST_S, MAX_MEMBERS)  # by peer
         self._coming_since: dict[str, float] = {}
         self.loads: list[PeerLoad] = []  # last input of the rule
         self._wished: list[Transfer] = []
@@ -139,8 +137,7 @@ class OrderedMoves:
     def failed(self, now: float, peer: str) -> None:
         """Record that a peer has refused to move, or has come back."""
         if self._under_way.pop(peer, None) is not None:
-            self._failures[peer] += 1
-            self._rests_until[peer] = now + backoff_s(self._failures[peer], _FAILED_S, _FAILED_MOST_S)
+            self._resting.failed(now, peer)
 
     def _settle(self, now: float, seen: _Posts) -> None:
         """End the moves that are complete or took too long."""
@@ -151,14 +148,13 @@ class OrderedMoves:
             elif now - one.since > MOST_S:
                 self.failed(now, peer)
         self._coming_since = {p.peer: self._coming_since.get(p.peer, now) for p in seen.all if not p.ready}
-        self._rests_until = {p: at for p, at in self._rests_until.items() if at > now and p in seen.of}
-        self._failures = Counter({p: times for p, times in self._failures.items() if p in seen.of})
+        self._resting.keep_only(seen.of)
 
     def _arrived(self, now: float, peer: str, took_s: float) -> None:
         del self._under_way[peer]
         self.made += 1
-        self._failures.pop(peer, None)
-        self._rests_until[peer] = now + AGAIN_S
+        self._resting.forgive(peer)
+        self._resting.put_aside(peer, now + AGAIN_S)
         price_s = self._rule.price_s + _SMOOTHING * (_SHARE * took_s - self._rule.price_s)
         self._rule.price_s = max(self._least_price_s, price_s)
 
@@ -170,12 +166,12 @@ class OrderedMoves:
                 target = self._under_way[peer].move.target
                 loads.append(PeerLoad(peer, target, self._rate_at(posts, target), stays=True))
                 continue
-            stays = peer == self._own or len(posts) > 1 or peer in self._rests_until
+            stays = peer == self._own or len(posts) > 1 or self._resting.is_aside(now, peer)
             for post in posts:
                 if post.ready or now - self._coming_since[peer] < _COMING_S:
                     goes = post.ready and post.movable and reserves.spare(post)
                     is_fixed = stays or not goes
-                    loads.append(PeerLoad(peer, post.stage, post.rate, post.queue, is_fixed))
+                    loads.append(PeerLoad(peer, post.stage, post.rate, is_fixed))
         return loads
 
     def _rate_at(self, posts: Sequence[PostView], target: int) -> float:

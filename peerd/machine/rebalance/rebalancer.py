@@ -67,10 +67,6 @@ class Rebalancer:
         moves, self._plan, self._lost = list(self._plan.moves), _Plan(), 0.0
         return moves
 
-    def join(self, loads: Sequence[PeerLoad]) -> int:
-        """The stage for a newcomer: the weakest."""
-        return StageLoads(loads, self._config.work).weakest()
-
     def _best(self, loads: Sequence[PeerLoad]) -> _Plan:
         """The moves that gain most for their cost; none if nothing is worth it."""
         staffing, best = StageLoads(loads, self._config.work), _Plan()

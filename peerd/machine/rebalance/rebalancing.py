@@ -110,7 +110,6 @@ class Rebalancing:
                 entry.stage,
                 name in ready,
                 0.0 if name in self._rests else rates[name],
-                self._beliefs.claim(name).queue,
                 self._beliefs.claim(name).movable,
                 entry.saved,
             )

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from peerd.core.errors import (
+    Cause,
     LocalError,
     NotFiniteHere,
     Overloaded,
@@ -69,6 +70,7 @@ _MOST_BLOCK_BYTES = {
 }
 _FRAMELESS = (END, ERROR, CANCEL)
 _NAMED = ((TooSlow, "too slow"), (NotFiniteHere, "not finite"))
+_CAUSES = {cause.value: cause for cause in (Cause.OTHER, Cause.OTHER_RUN_FILE, Cause.NOT_CONDUCTING, Cause.NO_TOKEN)}
 
 Buffer = bytes | bytearray | memoryview
 
@@ -98,7 +100,7 @@ class RpcMessage(NamedTuple):
 class Failure(Body, frozen=True):
     """Why a call failed, in wire form."""
 
-    what: str  # "refused", "overloaded", "too slow" or "not finite"
+    what: str  # "overloaded", "too slow", "not finite", or the cause of a refusal
     text: str
     retry_after_ms: int = 0
 
@@ -137,7 +139,8 @@ def encode_failure(call_id: int, error: PeerdError) -> bytes:
     if isinstance(error, Overloaded):
         failure = Failure("overloaded", text, int(min(max(error.retry_after_s, 0.0), RPC_DEADLINE_S) * 1000))
     else:
-        found = next((what for kind, what in _NAMED if isinstance(error, kind)), "refused")
+        refused = error.cause.value if isinstance(error, Refused) and error.cause.value in _CAUSES else "refused"
+        found = next((what for kind, what in _NAMED if isinstance(error, kind)), refused)
         failure = Failure(found, text)
     return encode_message(ERROR, call_id, encode(failure))
 
@@ -152,8 +155,8 @@ def decode_failure(body: bytes, peer: PeerId) -> RemoteError:
         return TooSlow(text, peer)
     if failure.what == "not finite":
         return NotFiniteHere(text, peer)
-    if failure.what == "refused":
-        return Refused(text, peer)
+    if (cause := _CAUSES.get(failure.what)) is not None:
+        return Refused(text, peer, cause)
     raise ProtocolViolation("an error of unknown kind")
 
 

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 from nacl import bindings
 from nacl import exceptions as nacl_exceptions
 
-from peerd.core.errors import ProtocolViolation, Unreachable
+from peerd.core.errors import Cause, ProtocolViolation, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import NOISE_HANDSHAKE_BYTES
@@ -365,7 +365,7 @@ class NoiseHandshake:
         self._crossed = True
         own = bindings.crypto_scalarmult_base(self._secrets.ephemeral)
         if own == message:
-            raise Unreachable("that is this peer itself: its own hand-shake comes back")
+            raise Unreachable("that is this peer itself: its own hand-shake comes back", cause=Cause.OURSELVES)
         if own > message:
             return b""
         self._initiator, self._greeted = False, True

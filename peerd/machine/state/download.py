@@ -1,9 +1,10 @@
 """Plan of one download, sans-IO: which donor to ask for what, so that a state is downloaded from several at once.
 
-First each donor is asked for its claim, then the best camp is chosen (machine/state/quorum), then one of its donors
-sends the digests of all pieces, then all of them send pieces. Each has a few in flight, by its speed, and a donor that
-finishes early takes over pieces that slower ones owe. A donor with a wrong answer is a liar: it is reported, and never
-asked again; one that fails is asked again a few times, after pauses. Received pieces are kept: only a change of camp (a
+First each donor is asked for its claim, then the best camp is chosen (machine/state/quorum). Both are left out if the
+caller knows the root of what it wants, as of an expert's checkpoint, which its owner signed. Then one donor sends the
+digests of all pieces, then all of them send pieces. Each has a few in flight, by its speed, and a donor that finishes
+early takes over pieces that slower ones owe. A donor with a wrong answer is a liar: it is reported, and never asked
+again; one that fails is asked again a few times, after pauses. Received pieces are kept: only a change of camp (a
 larger one at the same position appears) restarts the download.
 
 The driver performs each `AskDonor` and reports one event for it, unless it was cancelled by `Cancel`; it checks digests
@@ -42,6 +43,7 @@ _PAUSE_S = 0.5  # after the first failure of a donor; doubles each time
 _AGAIN_S = 0.05  # before donors at different steps are asked again; doubles each time
 _MOST_PAUSE_S = 10.0  # even if a donor asks for a longer one
 _STRIKES = 3
+_KNOWN_STRIKES = 2  # of donors that need not copy a state before they answer
 _UNHEARD_S = 0.5  # delay before others take over the last pieces of a donor that has never sent one
 
 
@@ -57,13 +59,18 @@ class Download:
         kept: dl.PartialState | None = None,
         *,
         all_have_it: bool = False,
+        known: Claim | None = None,
     ) -> None:
-        """`all_have_it`: each of the donors is known to have the state, whether it answers or not."""
+        """`all_have_it`: each of the donors is known to have the state, whether it answers or not.
+
+        `known`: the state to download, if the caller can verify its root itself. The donors are not asked for claims.
+        """
         donors = list(donors)
         self._all_have_it, self._named = all_have_it, len(donors)
         self._pieces = pieces
         self._rng = rng
         self._kept = kept or dl.PartialState()
+        self._known = known
         self._donors = {name: self._donor(name) for name in donors}
         self._poll = StateQuorum(now, self._copy_s)
         self._meet = 0  # the step that donors wait for before they report their claim
@@ -136,7 +143,8 @@ class Download:
         return {d.name: d.claim for d in self._donors.values() if d.claim and d.standing is not DonorStanding.LIAR}
 
     def _donor(self, name: str) -> Donor:
-        return Donor(name, piece_s=self._kept.piece_s.get(name))
+        standing = DonorStanding.NEW if self._known is None else DonorStanding.CLAIMS
+        return Donor(name, standing, self._known, piece_s=self._kept.piece_s.get(name))
 
     def wake_at(self) -> float:
         """Time at which `wake` is due; infinity if only after an event."""
@@ -161,6 +169,10 @@ class Download:
             donor.standing, donor.claim, donor.strikes = DonorStanding.CLAIMS, claim, 0
 
     def _choose(self, now: float, out: list[dl.Output]) -> None:
+        if self._known is not None:
+            if self.chosen is None:
+                self._begin(self._known, tuple(self._donors), "its root is known", out)
+            return
         claims = self.claims()
         if self.chosen is None:
             verdict = self._poll.decide(now, claims, self._pending, self._named if self._all_have_it else 0)
@@ -226,7 +238,8 @@ class Download:
         others = [donor for donor in givers if donor not in asked]
         if others and (not asked or now >= self._digests_due):
             self._digests_due = now + UNKNOWN_PIECE_S
-            self._ask(self._rng.choice(others), dl.DIGESTS, _PIECE_TIMEOUT_S + self._digests_s, out)
+            donor = others[0] if self._known is not None else self._rng.choice(others)  # the caller sorted them
+            self._ask(donor, dl.DIGESTS, _PIECE_TIMEOUT_S + self._digests_s, out)
         if others:
             self._wakes.append(self._digests_due)
 
@@ -329,9 +342,9 @@ class Download:
             donor.why = event.why
         elif event.gone:
             donor.standing, donor.why = DonorStanding.GONE, event.why
-            self._gone += piece != dl.MANIFEST
+            self._gone += piece != dl.MANIFEST and self._known is None  # what is known does not move on
         elif now >= donor.not_before:  # concurrent failures count once
-            donor.failed(now, _STRIKES, _PAUSE_S, event.why)
+            donor.failed(now, _STRIKES if self._known is None else _KNOWN_STRIKES, _PAUSE_S, event.why)
         if piece == dl.MANIFEST and not donor.usable and donor.claim != self.chosen:
             donor.claim = None
 

@@ -61,8 +61,8 @@ class Origin:
     trusted: Collection[str] = ()  # peers that the user trusts
     cold: bool = False  # its knowledge is from before a restart: absent members may return with their states
     signers: Callable[[Position], Set[str]] | None = None  # peers that validly signed a commit to a position
-    verify: Verify | None = None  # verifies a receipt; None: no receipt counts
-    place_of: Callable[[str], str] | None = None  # where a peer connects from; None: each peer is a place of its own
+    verify: Verify | None = None  # verifies a receipt; without it no receipt counts
+    place_of: Callable[[str], str] | None = None  # where a peer connects from; by default each peer is a place
 
 
 @dataclass(frozen=True, slots=True)

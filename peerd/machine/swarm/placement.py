@@ -74,7 +74,7 @@ class _Staff:
         self._each = [each[stage] / self._count[stage] if self._count[stage] else mean for stage in self._stages]
 
     def add(self, stage: int) -> None:
-        """Add a peer to the stage. It is assumed to do as much as the others there."""
+        """Add a peer to the stage. It is assumed to have the mean speed of the others there."""
         self._count[stage] += 1
 
     def neediest(self, arrival: Arrival) -> tuple[int, str]:

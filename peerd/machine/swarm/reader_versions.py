@@ -13,7 +13,7 @@ class ReaderVersions:
     def __init__(self) -> None:
         self._newest = self._of_all = 1  # of any reader's last change; of the last change that concerned all
         self._of: dict[str, int] = {}
-        self._concerned: set[str] | None = set()  # readers with changes since the last call of `concerned`; None: all
+        self._concerned: set[str] | None = set()  # readers with changes since the last call of `concerned`; all if None
 
     def of(self, reader: str) -> int:
         """Version of the newest state that this reader should see."""

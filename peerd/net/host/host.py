@@ -21,7 +21,7 @@ from multiaddr import Multiaddr
 from peerd.core import limits
 from peerd.core.addr import circuit_place, is_relayed, reach, split_peer, with_peer
 from peerd.core.clock import Clock
-from peerd.core.errors import LocalError, ProtocolViolation, RemoteError, Unreachable
+from peerd.core.errors import Cause, LocalError, ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.version import VERSION
@@ -47,7 +47,7 @@ from peerd.net.link.unread import Unread
 from peerd.net.link.upgrade import UpgradedLink, recognise, upgrade
 from peerd.net.transport import RawLink, Transport, close_surely
 
-__all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerIdentified", "PeerInfo", "PeerUp"]
+__all__ = ["Host", "HostConfig", "PeerDown", "PeerIdentified", "PeerUp"]
 
 _log = logging.getLogger("peerd.net")
 Handler = Callable[[Stream], Awaitable[None]]
@@ -220,7 +220,7 @@ class Host:
         `addrs` are added to the address book as hearsay: see `learn`.
         """
         if peer == self.id:
-            raise Unreachable("that is this peer itself", peer)
+            raise Unreachable("that is this peer itself", peer, Cause.OURSELVES)
         self.learn(peer, addrs, checked=checked)
         if self.links.best(peer) is None:
             await self._dialer.reach(peer, self._running())
@@ -262,7 +262,7 @@ class Host:
             raise Unreachable(f"no hand-shake within {self.config.handshake_s:g} s", expected)
         except ProtocolViolation as error:
             _log.info("hand-shake with %s: %s", raw.remote, error)
-            raise Unreachable(error.args[0], expected) from error
+            raise Unreachable(error.args[0], expected, error.cause) from error
         finally:
             if not adopted:
                 await close_surely(raw)
@@ -279,7 +279,7 @@ class Host:
         except trio.TooSlowError:
             raise Unreachable(f"no hand-shake within {self.config.handshake_s:g} s", peer) from None
         except RemoteError as error:
-            raise Unreachable(error.args[0], peer) from error
+            raise Unreachable(error.args[0], peer, error.cause) from error
         finally:
             await close_surely(raw)
 
@@ -389,7 +389,7 @@ class Host:
         """Run an authenticated connection as a link. Raises Unreachable with the reason if that is impossible."""
         peer = secured.session.peer
         if peer == self.id:
-            raise Unreachable("that is this peer itself", peer)
+            raise Unreachable("that is this peer itself", peer, Cause.OURSELVES)
         if self._nursery is None or self._link_nursery is None:
             raise Unreachable("this host is shutting down", peer)
         full = self.links.make_room(user_at(peer.text, secured.raw.remote), inbound=not secured.initiator)
@@ -459,7 +459,7 @@ class Host:
             try:
                 return await self.join(raw, way_to(addr), initiator=True, expected=peer)
             except RemoteError as error:
-                raise Unreachable(error.args[0], peer) from error
+                raise Unreachable(error.args[0], peer, error.cause) from error
         raise Unreachable(f"no answer within {self.config.dial_s:g} s", peer)
 
     async def _raw_link(self, addr: Multiaddr, peer: PeerId | None, *, fresh: bool = False) -> RawLink:

@@ -32,8 +32,7 @@ from peerd.machine.mux.frames import GO_AWAY, HEADER
 from peerd.machine.mux.frames import PROTOCOL as YAMUX
 from peerd.machine.mux.session import YamuxSession
 from peerd.machine.mux.striping import BINDING_BYTES, PROTOCOL, StripedLane
-from peerd.machine.rate.rail_count import RailPlan
-from peerd.machine.rate.rail_pacing import RailPace
+from peerd.machine.rate.rail_count import RailPace, RailPlan
 from peerd.machine.secure.noise import Secrets
 from peerd.net.link.sealing import Buffers, Fill, FrameSealer
 from peerd.net.link.upgrade import UpgradedLink, upgrade

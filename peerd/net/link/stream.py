@@ -13,7 +13,7 @@ from typing import Protocol
 import trio
 from multiaddr import Multiaddr
 
-from peerd.core.errors import LocalError, ProtocolViolation, Refused, RemoteError, Unreachable
+from peerd.core.errors import Cause, LocalError, ProtocolViolation, Refused, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine.budget.book import User
 from peerd.machine.connectivity.path_selection import PathKind
@@ -310,7 +310,9 @@ class Stream:
             await self._over.wait()
 
     def _error(self, reason: str) -> RemoteError:
-        return Refused(reason, self.peer) if self._refused else Unreachable(reason, self.peer)
+        if self._refused:
+            return Refused(reason, self.peer, Cause.NO_SUCH_PROTOCOL)
+        return Unreachable(reason, self.peer)
 
     # --- called by the link --------------------------------------------------------------------------------
 

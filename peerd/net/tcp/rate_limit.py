@@ -1,8 +1,9 @@
 """TCP connections with rate limits: `machine.rate.limiter` decides; this module waits and counts.
 
-A LinePace is one direction of this machine's line, shared by all connections; one of the waiting connections sleeps
-until the next grant for all of them, so there is no task or timer per packet. A RateLimitedLink sends and reads in
-quanta. Data that it does not read fills the receive window, which is kept small, so that TCP slows the sender down.
+A LinePace is one direction of this machine's line, shared by all connections, or the rate of a relay, shared by its
+circuits; one of those that wait sleeps until the next grant for all of them, so there is no task or timer per packet. A
+RateLimitedLink sends and reads in quanta. Data that it does not read fills the receive window, which is kept small, so
+that TCP slows the sender down.
 
 Payload is counted when it is sent or read. TCP's overhead (headers, acknowledgements, retransmissions) is charged
 afterwards, from the system's counters or else by an estimate, so that the total on the line keeps the limit. Members
@@ -42,8 +43,9 @@ class LimitedLine:
 
     def __init__(self, limits: LimitsSection | None = None) -> None:
         limits = limits or LimitsSection()
-        self._up = LinePace(limits.upload_mbit) if limits.upload_mbit else None
-        self._down = LinePace(limits.download_mbit) if limits.download_mbit else None
+        self._up, self._down = (
+            LinePace(mbit * BYTES_PER_MBIT) if mbit else None for mbit in (limits.upload_mbit, limits.download_mbit)
+        )
 
     def tcp(self) -> TcpTransport:
         """A transport whose links keep the limits; its links are plain TcpLinks if there are none."""
@@ -108,10 +110,10 @@ class LineTurn(Flow):
 
 
 class LinePace:
-    """The rate limit of one direction of the line, for all connections."""
+    """A rate limit that many flows share, such as all connections in one direction of the line."""
 
-    def __init__(self, mbit: float) -> None:
-        self.limiter = Limiter(mbit * BYTES_PER_MBIT)
+    def __init__(self, bytes_per_s: float) -> None:
+        self.limiter = Limiter(bytes_per_s)
         self._waiting: dict[LineTurn, None] = {}
         self._places: WeakValueDictionary[str, Account] = WeakValueDictionary()
         self._keeper: trio.CancelScope | None = None  # of the task that sleeps until the next grant
@@ -148,6 +150,11 @@ class LinePace:
             return count
         finally:
             self._leave(turn)
+
+    async def take_all(self, turn: LineTurn, count: int) -> None:
+        """Wait until all `count` bytes are granted, in as many turns as that takes."""
+        while count:
+            count -= await self.take(turn, count)
 
     def try_take(self, turn: LineTurn, wanted: int) -> bool:
         """Take all `wanted` bytes without waiting, or none; returns whether they were taken."""

@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 from peerd.core.addr import peers_named
-from peerd.core.errors import OTHER_RUN_FILE, Refused, RemoteError
+from peerd.core.errors import RemoteError, other_run_file
 from peerd.core.ids import PeerId
 from peerd.core.limits import MEMBERS, RPC_BODY_BYTES
 from peerd.core.messages.commits import CommitProof, Committed, ProofShown, ShowProof
@@ -66,7 +66,7 @@ class CommitProofs:
 
     async def _show(self, call: Incoming[ShowProof]) -> Answer[ProofShown]:
         if call.body.run != self._run:
-            raise Refused(OTHER_RUN_FILE)
+            raise other_run_file()
         return Answer(ProofShown(self.evidence.proof(call.body.position)))
 
     # --- other peers' proofs ----------------------------------------------------------------------------------
@@ -89,7 +89,8 @@ class CommitProofs:
         return True
 
     async def collect(self, peers: Sequence[PeerId], position: Position) -> None:
-        """Fetch and keep these peers' proofs of `position`, whoever signed them: for a keeper, which knows no members.
+        """Fetch and keep these peers' proofs of `position`, no matter who signed them: for a keeper, which knows no
+        members.
 
         A peer that later asks the keeper verifies the signatures of the members that it knows.
         """

@@ -20,12 +20,13 @@ import msgspec
 import trio
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.errors import NOT_CONDUCTING, OTHER_RUN_FILE, Refused, RemoteError, TooSlow
+from peerd.core.errors import Cause, Refused, RemoteError, TooSlow
 from peerd.core.ids import PeerId
 from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S, SUSPECTS
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import Forecast, Leave, ListMembers, MemberInfo, MembersListed
 from peerd.machine.conductor.member_list import KnownMembers
+from peerd.machine.rate.suspicion import Suspicion
 from peerd.machine.swarm.posts import peer_of, post_name
 from peerd.service.rpc.rpc import Answer, Rpc
 from peerd.service.swarm.directory import Directory
@@ -46,8 +47,7 @@ class ConductorLinks(Protocol):
         ...
 
 
-_SUSPECT_S = 6.0
-_SUSPECT_MOST_S = 600.0
+_SUSPECT_S, _SUSPECT_MOST_S = 6.0, 600.0
 _PATIENT_TIMES = 3  # failures in a row before each further one doubles the time
 _RETRY_S = 0.3
 _ROUNDS = 2  # refusals, by all peers in turn, before `duty` skips a peer
@@ -101,8 +101,9 @@ class ConductorClient:
     _waits_for: str | None = None
     _helped: set[str] = field(default_factory=set)  # peers of `established` that contributed to a step
     _forecast: tuple[float, Forecast] | None = None  # (received at, forecast)
-    _suspects: dict[PeerId, float] = field(default_factory=dict)
-    _failures: dict[PeerId, tuple[int, float]] = field(default_factory=dict)  # (failures in a row, last at)
+    _suspicion: Suspicion[PeerId] = field(
+        default_factory=lambda: Suspicion(_SUSPECT_S, _SUSPECT_MOST_S, SUSPECTS, steady=_PATIENT_TIMES)
+    )
     _failed_at: float = float("-inf")  # time of the last failed call
     # Stage-0 peers that the directory does not list -> (True if they cannot be dialed, serving since).
     _seen: dict[PeerId, tuple[bool, float]] = field(default_factory=dict)
@@ -222,9 +223,7 @@ class ConductorClient:
 
         The time grows with failures in a row, so that a client tries few of many records that lead to no peer.
         """
-        now, times = trio.current_time(), self._note_failure(peer)
-        longer = min(2.0 ** max(0, times - _PATIENT_TIMES), _SUSPECT_MOST_S / _SUSPECT_S)
-        self._suspects[peer] = now + _SUSPECT_S * longer
+        self._suspicion.failed(trio.current_time(), peer, anew=True)
         self._let_go_of(peer)
 
     def _suspect_longer(self, began: float) -> None:
@@ -235,7 +234,7 @@ class ConductorClient:
         """
         now, began = trio.current_time(), max(began, self._failed_at)  # parallel calls count each second once
         self._failed_at = now
-        self._suspects = {peer: until + (now - began) * (until > began) for peer, until in self._suspects.items()}
+        self._suspicion.prolong(began, now - began)
 
     def _let_go_of(self, peer: PeerId) -> None:
         if self.conductor == peer:  # otherwise another conductor is known already
@@ -250,36 +249,25 @@ class ConductorClient:
 
     def _note_refusal(self, peer: PeerId, error: Refused) -> None:
         """Record that a peer refused our report. Others are asked, too; `waits_for` keeps the most helpful reason."""
-        elsewhere = error.args[0].startswith(NOT_CONDUCTING)
+        elsewhere = error.cause is Cause.NOT_CONDUCTING
         self._refusals[peer] = self._refusals.get(peer, 0) + 1
         if not elsewhere:
-            self.differs = peer != self.own and error.args[0].startswith(OTHER_RUN_FILE)
+            self.differs = peer != self.own and error.cause is Cause.OTHER_RUN_FILE
         if not (elsewhere and self._denied):
             self._waits_for = f"the conductor: {error}"
         self._denied = self._denied or not elsewhere
         self._let_go_of(peer)
 
-    def _note_failure(self, peer: PeerId) -> int:
-        """Count a failure. Returns the number of failures in a row."""
-        times = self._failures.pop(peer, (0, 0.0))[0] + 1
-        self._failures[peer] = times, trio.current_time()
-        if len(self._failures) > SUSPECTS:
-            first = next(iter(self._failures))
-            del self._failures[first]
-            self._suspects.pop(first, None)
-        return times
-
     def suspected(self, peer: PeerId) -> bool:
         """True while this peer is suspected."""
-        return self._suspects.get(peer, float("-inf")) > trio.current_time()
+        return self._suspicion.is_aside(trio.current_time(), peer)
 
     def fails(self, peer: PeerId) -> bool:
         """True if our last attempt to reach this peer failed."""
-        return peer in self._failures
+        return peer in self._suspicion
 
     def trust(self, peer: PeerId) -> None:
-        self._suspects.pop(peer, None)
-        self._failures.pop(peer, None)
+        self._suspicion.forgive(peer)
 
     async def refresh(self) -> None:
         """Read the stage records if they are older than 3 s, or than 0.3 s while no peer of stage 0 is known."""
@@ -353,14 +341,15 @@ class ConductorClient:
         A peer that answers pings but no calls is suspected at its second failure. With `on_full_line`, when its answer
         may be queued behind other bytes, it is suspected some failures later.
         """
-        if on_full_line and self._failures.get(peer, (0, 0.0))[0] < _FAILURES_ON_FULL_LINE:
-            self._note_failure(peer)
+        suspect = self._suspicion.get(peer)
+        if on_full_line and (suspect is None or suspect.failures < _FAILURES_ON_FULL_LINE):
+            self._suspicion.count(trio.current_time(), peer)
             return True
         if self.ways is None or peer == self.own or self.fails(peer):
             return False
         with trio.move_on_after(_ANEW_S), suppress(RemoteError):
             await self.ways.probe(peer)
-            self._note_failure(peer)
+            self._suspicion.count(trio.current_time(), peer)
             return True
         return False
 
@@ -416,8 +405,8 @@ class ConductorClient:
             # Our own line may have failed. If nobody else is left, or all others have refused for long, ask the suspect
             # with the fewest failures again before its time is over.
             if all(self._refusals.get(peer, 0) > _STUBBORN for peer in awake):
-                tried = [(*self._failures[peer], peer) for peer in order if self.suspected(peer)]
-                if rested := [(times, order.index(peer)) for times, at, peer in tried if now - at >= _SUSPECT_S]:
+                tried = [(at, self._suspicion.get(peer)) for at, peer in enumerate(order) if self.suspected(peer)]
+                if rested := [(one.failures, at) for at, one in tried if one and now - one.failed_at >= _SUSPECT_S]:
                     return order[min(rested)[1]]
             if awake:
                 return min(enumerate(awake), key=lambda at: self._refusals.get(at[1], 0) + at[0] / _FURTHER)[1]

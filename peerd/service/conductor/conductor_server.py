@@ -51,7 +51,7 @@ class ConductorServer:
         proofs: CommitProofs | None = None,
     ) -> None:
         proofs = proofs or CommitProofs(config.fingerprint, rpc, host, following, ())
-        self._host, self._following = host, following
+        self._host = host
         self.notes: Callable[[str], None] = log.info
         self.warnings: Callable[[str], None] = log.warning
         self.orders = Orders(config, rpc)

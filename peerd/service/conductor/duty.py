@@ -19,7 +19,7 @@ import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
-from peerd.core.errors import NOT_CONDUCTING, Refused, RemoteError
+from peerd.core.errors import RemoteError, not_conducting
 from peerd.core.ids import PeerId
 from peerd.core.limits import LOOKED_AT_PEERS, SLOW_LINE_BYTES_PER_S, SUSPECTS
 from peerd.core.messages.proof import has_received
@@ -92,10 +92,10 @@ class Duty:
     def _take_on(self, seen_term: int, asker: PeerId) -> Tenure:
         own, duty, nursery = self._following.own, self._following.duty(), self._driver.nursery
         if duty != own or self._following.joined_since is None or nursery is None:
-            raise Refused(f"{NOT_CONDUCTING}, {duty.short} should")
+            raise not_conducting(f", {duty.short} should")
         reigning = self._following.accepted_by
         if reigning not in (None, own) and not self._insists(asker):
-            raise Refused(f"{NOT_CONDUCTING}, {reigning.short} does")
+            raise not_conducting(f", {reigning.short} does")
         self._asking.clear()
         self.term = next_term(self.term, seen_term)
         tenure = self._new_tenure()

@@ -16,7 +16,7 @@ from typing import Final
 import trio
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.errors import NOT_CONDUCTING, OTHER_RUN_FILE, Overloaded, Refused
+from peerd.core.errors import Overloaded, Refused, not_conducting, other_run_file
 from peerd.core.limits import MEMBERS, NETWORK_PART_PAIRS
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
@@ -73,9 +73,9 @@ class NetworkMapServer:
     def _tenure(self, fingerprint: bytes) -> Tenure:
         """The tenure. Raises Refused for another run, or if this peer does not conduct."""
         if fingerprint != self._run:
-            raise Refused(OTHER_RUN_FILE)
+            raise other_run_file()
         if self._driver.tenure is None:
-            raise Refused(NOT_CONDUCTING)
+            raise not_conducting()
         return self._driver.tenure
 
     def _posts(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Final
 
 import trio
 
-from peerd.core.errors import NOT_CONDUCTING, OTHER_RUN_FILE, Refused
+from peerd.core.errors import Refused, not_conducting, other_run_file
 from peerd.core.ids import PeerId
 from peerd.core.limits import POSTS
 from peerd.core.messages.encoding import Empty
@@ -77,7 +77,7 @@ class Reports:
 
     def _check_run(self, fingerprint: bytes) -> None:
         if fingerprint != self._run:
-            raise Refused(OTHER_RUN_FILE)
+            raise other_run_file()
 
     # --- members and helpers ----------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Reports:
     def _still(self, tenure: Tenure, name: str) -> None:
         """Check a report that has waited: Refused if our tenure has ended. Otherwise its sender counts as alive."""
         if self._driver.tenure is not tenure:
-            raise Refused(f"{NOT_CONDUCTING} any more")
+            raise not_conducting(" any more")
         self._driver.still_heard(name)
 
     # --- others -----------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Reports:
         self._check_run(call.body.run)
         tenure = self._driver.tenure
         if tenure is None:
-            raise Refused(NOT_CONDUCTING)
+            raise not_conducting()
         machine = tenure.machine
         return Answer(
             MembersListed(
@@ -230,7 +230,7 @@ class Reports:
         """Answer with the term and position if this peer conducts; refuse otherwise."""
         self._check_run(call.body.run)
         if self._driver.tenure is None:
-            raise Refused(NOT_CONDUCTING)
+            raise not_conducting()
         machine = self._driver.machine
         return Answer(Conducts(self._duty.term, machine.current if machine is not None else None))
 

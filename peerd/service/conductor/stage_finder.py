@@ -18,7 +18,7 @@ from typing import Final
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.errors import OTHER_RUN_FILE, Refused, RemoteError
+from peerd.core.errors import RemoteError, other_run_file
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import MemberInfo, PostsHeld, WhichPosts
 from peerd.machine.rpc.declaration import Declaration, Shows
@@ -48,7 +48,7 @@ class StageFinder:
 
         async def held(call: Incoming[WhichPosts]) -> Answer[PostsHeld]:
             if call.body.run != self._run:
-                raise Refused(OTHER_RUN_FILE)
+                raise other_run_file()
             return Answer(PostsHeld([stage for stage in posts() if stage != self._leaving]))
 
         rpc = self._following.rpc

@@ -18,8 +18,7 @@ from peerd.core.messages.network import PairFigures
 from peerd.core.messages.swarm import Forecast, Grant, MemberInfo, MemberNews
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.conductor.member_list import MemberList
-from peerd.machine.conductor.standstill import Standstill
-from peerd.machine.conductor.step_eta import StepEta
+from peerd.machine.conductor.step_watch import Standstill, StepEta
 from peerd.machine.network.landmarks import FilledNetwork, filled
 from peerd.machine.network.network_map import NetworkMap
 from peerd.machine.swarm.posts import peer_of, post_name, stage_of

@@ -41,12 +41,11 @@ from peerd.core.protobuf.circuit import (
 from peerd.core.protobuf.voucher import Voucher
 from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.relay import Refusal, RelayConfig, RelayServer, overfull
-from peerd.machine.rate.fair_queue import FairQueue, FlowPace
 from peerd.net.host.host import Host
 from peerd.net.host.link_table import PeerDown
 from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.link.stream import Stream
-from peerd.net.timer import Timer
+from peerd.net.tcp.rate_limit import LinePace, LineTurn
 
 _log = logging.getLogger("peerd.relay")
 _PIECE_BYTES = 64 * 1024  # about a frame: what one direction forwards in its turn
@@ -89,13 +88,11 @@ class Relay:
         self.config = config or RelayConfig()
         self._host, self._clock, self._keypair = host, clock, keypair
         self._board = RelayServer(self.config)
-        self._shares = FairQueue(self.config.bytes_per_s)
+        self._pace = _pace(self.config.bytes_per_s)
         # Larger windows would not help if our rate is limited: the bytes would wait here, or fill the line and lengthen
         # its round trip.
         under_way = min(self.config.bytes_per_s * _ROUND_TRIP_S, limits.WINDOW_BYTES_MAX)
         self._window_bytes = max(limits.WINDOW_BYTES_INITIAL, int(under_way))
-        self._passing: dict[int, trio.Event] = {}  # ticket of a piece that waits for its turn
-        self._turns = Timer(self._shares.wake_at, self._pass_turns)
         self._circuits: dict[int, _Circuit] = {}
         self._kept: dict[PeerId, None] = {}  # peers whose links are protected
         self._past_bytes = self._refused = 0
@@ -106,7 +103,6 @@ class Relay:
         try:
             with self._host.watch() as events:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._turns.run)
                     nursery.start_soon(self._keep_small)
                     task_status.started()
                     while True:
@@ -288,14 +284,12 @@ class Relay:
 
     async def _carry(self, circuit: _Circuit, source: Stream, sink: Stream) -> None:
         """Forward one direction until its end."""
-        left, pace = self.config.circuit_bytes, FlowPace(self.config.circuit_bytes_per_s)
+        left, shared = self.config.circuit_bytes, (_pace(self.config.circuit_bytes_per_s), self._pace)
+        turns = [(pace, LineTurn(pace.at(circuit.place))) for pace in shared if pace is not None]
         try:
             while view := await source.receive_view(_PIECE_BYTES):
-                passes = pace.ask(trio.current_time(), len(view))
-                if passes > trio.current_time():
-                    await trio.sleep_until(passes)
-                if not math.isinf(self.config.bytes_per_s):
-                    await self._take_turn(circuit.place, len(view))
+                for pace, turn in turns:
+                    await pace.take_all(turn, len(view))
                 size = min(len(view), left)
                 with trio.move_on_after(self.config.circuit_stall_s) as stall:
                     await sink.send(view[:size])
@@ -312,24 +306,13 @@ class Relay:
         except Unreachable as error:
             self._end(circuit, error.args[0])
 
-    async def _take_turn(self, place: str, size_bytes: int) -> None:
-        ticket = self._shares.ask(place, size_bytes)
-        turn = self._passing[ticket] = trio.Event()
-        self._turns.rearm()
-        try:
-            await turn.wait()
-        finally:
-            if self._passing.pop(ticket, None) is not None:
-                self._shares.give_back(ticket)
-
-    def _pass_turns(self) -> None:
-        """Release waiting pieces in their order, at the total rate."""
-        while (ticket := self._shares.pop(trio.current_time())) is not None:
-            self._passing.pop(ticket).set()
-
     def _end(self, circuit: _Circuit, why: str) -> None:
         circuit.over = circuit.over or why
         circuit.scope.cancel()
+
+
+def _pace(bytes_per_s: float) -> LinePace | None:
+    return None if math.isinf(bytes_per_s) else LinePace(bytes_per_s)
 
 
 async def _answer(stream: Stream, status: Status) -> None:

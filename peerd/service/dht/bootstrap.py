@@ -20,11 +20,10 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.addr import split_peer
-from peerd.core.errors import RemoteError
+from peerd.core.errors import Cause, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.net.host.host import Host
 
-_OURSELVES: Final = "that is this peer itself"  # text of an error of the host and of the handshake
 _OTHER_PEER: Final = re.compile(r"expected (\w+), but the peer there is (\w+)")
 KEPT: Final = 3  # connections that are kept
 _STOOD_S: Final = 60.0  # after a shorter connection the next pause is longer: its peer may be full
@@ -103,9 +102,9 @@ class BootstrapPeers:
                 entry.problem = ""
                 self.reached.set()
 
-    def refused(self, peer: PeerId, why: str) -> None:
+    def refused(self, peer: PeerId, error: Refused) -> None:
         """Record that `peer` is connected, but refuses our requests."""
-        told = NO_PEERD if "does not speak" in why else f"it refuses us: {why}"
+        told = NO_PEERD if error.cause is Cause.NO_SUCH_PROTOCOL else f"it refuses us: {error.args[0]}"
         for entry in self._entries:
             if entry.peer == peer:
                 entry.problem = f"{entry.addr}: {told}"
@@ -182,7 +181,7 @@ class BootstrapPeers:
         try:
             entry.peer = await self._host.connect_addr(entry.addr)
         except RemoteError as error:
-            if _OURSELVES in str(error.args[0]):  # an address without a peer's id, and it is ours
+            if error.cause is Cause.OURSELVES:  # an address without a peer's id, and it is ours
                 return False
             entry.problem = _describe(entry.addr, error)
             if self._note_failures():

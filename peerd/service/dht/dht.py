@@ -34,6 +34,7 @@ from peerd.machine.dht.kademlia import Kademlia
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
+from peerd.machine.rate.quota import LogLimit
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.net.host.host import Host, PeerDown, PeerUp
 from peerd.net.timer import Timer
@@ -69,7 +70,6 @@ DIRECTORY_S: Final = 10.0  # for one operation, which asks many peers
 _WITHDRAW_S: Final = 5.0  # to withdraw our records
 _LINKS_S = 20.0  # between two checks of connected peers
 _NAMED_S = 60.0  # a peer that offers outdated records is logged once in this time
-_NAMED_PEERS = 1024  # peers remembered for that
 
 D = TypeVar("D", q.GetDone, q.PutDone)
 
@@ -110,7 +110,7 @@ class Dht:
         self._operations: dict[int, _Operation] = {}
         self._responses: dict[int, q.Reply] = {}
         self._cache: dict[Key, tuple[float, list[Record]]] = {}
-        self._named: dict[PeerId, float] = {}  # peer -> when we last logged its outdated records
+        self._log_limit = LogLimit[PeerId](_NAMED_S)  # by peer that offers outdated records
 
     async def run(
         self, bootstrap: Sequence[Multiaddr] = (), *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
@@ -222,10 +222,10 @@ class Dht:
         self._cache.pop(key, None)
         await self._perform(lambda op: q.Withdraw(op, key, suffix), q.PutDone, timeout_s, leaving=True)
 
-    async def withdraw_all(self, *, timeout_s: float = _WITHDRAW_S) -> None:
+    async def withdraw_all(self) -> None:
         """Withdraw all our records except those that stay, in few messages, before leaving."""
         self._cache.clear()
-        await self._perform(lambda op: q.Withdraw(op), q.PutDone, timeout_s, leaving=True)
+        await self._perform(lambda op: q.Withdraw(op), q.PutDone, _WITHDRAW_S, leaving=True)
 
     def entry_peers(self) -> list[PeerId]:
         """Connected peers at bootstrap addresses."""
@@ -372,7 +372,7 @@ class Dht:
         except RemoteError as error:
             _log.debug("a request to %s failed: %s", ask.contact.peer, error)
             if isinstance(error, Refused):
-                self.entries.refused(ask.contact.peer, str(error.args[0]))
+                self.entries.refused(ask.contact.peer, error)
         self._handle(outcome)
 
     async def _watch_links(self) -> None:
@@ -435,12 +435,8 @@ class Dht:
         """
         told = zip(request.records, reply.verdicts, strict=False)
         outdated = [r for r, (verdict, _) in told if verdict in _OUTDATED and r.publisher != peer]
-        now = self._clock.now()
-        if not outdated or now - self._named.get(peer, -math.inf) < _NAMED_S:
+        if not outdated or not self._log_limit.may_log(self._clock.now(), peer):
             return
-        if len(self._named) >= _NAMED_PEERS:
-            self._named.clear()
-        self._named[peer] = now
         publisher, count = outdated[0].publisher, len(outdated)
         _log.debug("peer %s offered %d outdated records, the first of them of %s: refused", peer, count, publisher)
 

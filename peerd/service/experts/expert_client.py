@@ -41,10 +41,9 @@ from peerd.core.limits import EXPERT_RESTS, EXPERT_TOP_K
 from peerd.core.messages.experts import Backward, Forward, Gradient, Name, Output
 from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.core.work import Worker
-from peerd.machine.experts.answer_rule import AnswerRule
+from peerd.machine.experts.answer_rule import AnswerRule, RoundLimit
 from peerd.machine.experts.beam import BeamSearch
 from peerd.machine.experts.prefix_cache import CachedClaim
-from peerd.machine.experts.round_limit import RoundLimit
 from peerd.service.experts.answer_check import AnswerCheck
 from peerd.service.experts.call_figures import CallFigures, reason_of
 from peerd.service.experts.expert_directory import ExpertDirectory

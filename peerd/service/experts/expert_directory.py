@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import trio
@@ -32,16 +32,14 @@ from peerd.core.messages.experts import Announced
 from peerd.core.record import Record
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.experts.host_rests import HostRests
-from peerd.machine.experts.live_bits import LiveBits
-from peerd.machine.experts.prefix_cache import CachedClaim, Claims, PrefixCache, ranked
+from peerd.machine.experts.prefix_cache import CachedClaim, Claims, LiveBits, PrefixCache, ranked
+from peerd.machine.rate.quota import LogLimit
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.experts.contested import ContestedExperts, Told
 from peerd.service.rpc.rpc import Rpc
 
 log = logging.getLogger("peerd.service.experts.expert_directory")
-
-K = TypeVar("K")
 
 LOOKUP_S: Final = 5.0  # for one round of look-ups, so that a slow DHT delays a batch no longer
 _LIVES_PERIODS: Final = 2.0  # announcement periods until a claim expires, when its orphans are adopted
@@ -70,8 +68,7 @@ class ExpertDirectory:
         self._announced: set[Uid] = set()
         self._announced_at, self._gap_s = -math.inf, 0.0  # time of the last full announcement, and the gap before it
         self._taught = BoundedDict[PeerId, tuple[tuple[str, ...], float]](EXPERT_RESTS)
-        self._said = BoundedDict[PeerId, float](EXPERT_RESTS)
-        self._rivals = BoundedDict[tuple[PeerId, PeerId], float](EXPERT_RESTS)
+        self._log_limit = LogLimit[PeerId | tuple[PeerId, PeerId]](_SAID_AGAIN_S, EXPERT_RESTS)  # or by rivals
         self.records, self.refused = 0, 0  # records read: accepted, rejected
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -206,10 +203,10 @@ class ExpertDirectory:
             self.refused += 1
             return iter(())  # already logged by the gate
         self._teach(peer, record.addrs)
-        numbers = zip(record.generations, record.versions, strict=True) if experts else ((0, 0) for _ in below)
+        generations = record.generations if experts else [0] * len(below)
         return (
-            (coordinate, CachedClaim(peer, generation, version, record.queue_s, record.client))
-            for coordinate, (generation, version) in zip(below, numbers, strict=True)
+            (coordinate, CachedClaim(peer, generation, record.client))
+            for coordinate, generation in zip(below, generations, strict=True)
         )
 
     def _teach(self, peer: PeerId, addrs: list[str]) -> None:
@@ -235,7 +232,7 @@ class ExpertDirectory:
         for coordinate, told in claims.items():
             for lower in told[1:]:
                 pair, uid = (told[0].host, lower.host), prefix.below(coordinate)
-                level = logging.INFO if self._may_say(self._rivals, pair) else logging.DEBUG
+                level = logging.INFO if self._log_limit.may_log(self._clock.now(), pair) else logging.DEBUG
                 text = "expert %s is claimed by two hosts: %s (generation %d) counts, not %s (generation %d)"
                 log.log(level, text, uid, pair[0].short, told[0].generation, pair[1].short, lower.generation)
 
@@ -244,16 +241,8 @@ class ExpertDirectory:
         repeatedly.
         """
         self.refused += 1
-        level = logging.WARNING if self._may_say(self._said, peer) else logging.DEBUG
+        level = logging.WARNING if self._log_limit.may_log(self._clock.now(), peer) else logging.DEBUG
         log.log(level, "skipped an announcement of experts: %s", error)
-
-    def _may_say(self, said: BoundedDict[K, float], about: K) -> bool:
-        """True if nothing was logged about this for ten minutes; also records the present time."""
-        now = self._clock.now()
-        if now - said.get(about, -_SAID_AGAIN_S) < _SAID_AGAIN_S:
-            return False
-        said[about] = now
-        return True
 
     # --- announcing --------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
-from peerd.core.errors import OTHER_RUN_FILE, NoMemory, Overloaded, PeerdError, ProtocolViolation, Refused
+from peerd.core.errors import NoMemory, Overloaded, PeerdError, ProtocolViolation, Refused, other_run_file
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
@@ -33,6 +33,7 @@ from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_answers import KeptAnswers, Known
 from peerd.machine.experts.merge_queue import MergeQueue, QueueBounds, Queued
+from peerd.machine.rate.quota import LogLimit
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.service.experts.expert_batch import BatchPart, ExpertModel, Frames, Result, compute_batch, too_old
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
@@ -45,7 +46,6 @@ _AHEAD: Final = 2  # batches at the worker, so that the device never idles; with
 _BACKWARD_COST: Final = 3.0  # cost of a sample in forward passes: forward again, backward, update
 _NAMED_S: Final = 30.0  # time between two log lines about a caller's protocol errors, or about a lack of memory
 _NO_MEMORY_S: Final = 1.0  # retry delay for a request that found no memory
-_NAMED: Final = 1024  # number of callers remembered for these log lines
 _MORE_CALLS: Final = 32  # calls of one caller beyond the waiting ones, as running ones and repeats also count
 _SLACK_BYTES: Final = 64 << 10  # by which encoded frames may exceed their samples
 _FORWARD: Final = Declaration(
@@ -145,7 +145,7 @@ class ExpertServer:
         section = run.experts or ExpertsSection()
         self.stats = ServingStats()
         self.grid = grid_of(run)
-        self._run, self._rpc, self._clock = run, rpc, clock
+        self._rpc, self._clock = rpc, clock
         self._experts, self._config = experts, config or ServerConfig()
         self._fingerprint = fingerprint(run)
         self._shapes, self._dtype = sample_shapes(run), section.dtype
@@ -156,8 +156,7 @@ class ExpertServer:
         self._came, self._settled = Signal(), Signal()
         self._free_at = -math.inf
         self._gone = BoundedDict[Uid, str](_GONE)
-        self._named = BoundedDict[PeerId, float](_NAMED)
-        self._told_again_at = -math.inf  # next time to log a lack of memory
+        self._log_limit = LogLimit[PeerId | None](_NAMED_S)  # by caller; None for a lack of memory
 
     async def run(
         self,
@@ -228,7 +227,7 @@ class ExpertServer:
         """Reason to refuse a call, from its body alone, or None."""
         uid = body.expert.uid
         if body.run != self._fingerprint:
-            return Refused(OTHER_RUN_FILE)
+            return other_run_file()
         if not self.grid.is_expert(uid):
             sides = " x ".join(map(str, self.grid.sides))
             return self._blame(f"expert {uid} is not in the grid of {self.grid.layers} layers of {sides}", peer)
@@ -284,15 +283,11 @@ class ExpertServer:
 
     def _name(self, why: str, peer: PeerId) -> None:
         """Log a caller's fault, at most once in 30 s."""
-        now = self._clock.now()
-        if now - self._named.get(peer, -math.inf) >= _NAMED_S:
-            self._named[peer] = now
+        if self._log_limit.may_log(self._clock.now(), peer):
             _log.warning("refused a call of peer %s: %s", peer, why)
 
     def _tell_of_memory(self, reason: str) -> None:
-        now = self._clock.now()
-        if now >= self._told_again_at:
-            self._told_again_at = now + _NAMED_S
+        if self._log_limit.may_log(self._clock.now(), None):
             _log.warning("experts cannot compute: %s", reason)
 
     def _not_here(self, uid: Uid) -> Refused:

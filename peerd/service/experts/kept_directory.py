@@ -41,13 +41,15 @@ from peerd.core.limits import (
     KEPT_RECORDS_PER_PREFIX,
 )
 from peerd.core.messages.encoding import Empty, decode, encode
-from peerd.core.messages.experts import DIGEST_BYTES, Announced, CheckpointRef, HolderOffer, KeptExperts, PieceWanted
+from peerd.core.messages.experts import Announced, CheckpointRef, HolderOffer, KeptExperts, PieceWanted
+from peerd.core.messages.state import DIGEST_BYTES
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.budget.book import NEAR, user_at
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
+from peerd.machine.rate.quota import LogLimit
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht, Record
 from peerd.service.rpc.rpc import Rpc
@@ -114,7 +116,7 @@ class KeptDirectory:
         self._announce_s = run.experts.announce_s
         self.lineages = ExpertLineages(run.experts.announce_s, peer.host.id, self.seat)
         self._silent = BoundedDict[PeerId, float](KEPT_EXPERTS)  # peers that did not answer -> end of the pause
-        self._said = BoundedDict[tuple[PeerId, str], float](KEPT_EXPERTS)  # (peer, logged fault) -> time
+        self._log_limit = LogLimit[tuple[PeerId, str]](_SAID_AGAIN_S, KEPT_EXPERTS)  # by peer and fault
         self._published: dict[tuple[Key, bytes], tuple[object, float]] = {}  # (compared content, time of publication)
 
     @property
@@ -202,11 +204,8 @@ class KeptDirectory:
 
     def blame(self, peer: PeerId, text: str, *facts: object) -> None:
         """Log a peer's fault as a warning; the same fault within ten minutes is logged for debugging only."""
-        now, known = trio.current_time(), (peer, text)
-        again = self._said.get(known, now) > now
-        if not again:
-            self._said[known] = now + _SAID_AGAIN_S
-        log.log(logging.DEBUG if again else logging.WARNING, text, *facts)
+        first = self._log_limit.may_log(trio.current_time(), (peer, text))
+        log.log(logging.WARNING if first else logging.DEBUG, text, *facts)
 
     def seat(self, peer: PeerId) -> str | None:
         """The network of a peer, or its address in a private network, as its connection shows; None without a

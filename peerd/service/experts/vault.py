@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import trio
 
@@ -33,7 +33,8 @@ from peerd.core.limits import (
     STATE_PIECES_PER_DONOR,
 )
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.experts import DIGEST_BYTES, CheckpointRef, HolderOffer, Keep, Kept, Name, PieceWanted
+from peerd.core.messages.experts import CheckpointRef, HolderOffer, Keep, Kept, Name, PieceWanted
+from peerd.core.messages.state import Bytes, Pieces
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_shelf import KeptShelf
@@ -41,14 +42,13 @@ from peerd.machine.experts.sharing import HostShare
 from peerd.machine.owners.owner_tree import ExpertReign
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.experts.kept_directory import GET, KeptDirectory, VaultPeer
-from peerd.service.experts.vault_disk import Bytes, VaultDisk, piece_at, pieces_of
-from peerd.service.experts.vault_fetch import MemorySink, PieceFetch
+from peerd.service.experts.vault_disk import VaultDisk
+from peerd.service.experts.vault_fetch import VaultFetch
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.experts.vault")
 
-T = TypeVar("T")
 VAULT_BYTES: Final = 16 << 30  # of disk, by default
 KEEP: Final = "vault/2/keep"
 _KEPT_AT_ONCE: Final = 8  # checkpoints fetched from hosts concurrently
@@ -95,8 +95,8 @@ class Vault:
         self._grid = grid_of(run)
         self._peer, self._disk, self._worker = peer, disk, worker
         self._shelf = KeptShelf(peer.host.id.public_key, most_bytes)
-        self._fetching = PieceFetch(peer.rpc, worker)
-        self._lent: dict[bytes, list[tuple[bytes, memoryview]]] = {}  # by digest: checkpoints in memory
+        self._fetching = VaultFetch(peer.rpc, worker, peer.clock.rng("vault"))
+        self._lent: dict[bytes, list[tuple[Bytes, memoryview]]] = {}  # by digest: checkpoints in memory
         self._coming: dict[bytes, CheckpointRef] = {}  # by signature: checkpoints being fetched from hosts
         self._free_bytes = 0
         self._changed = Signal()
@@ -186,19 +186,20 @@ class Vault:
             await self._lose(pointer, str(error))
             raise ValueError(str(error)) from error
 
-    async def put(self, pointer: CheckpointRef, digests: Sequence[bytes], data: Bytes) -> None:
+    async def put(self, pointer: CheckpointRef, digests: Bytes, data: Bytes) -> None:
         """Write a checkpoint of our own. Raises OSError if the disk rejects it, and ValueError if the shelf does."""
         why = self._shelf.objection(pointer)
         if why is not None:
             raise ValueError(why)
         write = partial(self._disk.write, pointer, digests, data)
-        await self._to_disk(write, "write a checkpoint of an expert")
+        with self._writing():
+            await self._worker.run(write, name="write a checkpoint of an expert")
         await self._settle(pointer)
 
     @contextmanager
-    def lent(self, pointer: CheckpointRef, digests: Sequence[bytes], data: Bytes) -> Iterator[None]:
+    def lent(self, pointer: CheckpointRef, digests: Bytes, data: Bytes) -> Iterator[None]:
         """Serve pieces of `data` from memory during the block, before the disk has it or if the disk rejects it."""
-        self._lent.setdefault(pointer.digest, []).append((b"".join(digests), memoryview(data)))
+        self._lent.setdefault(pointer.digest, []).append((digests, memoryview(data)))
         try:
             yield
         finally:
@@ -225,10 +226,13 @@ class Vault:
             except ValueError:
                 pass  # already logged; others may have it undamaged
         others = [peer for peer in holders if peer != self._peer.host.id]
-        digests = await self._fetching.digests(pointer, others)
-        sink = MemorySink(pointer.size_bytes)
-        await self._fetching.fetch(pointer, others, digests, sink)
-        return sink.data
+        data, pieces = bytearray(pointer.size_bytes), Pieces(pointer.size_bytes)
+
+        def write(number: int, piece: memoryview) -> None:
+            data[slice(*pieces.piece(number))] = piece
+
+        await self._fetching.fetch(pointer, others, write)
+        return data
 
     def _has(self, pointer: CheckpointRef) -> bool:
         return any(p.signature == pointer.signature for p in self._shelf.of(pointer.expert.uid))
@@ -244,8 +248,8 @@ class Vault:
         lent, pointer = self._lent.get(wanted.digest), self._shelf.by_digest(wanted.digest)
         if lent is not None:
             all_digests, state = lent[-1]
-            data: Bytes = state[slice(*piece_at(len(state), wanted.piece))] if wanted.piece >= 0 else all_digests
-        elif pointer is None or wanted.piece >= pieces_of(pointer.size_bytes):
+            data = state[slice(*Pieces(len(state)).piece(wanted.piece))] if wanted.piece >= 0 else all_digests
+        elif pointer is None or wanted.piece >= Pieces(pointer.size_bytes).pieces:
             raise Refused("this piece of a checkpoint is not held here")
         else:
             data = await self._from_disk(pointer, wanted.piece)
@@ -325,19 +329,16 @@ class Vault:
 
     async def _pull(self, pointer: CheckpointRef, peer: PeerId) -> None:
         """Fetch a checkpoint from its host to the disk, within the time that its size allows."""
+        file = self._disk.file(pointer)
         with trio.move_on_after(_SHAKE_S + pointer.size_bytes / STATE_LEAST_BYTES_PER_S):
-            digests = await self._fetching.digests(pointer, [peer])
-            listed = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
-            file = await self._to_disk(partial(self._disk.begin, pointer, listed), "make room for a checkpoint")
-            done = False
             try:
-                await self._fetching.fetch(pointer, [peer], digests, file)
-                await self._to_disk(file.finish, "finish a checkpoint of an expert")
-                done = True
+                with self._writing():
+                    await self._worker.run(file.begin, name="make room for a checkpoint")
+                    digests = await self._fetching.fetch(pointer, [peer], file.write)
+                    await self._worker.run(partial(file.finish, digests), name="finish a checkpoint of an expert")
             finally:
-                if not done:
-                    with trio.CancelScope(shield=True):
-                        await self._worker.run(file.abandon, name="drop half a checkpoint")
+                with trio.CancelScope(shield=True):
+                    await self._worker.run(file.abandon, name="drop half a checkpoint")
             await self._settle(pointer)
             return
         raise TooSlow("it took too long", peer)
@@ -353,10 +354,11 @@ class Vault:
         self.problem = None
         self._changed.notify()
 
-    async def _to_disk(self, job: Callable[[], T], name: str) -> T:
-        """Run a job that writes. An OSError also sets `problem`."""
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A block that writes to the disk: an OSError also sets `problem`."""
         try:
-            return await self._worker.run(job, name=name)
+            yield
         except OSError as error:
             told = f"no checkpoint of an expert can be written to {self._disk.folder}: {error.strerror or error}"
             if told != self.problem:

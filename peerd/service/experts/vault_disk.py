@@ -13,78 +13,64 @@ import hashlib
 import os
 import shutil
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from peerd.core.errors import ProtocolViolation
-from peerd.core.limits import STATE_PIECE_BYTES
 from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.experts import DIGEST_BYTES, CheckpointRef, state_root
-from peerd.core.messages.state import piece_digest
+from peerd.core.messages.experts import CheckpointRef, state_root
+from peerd.core.messages.state import DIGEST_BYTES, Bytes, Pieces, piece_digest
+from peerd.home import sync
 
 _MAGIC: Final = b"peerd expert 1\n\0"
 _HEAD: Final = struct.Struct(f"<{len(_MAGIC)}sI")  # magic, length of the pointer
 _POINTER_BYTES: Final = 1024  # about 450 in practice
 SUFFIX: Final = ".expert"  # of checkpoint files
 
-Bytes = bytes | bytearray | memoryview
 
-
-def pieces_of(size_bytes: int) -> int:
-    """Number of pieces of a checkpoint of this size."""
-    return -(-size_bytes // STATE_PIECE_BYTES)
-
-
-def piece_at(size_bytes: int, number: int) -> tuple[int, int]:
-    """Begin and end offset of a piece."""
-    begin = number * STATE_PIECE_BYTES
-    return begin, min(begin + STATE_PIECE_BYTES, size_bytes)
-
-
-def digests_of(data: Bytes) -> list[bytes]:
-    """The digests of a checkpoint's pieces, in order."""
-    view = memoryview(data)
-    return [piece_digest(view[slice(*piece_at(len(view), number))]) for number in range(pieces_of(len(view)))]
+def digests_of(data: Bytes) -> bytes:
+    """The digests of a checkpoint's pieces, joined."""
+    view, pieces = memoryview(data), Pieces(len(data))
+    return b"".join(piece_digest(view[slice(*pieces.piece(number))]) for number in range(pieces.pieces))
 
 
 class VaultFile:
-    """A checkpoint being written. `finish` makes it permanent, `abandon` removes it."""
+    """A checkpoint being written: first `begin`. `finish` makes it permanent, else `abandon` removes it."""
 
-    def __init__(self, path: Path, pointer: CheckpointRef, digests: Sequence[bytes]) -> None:
+    def __init__(self, path: Path, pointer: CheckpointRef) -> None:
         self._path, self._aside = path, path.with_name(path.name + ".new")
+        self._pieces = Pieces(pointer.size_bytes)
         told = encode(pointer)
-        head = _HEAD.pack(_MAGIC, len(told)) + told + b"".join(digests)
-        self._begin, self._size = len(head), pointer.size_bytes
-        self._file: BinaryIO = self._aside.open("wb")
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file.fileno(), 0, self._begin + self._size)
-            self._file.write(head)
-        except OSError:
-            self.abandon()
-            raise
+        self._head = _HEAD.pack(_MAGIC, len(told)) + told
+        self._begin = len(self._head) + DIGEST_BYTES * self._pieces.pieces  # offset of the bytes
+        self._file: BinaryIO | None = None
+
+    def begin(self) -> None:
+        """Create the file. Raises OSError if there is no space."""
+        self._file = self._aside.open("wb")
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._file.fileno(), 0, self._begin + self._pieces.total_bytes)
 
     def write(self, number: int, data: Bytes) -> None:
-        """Write a piece that was checked."""
-        self._file.seek(self._begin + piece_at(self._size, number)[0])
+        """Write bytes that were checked, from the begin of piece `number`."""
+        assert self._file is not None
+        self._file.seek(self._begin + self._pieces.piece(number)[0])
         self._file.write(data)
 
-    def finish(self) -> None:
-        """Sync the file and give it its final name."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def finish(self, digests: Bytes) -> None:
+        """Write the head, with the digests of all pieces, sync the file and give it its final name."""
+        assert self._file is not None
+        self._file.seek(0)
+        self._file.write(self._head + digests)
         self._file.close()
+        sync(self._aside)
         os.replace(self._aside, self._path)
-        if os.name != "nt":
-            folder = os.open(self._path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        sync(self._path.parent)
 
     def abandon(self) -> None:
-        """Close and remove the temporary file."""
+        """Close and remove the temporary file. Changes nothing after `finish`."""
+        if self._file is None:
+            return
         with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(OSError):
@@ -128,20 +114,19 @@ class VaultDisk:
         """Free space of the file system."""
         return shutil.disk_usage(self.folder).free
 
-    def begin(self, pointer: CheckpointRef, digests: Sequence[bytes]) -> VaultFile:
-        """Create a file for a checkpoint with verified digests. Raises OSError if there is no space."""
-        return VaultFile(self._path(pointer), pointer, digests)
+    def file(self, pointer: CheckpointRef) -> VaultFile:
+        """The file to write a checkpoint to."""
+        return VaultFile(self._path(pointer), pointer)
 
-    def write(self, pointer: CheckpointRef, digests: Sequence[bytes], data: Bytes) -> None:
+    def write(self, pointer: CheckpointRef, digests: Bytes, data: Bytes) -> None:
         """Write a whole checkpoint."""
-        file = self.begin(pointer, digests)
+        file = self.file(pointer)
         try:
-            for number in range(len(digests)):
-                file.write(number, memoryview(data)[slice(*piece_at(len(data), number))])
-            file.finish()
-        except OSError:
+            file.begin()
+            file.write(0, data)
+            file.finish(digests)
+        finally:
             file.abandon()
-            raise
 
     def digests(self, pointer: CheckpointRef) -> bytes:
         """The digests of all pieces, joined."""
@@ -153,9 +138,10 @@ class VaultDisk:
         """One piece, checked against its digest in the file."""
         path = self._path(pointer)
         _, begin = _head(path)
-        start, end = piece_at(pointer.size_bytes, number)
+        pieces = Pieces(pointer.size_bytes)
+        start, end = pieces.piece(number)
         with path.open("rb") as file:
-            file.seek(begin - DIGEST_BYTES * (pieces_of(pointer.size_bytes) - number))
+            file.seek(begin - DIGEST_BYTES * (pieces.pieces - number))
             digest = file.read(DIGEST_BYTES)
             file.seek(begin + start)
             data = file.read(end - start)
@@ -169,8 +155,7 @@ class VaultDisk:
         with path.open("rb") as file:
             digests = self._digests(file, path, pointer)
             data = file.read(pointer.size_bytes)
-        whole = hashlib.sha256(b"".join(digests_of(data))).digest() == state_root([digests])
-        if len(data) != pointer.size_bytes or not whole:
+        if len(data) != pointer.size_bytes or digests_of(data) != digests:
             raise ValueError(f"{path} is damaged: its bytes are not those of its digests")
         return data
 
@@ -179,9 +164,10 @@ class VaultDisk:
         self._path(pointer).unlink(missing_ok=True)
 
     def _digests(self, file: BinaryIO, path: Path, pointer: CheckpointRef) -> bytes:
-        file.seek(_head(path)[1] - DIGEST_BYTES * pieces_of(pointer.size_bytes))
-        digests = file.read(DIGEST_BYTES * pieces_of(pointer.size_bytes))
-        if state_root([digests]) != pointer.digest:
+        size = DIGEST_BYTES * Pieces(pointer.size_bytes).pieces
+        file.seek(_head(path)[1] - size)
+        digests = file.read(size)
+        if state_root(digests) != pointer.digest:
             raise ValueError(f"{path} is damaged: its digests are not those of its pointer")
         return digests
 
@@ -200,4 +186,4 @@ def _head(path: Path) -> tuple[CheckpointRef, int]:
             pointer = decode(CheckpointRef, file.read(length))
         except (struct.error, ProtocolViolation) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
-    return pointer, _HEAD.size + length + DIGEST_BYTES * pieces_of(pointer.size_bytes)
+    return pointer, _HEAD.size + length + DIGEST_BYTES * Pieces(pointer.size_bytes).pieces

@@ -19,8 +19,7 @@ from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
-from peerd.machine.network.pair_meter import LinkSnapshot, OwnLine, PairMeter
-from peerd.machine.network.report_changes import ReportChanges
+from peerd.machine.network.pair_meter import LinkSnapshot, OwnLine, PairMeter, ReportChanges
 from peerd.net.host.host import Host
 from peerd.net.link.link import Link
 from peerd.service.conductor.conductor_client import ConductorClient

@@ -11,7 +11,6 @@ all its stages does not count, and an answer influences nothing but the choice o
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from typing import Final, NamedTuple
 
 import trio
 
-from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
@@ -33,10 +31,11 @@ from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.machine.pipeline.route_flow import RouteFlow
 from peerd.machine.pipeline.route_policy import RoutePolicy, Sent
-from peerd.machine.pipeline.routes import PlannedRoutes, Route
+from peerd.machine.pipeline.routes import PlannedRoutes
 from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rate.backoff import backoff_s
+from peerd.machine.rate.suspicion import Suspicion
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, fault_of_hops
 from peerd.service.pipeline.not_finite import NotFiniteJudge
@@ -105,9 +104,7 @@ class _Options(NamedTuple):
 
 
 class DirectPipeline:
-    """A run's stages in order, for one trainer, with the interface of `MicrobatchSchedule`. Relays calls in
-    `serving`.
-    """
+    """A run's stages in order, for one trainer. With a `route`, only its peers are used. Relays calls in `relaying`."""
 
     def __init__(
         self,
@@ -116,20 +113,17 @@ class DirectPipeline:
         clock: Clock,
         ways: StageLinks,
         papers: TrainerCredentials,
-        route: Route | None = None,
-        policy: RoutePolicy | None = None,
     ) -> None:
-        """`policy` chooses among the available peers; by default `RouteFlow`."""
-        self._run, self._rpc, self._papers = run, rpc, papers
+        self._rpc, self._papers = rpc, papers
         self._mark = fingerprint(run)
         self._last = run.pipeline.stages - 1
         self._cost = run.pipeline.microbatch * (1.0 + BACKWARD_COST)
-        self._peers = StagePeers(run.pipeline.stages, clock, ways, route, _LATE)
-        chosen = policy or RouteFlow(clock.rng("routes"))
-        self._policy = chosen if run.plan is None else PlannedRoutes(chosen, followers(run.plan))
+        self._peers = StagePeers(run.pipeline.stages, clock, ways, _LATE)
+        flow = RouteFlow(clock.rng("routes"))
+        self._policy: RoutePolicy = flow if run.plan is None else PlannedRoutes(flow, followers(run.plan))
         self._stages = StageClient(run, rpc, self._peers, papers)
         self._judge = NotFiniteJudge(run, self._peers)
-        self._cuts = BoundedDict[tuple[str, str], float](_CUTS)  # (peer, peer of the next stage) -> end
+        self._cuts = Suspicion[tuple[str, str]](_CUT_S, _CUT_S, _CUTS)  # by peer and peer of the next stage
         self._serving: set[tuple[str, int]] = set()  # (peer, stage)
         self.relaying = TrainerRelay(rpc, self._serving, MicrobatchShapes(run))
         self._retries = 0
@@ -364,19 +358,16 @@ class DirectPipeline:
 
     def _is_cut(self, one: str, other: str) -> bool:
         """True if `one` recently failed to reach `other`."""
-        return self._cuts.get((one, other), -math.inf) > trio.current_time()
+        return self._cuts.is_aside(trio.current_time(), (one, other))
 
     def _note_cut(self, one: str, other: str) -> None:
-        self._cuts[one, other] = trio.current_time() + _CUT_S
+        self._cuts.put_aside((one, other), trio.current_time() + _CUT_S)
 
-    # --- as MicrobatchSchedule --------------------------------------------------------------------------------
+    # --- evaluation and the stages' peers ---------------------------------------------------------------------
 
     async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
         """The loss summed over the samples, with the current parameters of the stages."""
-        x = tokens
-        for stage in range(self._last):
-            x = await self._stages.forward(stage, None, 0, x)
-        return await self._stages.loss(self._last, x, targets)
+        return await self._stages.evaluate(tokens, targets)
 
     async def run(self) -> None:
         """Check overdue answers and probe unreachable peers, until cancelled."""

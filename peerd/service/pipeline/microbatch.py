@@ -12,18 +12,11 @@ from peerd.machine.batch.trainer_ledger import Holding
 
 @dataclass(slots=True)
 class Microbatch:
-    """One microbatch. Frames: tokens and targets [B, L], of an integer dtype; inputs and gradients [B, L, D] between
-    stages.
-
-    Inputs and gradients are here only if the trainer passes them on itself; in direct hand-over it only knows the
-    holders.
-    """
+    """One microbatch. Frames: tokens and targets [B, L], of an integer dtype."""
 
     tokens: TensorFrame
     targets: TensorFrame
     origins: tuple[str, ...] = ()  # where its samples begin in the data, for messages
-    inputs: dict[int, TensorFrame] = field(default_factory=dict)  # of each stage, as sent
-    gradients: dict[int, TensorFrame] = field(default_factory=dict)  # of each stage's output (targets in the last)
     loss_sum: float = 0.0  # over the samples
     attempt: int = 0  # number of the next attempt
     holdings: dict[int, Holding] = field(default_factory=dict)  # by stage
@@ -32,7 +25,5 @@ class Microbatch:
 
     def forget(self) -> None:
         """Reset all results, to begin again from the tokens."""
-        self.inputs.clear()
-        self.gradients.clear()
         self.holdings.clear()
         self.lost.clear()

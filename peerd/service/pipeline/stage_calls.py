@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import trio
 
-from peerd.core.errors import OTHER_RUN_FILE, LocalError, PeerdError, Refused
+from peerd.core.errors import LocalError, PeerdError, Refused, other_run_file
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_ROUND_DEADLINE_S, STREAMS_INBOUND
 from peerd.core.messages.handover import PassRequest
-from peerd.core.messages.swarm import Commit, Prepare, Relocate, Restore, StageBackward, StageForward, StageLoss
+from peerd.core.messages.swarm import Commit, Prepare, Relocate, Restore, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
@@ -53,7 +53,6 @@ _METHODS: Final = {
     "transfer": ("stage/6/relocate", Relocate, _ORDERS),
     "forward": ("stage/6/forward", StageForward, _WORK),
     "loss": ("stage/6/loss", StageLoss, _WORK),
-    "backward": ("stage/6/backward", StageBackward, _WORK),
     "passes": ("handover/2/pass", PassRequest, _WAY),
 }
 DECLARED: Final = {method: declared for method, _, declared in _METHODS.values()}
@@ -69,7 +68,6 @@ class StageHandlers:
     transfer: Handler | None = None
     forward: Handler | None = None
     loss: Handler | None = None
-    backward: Handler | None = None
     passes: Handler | None = None
     objections: Mapping[str, Objection] = field(default_factory=dict)  # by method, before the frames
     samples_per_s: Callable[[], float] = lambda: 0.0  # of a device that is never idle; 0 if unknown
@@ -156,7 +154,7 @@ class StageCalls:
     def _find(self, name: str, peer: PeerId, body: Any) -> tuple[StageHandlers, Handler]:
         """The post that a call is for, and its handler for the method. Raises Refused."""
         if body.run != self._fingerprint:
-            raise Refused(OTHER_RUN_FILE)
+            raise other_run_file()
         if _METHODS[name][2].shows is Shows.CONDUCTOR and peer != self._conductor():
             raise Refused("this peer does not follow you")
         helper = self._helpers.get(body.stage)

@@ -26,7 +26,6 @@ from peerd.core.messages.swarm import MemberInfo
 from peerd.machine.pipeline.call_times import LATE, CallTimes
 from peerd.machine.pipeline.cut_off import CutOff
 from peerd.machine.pipeline.priors import usual_s
-from peerd.machine.pipeline.routes import Route
 from peerd.machine.pipeline.wiring import StochasticWiring
 from peerd.service.pipeline.hedging import Hedged
 from peerd.signals import Signal
@@ -79,13 +78,11 @@ class _Call:
 
 
 class StagePeers:
-    """The stage peers that one caller may call. With a `route`, only its peers are used."""
+    """The stage peers that one caller may call."""
 
-    def __init__(
-        self, stages: int, clock: Clock, ways: StageLinks, route: Route | None = None, late: float = LATE
-    ) -> None:
+    def __init__(self, stages: int, clock: Clock, ways: StageLinks, late: float = LATE) -> None:
         """A call is late after `late` times the duration of the longest earlier call."""
-        self._ways, self._route = ways, route
+        self._ways = ways
         self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
         self._wirings = [StochasticWiring(clock.rng(f"wiring {stage}")) for stage in range(stages)]
         self._times = [CallTimes(late) for _ in range(stages)]
@@ -116,8 +113,6 @@ class StagePeers:
         for stage, wiring in enumerate(self._wirings):
             rates = {m.peer: m.rate for m in ready if m.stage == stage}
             peers = set(rates)
-            if self._route is not None:
-                peers = set(self._route.allowed(stage, sorted(peers)))
             wiring.update(peers, rates)
             self._times[stage].keep_only(peers)
             self._uplinks[stage] = {peer: rate for peer, rate in self._uplinks[stage].items() if peer in peers}
@@ -289,7 +284,7 @@ class StagePeers:
                 await self._changed.wait()
                 continue
             self.waits_for = (
-                f"stage {stage} has no peers{' on this route' if self._route is not None else ''}"
+                f"stage {stage} has no peers"
                 if due is None
                 else f"the peers of stage {stage} failed just now: {self._problems[stage]}"
             )

@@ -35,7 +35,7 @@ _untouched = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _untouched.argtypes, _untouched.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
 
 T = TypeVar("T")
-# Buffers for the payloads of a message, one of the right size for each frame; None: allocate them.
+# Buffers for the payloads of a message, one of the right size for each frame, or None to allocate them.
 Place = Callable[[tuple[FrameHeader, ...]], Sequence[memoryview] | None]
 
 

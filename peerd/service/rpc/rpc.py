@@ -194,14 +194,13 @@ class Rpc:
         *,
         frames: Sequence[TensorFrame] = (),
         timeout_s: float,
-        part_frame_bytes: int = RPC_MESSAGE_FRAME_BYTES,
     ) -> AsyncIterator[CallStream]:
         """Make a streaming call: send parts, receive parts until None. Raises TooSlow once `timeout_s` has passed.
 
         Leaving the block before `receive` has returned None cancels the handler.
         """
         name = self._names.get(method) or self._name(method)
-        request = self._request(name, body, frames, timeout_s, part_frame_bytes)
+        request = self._request(name, body, frames, timeout_s, RPC_MESSAGE_FRAME_BYTES)
         counters = self._counters[name.service]
         counters.calls += 1
         try:

@@ -130,8 +130,8 @@ class AccessGuard(Protocol):
         """Our proof of membership; also part of the records that we publish."""
         ...
 
-    def objection(self, caller: PeerId, method: MethodName) -> str | None:
-        """Reason to refuse a call before any of it is received, or None."""
+    def objection(self, caller: PeerId, method: MethodName) -> Refused | None:
+        """The error for a call that is refused before any of it is received, or None."""
         ...
 
     def closed(self, caller: PeerId, methods: Iterable[MethodName]) -> bool:

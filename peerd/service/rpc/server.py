@@ -5,7 +5,7 @@ service's methods, only the heads of messages are read. Gate and declaration are
 handler is cancelled if its caller cancels, resets the stream or is lost; it can fail only its own call. A peer that
 breaks the message grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it
 and resets the stream. If a method has no free place for a call, a call whose caller has made no progress for long is
-ended. Calls whose proofs are invalid are counted against their caller (`machine/budget/unproven`).
+ended. Calls whose proofs are invalid are counted against their caller (`machine/budget/tab`).
 
 Besides each method's own limits, the host's book limits: running calls; bytes of messages, from their arrival to the
 end of their call; unread answers (above RPC_OUTBOX_BYTES a stream is not read further, and calls of a peer that has
@@ -39,8 +39,7 @@ from peerd.core.limits import (
 )
 from peerd.core.messages.encoding import decode
 from peerd.machine.budget.book import EVERYBODY, Resource
-from peerd.machine.budget.tab import UsageTab
-from peerd.machine.budget.unproven import UnprovenCalls
+from peerd.machine.budget.tab import UnprovenCalls, UsageTab
 from peerd.machine.rate.arrival_rate import LineRates
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.declaration import Shows
@@ -145,10 +144,11 @@ class ServedStream:
         gate = self._server.gate
         return gate is not None and gate.closed(self.peer, [method.name for method in self._methods.values()])
 
-    def _objected(self) -> str:
+    def _objected(self) -> Refused:
         """The gate's objection to a call of the first method; the gate counts it as a refused call."""
         gate, first = self._server.gate, next(iter(self._methods.values()))
-        return (gate.objection(self.peer, first.name) if gate is not None else None) or "this service is not for you"
+        found = gate.objection(self.peer, first.name) if gate is not None else None
+        return found or Refused("this service is not for you")
 
     async def _turn_away(self) -> bool:
         """Refuse calls by their heads alone while the gate is closed. Returns True if it opened: the next call may come
@@ -160,7 +160,7 @@ class ServedStream:
                 self._inbound.begin(head)
                 return True
             if kind <= wire.OPEN:
-                self._refuse(call_id, Refused(self._objected()))
+                self._refuse(call_id, self._objected())
             if frames:
                 break
             await self._pass(size)
@@ -318,8 +318,8 @@ class ServedStream:
     def _objection(self, message: RpcMessage, method: Method) -> PeerdError | None:
         """Reason to refuse a call no matter how much room there is, or None."""
         gate = self._server.gate
-        if gate is not None and (closed := gate.objection(self.peer, method.name)):
-            return Refused(closed)
+        if gate is not None and (closed := gate.objection(self.peer, method.name)) is not None:
+            return closed
         if (message.kind == wire.OPEN) != (method.streaming is not None):
             return Refused(f"{method.name.full} is a {'unary' if method.unary else 'streaming'} call")
         declared = method.load.declared

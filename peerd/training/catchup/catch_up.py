@@ -24,7 +24,8 @@ from torch import Tensor
 
 from peerd.compute.frozen_state import FrozenState
 from peerd.compute.model.footprint import spare_bytes
-from peerd.compute.model.served_stage import Model, Stale
+from peerd.compute.model.microbatch_books import Stale
+from peerd.compute.model.served_stage import Model
 from peerd.core.errors import NoMemory, PeerdError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.state import StateRequest, TensorSpec
@@ -365,7 +366,7 @@ class CatchUp:
 
         self._snapshots.chosen = choose
         try:
-            position, items = await self._snapshots.fetch(self._donors, request, expected, self._coding)
+            position, items, _ = await self._snapshots.fetch(self._donors, request, expected, self._coding)
         finally:
             now, brought = self._ctx.clock.now(), self._total_bytes - had
             if (report := self._snapshots.report) is not None:
@@ -394,7 +395,7 @@ class CatchUp:
     async def _fetch_total(self, before: Position) -> StepTotal:
         request = StateRequest(self._services.fingerprint, self._stage, of=before)
         expected = StepTotal.outline(self._joiner.model)
-        position, items = await self._snapshots.totals.fetch(self._donors, request, expected, self._coding)
+        position, items, _ = await self._snapshots.totals.fetch(self._donors, request, expected, self._coding)
         self._total_bytes += sum(spec.nbytes for spec in expected)
         return StepTotal.of(position, items)
 

@@ -186,7 +186,7 @@ class CheckpointRecovery:
         outline = await self._joiner.work(self._joiner.model.outline, "outline the state")
         request = StateRequest(self._services.fingerprint, stage, of=position)
         try:
-            found, items = await self._fetcher.fetch(
+            found, items, _ = await self._fetcher.fetch(
                 partial(self._services.directory.keepers, position), request, outline, self._files
             )
             state = await self._files.run(partial(checked, found, items), name="check a kept checkpoint")

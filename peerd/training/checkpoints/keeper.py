@@ -187,7 +187,7 @@ class CheckpointKeeper:
             if not peers:
                 raise ValueError("no peer of the stage is announced")
             fetcher, expected = self._fetchers[stage], self._outlines[stage]
-            fetched = await fetcher.fetch_with_room(list(peers), request, expected, self._files)
+            fetched = await fetcher.fetch(list(peers), request, expected, self._files)
             state = await self._files.run(partial(checked, *fetched), name="check a state")
             found[stage] = fetched.position, FrozenState(state, room=fetched.room)
         except (RemoteError, ValueError, NoMemory) as error:

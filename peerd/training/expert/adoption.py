@@ -49,7 +49,7 @@ from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints, p
 
 _LOOKS: Final = 4  # reads in an announcement period
 _EXPERTS_PER_LOOK: Final = 4096  # places of the grid below the prefixes of one read, besides those that concern us
-_MOST_PER_LOOK: Final = 16_384  # if a large grid needs so many to be covered in one period
+_MOST_PER_LOOK: Final = 16_384  # if a large grid needs that many to be covered in one period
 _PREFIXES_PER_LOOK: Final = 256
 _PROBES: Final = 64  # peers that one read probes
 _LOOKS_AT_RIVAL: Final = 16  # reads in an announcement period, while a rival gives up

@@ -254,7 +254,7 @@ class ExpertCheckpoints:
 
     async def snapshot(
         self, uid: Uid, hosted: HostedState, heir: PeerId | None = None
-    ) -> tuple[CheckpointRef, Sequence[bytes], bytes]:
+    ) -> tuple[CheckpointRef, bytes, bytes]:
         """The current state of an expert, with its signed pointer and the digests of its pieces.
 
         `heir` is the host that owns the expert in the next generation, if it takes it.
@@ -280,7 +280,7 @@ class ExpertCheckpoints:
         )
         return pointer.signed(self._signer), digests, data
 
-    async def _put(self, pointer: CheckpointRef, digests: Sequence[bytes], data: bytes) -> bool:
+    async def _put(self, pointer: CheckpointRef, digests: bytes, data: bytes) -> bool:
         try:
             await self._vault.put(pointer, digests, data)
         except (OSError, ValueError, RemoteError) as error:

@@ -21,13 +21,13 @@ from typing import Final, Protocol
 
 import trio
 
-from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
 from peerd.core.messages.experts import CheckpointRef, TransferAnswer, TransferRequest
 from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first, parts_of_all
+from peerd.machine.rate.suspicion import Suspicion
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
@@ -90,7 +90,8 @@ class ExpertStateSharing:
         self._rpc, self._log, self._me = ctx.rpc, ctx.log, ctx.host.id
         self._vault, self._host, self._checkpoints, self._state_bytes = vault, host, checkpoints, state_bytes
         self._announce_s = ctx.run.experts.announce_s
-        self._rests = BoundedDict[PeerId, float](LINKS)  # until when
+        rest_s = _REST_PERIODS * self._announce_s
+        self._rests = Suspicion[PeerId](rest_s, rest_s, LINKS)
         vault.share = host.share
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -130,7 +131,7 @@ class ExpertStateSharing:
         return {
             peer: HostShare(offer.hosted, offer.places, offer.sample_s)
             for peer, offer in offers.items()
-            if offer.adopts and not offer.client and peer != self._me and self._rests.get(peer, now) <= now
+            if offer.adopts and not offer.client and peer != self._me and not self._rests.is_aside(now, peer)
         }
 
     async def _give_some(self) -> None:
@@ -144,7 +145,7 @@ class ExpertStateSharing:
         """Hand experts over one after another, until one is not taken."""
         for uid in uids:
             if uid in self._host.experts and uid not in self._vault.giving and not await self._give(uid, taker):
-                self._rests[taker] = trio.current_time() + _REST_PERIODS * self._announce_s
+                self._rests.failed(trio.current_time(), taker)
                 return
 
     async def _give(self, uid: Uid, taker: PeerId) -> bool:

@@ -21,7 +21,7 @@ import trio
 from peerd.compute.experts.era import TooOld
 from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.landing_queue import GradientQueue
-from peerd.compute.model.served_stage import Stale
+from peerd.compute.model.microbatch_books import Stale
 from peerd.core.experts.expert_network import ExpertNetwork
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import Mb, MemberInfo

@@ -21,7 +21,7 @@ from peerd.compute.codec.frames import from_frame
 from peerd.compute.codec.layout import NotFinite
 from peerd.compute.experts.era import TooOld
 from peerd.compute.experts.flight import Scores, TrunkMicrobatch
-from peerd.compute.model.served_stage import Stale
+from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, RemoteError
 from peerd.core.experts.expert_network import ExpertCall, ExpertNetwork, ExpertReply
@@ -47,7 +47,7 @@ _CLOSING_S: Final = 0.05  # between two checks whether the sum is still being av
 
 
 class ExpertFlights:
-    """The flights of one trainer. The interface is that of `service.pipeline.schedule.MicrobatchSchedule`."""
+    """The flights of one trainer. The interface is that of `service.pipeline.direct.DirectPipeline`."""
 
     def __init__(
         self,

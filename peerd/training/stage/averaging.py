@@ -29,8 +29,7 @@ from peerd.core.messages.swarm import LineInfo, Position, Prepare
 from peerd.core.model.averaged_vector import check_vector
 from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
-from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.machine.averaging.member_plan import MemberTerms, plan_of
+from peerd.machine.averaging.allreduce import AveragingPlan, MemberTerms, RoundFailed, plan_of
 from peerd.service.run_services import RunServices
 from peerd.service.state.state_room import StateRoom
 from peerd.training.catchup.copy_room import room_for_residual

@@ -17,7 +17,7 @@ from torch import Tensor
 from peerd.compute.codec.async_codec import AsyncCodec
 from peerd.compute.codec.frames import decode
 from peerd.compute.kernels.ops import described
-from peerd.compute.model.served_stage import StageOutcome
+from peerd.compute.model.microbatch_books import StageOutcome
 from peerd.core.blockwise import CODES
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import TensorFrame

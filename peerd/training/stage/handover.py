@@ -90,7 +90,7 @@ class HandOver:
     def __init__(self, ctx: RoleContext, services: RunServices, place: HandOverPlace, serving: ServingCalls) -> None:
         assert ctx.run is not None
         self._run: RunFile = ctx.run
-        self._place, self._serving, self._clock = place, serving, ctx.clock
+        self._place, self._serving = place, serving
         self._log = ctx.log
         self._own, self._mark = ctx.host.id, services.fingerprint
         self._is_last = place.stage == self._run.pipeline.stages - 1
@@ -128,8 +128,6 @@ class HandOver:
 
         Each peer of a stage selects other neighbours.
         """
-        if self._run.pipeline.handover != "direct":
-            return []
         after = list(self.next.peers.wiring(self.next.stage)) if self.next is not None else []
         before = [] if self._takes_inbound() else sorted(self._before - {self._own.text})
         if (after, before) != self._linked_of:
@@ -207,8 +205,10 @@ class HandOver:
 
     def _full(self, body: PassRequest) -> PeerdError | None:
         """Overloaded if there is no room for another microbatch, else None. Microbatches already known here are
-        accepted.
+        accepted, and all those of a replica, which keeps tokens only.
         """
+        if self._run.pipeline.stages == 1:
+            return None
         ticket, mb = body.ticket, Mb(body.trainer, body.ticket.seq)
         known = (ticket.step, mb) in self._under_way or self._serving.stage_at(ticket.step).found(ticket.step, mb)
         if known or not self.bytes or self.bytes < self.room_bytes:

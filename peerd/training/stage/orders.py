@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from peerd.compute.model.served_stage import Stale, Unusable, Vector
+from peerd.compute.model.microbatch_books import Stale
+from peerd.compute.model.served_stage import Unusable, Vector
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.ids import is_peer_text
 from peerd.core.messages.proof import commit_signature

@@ -162,12 +162,10 @@ class Post:
             handlers,
             forward=serving.forward,
             loss=serving.loss,
-            backward=serving.backward,
             passes=self.handover.passes,
             objections={
                 "forward": serving.forward_objection,
                 "loss": serving.loss_objection,
-                "backward": serving.objection,
                 "passes": self.handover.objection,
             },
         )

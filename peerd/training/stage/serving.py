@@ -1,16 +1,16 @@
 """Serving of a stage: outputs, losses and gradients, with the current parameters and for the current step.
 
-Trainers call it directly. The hand-over between stage peers (`handover`) computes with the same methods. It only
+Trainers call it for evaluations, and the hand-over of microbatches (`handover`) computes with the same methods. It only
 computes: the post decides which microbatches a step counts and when parameters change.
 
-Invariants: every call names its run, stage and step, and is refused at any other step (in a delayed run the next step
-is allowed as well). A step that is being averaged accepts nothing new, nor does a leaving peer. Every call needs a
-grant: for a microbatch that a conductor has admitted, or for the one trainer that evaluates. Only one call's tensors
-are computed at a time, and none that would not fit into the remaining memory. A hostile trainer may send wrong frames,
-shapes, values and steps, microbatches that were not admitted, and any number of calls. Faults that the body or the
-frames' headers show are refused before the frames are received; `FairTurns` orders the calls; protocol errors name the
-trainer. A result of this peer that is not finite is never sent: the caller gets NotFiniteHere and decides whether
-another peer of this stage computes the microbatch.
+Invariants: every call names its run and stage, and a microbatch its step; it is refused at any other step (in a delayed
+run the next step is allowed as well). A step that is being averaged accepts nothing new, nor does a leaving peer. Every
+call needs a grant: for a microbatch that a conductor has admitted, or for the one trainer that evaluates. Only one
+call's tensors are computed at a time, and none that would not fit into the remaining memory. A hostile trainer may send
+wrong frames, shapes, values and steps, microbatches that were not admitted, and any number of calls. Faults that the
+body or the frames' headers show are refused before the frames are received; `FairTurns` orders the calls; protocol
+errors name the caller. A result of this peer that is not finite is never sent: the caller gets NotFiniteHere and
+decides whether another peer of this stage computes the microbatch.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import trio
-from msgspec import structs
 
 from peerd.compute.model.footprint import lacking_for_call
 from peerd.compute.model.kept_graph import KeptGraph
-from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
+from peerd.compute.model.microbatch_books import StageOutcome, Stale
+from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, NotFiniteHere, Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import HELD_PADDING_BYTES
-from peerd.core.messages.swarm import Mb, Receipt, StageAnswer, StageBackward, StageForward, StageLoss
+from peerd.core.messages.swarm import Mb, StageAnswer, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile
 from peerd.machine.budget.book import User
 from peerd.machine.pipeline.fair_turns import Turn
 from peerd.machine.pipeline.wiring import BACKWARD_COST
-from peerd.machine.rebalance.load_meter import LoadMeter
+from peerd.machine.rebalance.loads import LoadMeter
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.admissions import Admissions
@@ -68,10 +68,6 @@ class StagePlace(Protocol):
         """The step of the parameters."""
         ...
 
-    def receipt(self, step: int, mb: Mb) -> Receipt:
-        """A receipt that this peer holds a microbatch's gradient."""
-        ...
-
     @property
     def served(self) -> ServedStage: ...
 
@@ -82,7 +78,7 @@ class StagePlace(Protocol):
 
 
 class ServingCalls:
-    """Answers `forward`, `loss` and `backward` calls once `boundary` runs.
+    """Answers `forward` and `loss` calls, and computes for the hand-over, once `boundary` runs.
 
     `closing` is True while the sum of the current step is averaged.
     """
@@ -276,18 +272,15 @@ class ServingCalls:
         except ValueError as error:
             raise ProtocolViolation(str(error), peer) from None
 
-    # --- a trainer's calls ------------------------------------------------------------------------------------
+    # --- a trainer's evaluations ------------------------------------------------------------------------------
 
     def forward_objection(self, peer: PeerId, body: StageForward) -> PeerdError | None:
         """Reason to reject a forward call, from its body alone, or None."""
         try:
-            self.stage_at(body.step)
             self.refuse_when_leaving()
-        except (Refused, Overloaded) as error:
+        except Refused as error:
             return error
-        if body.step is None:
-            return self._place.admissions.evaluation_objection(peer, self._place.step, body.grant)
-        return self._place.admissions.objection(peer, body.step, body.seq, body.grant)
+        return self._place.admissions.evaluation_objection(peer, self._place.step, body.grant)
 
     def loss_objection(self, peer: PeerId, body: StageLoss) -> PeerdError | None:
         """Reason to reject a loss call, from its body alone, or None."""
@@ -295,12 +288,10 @@ class ServingCalls:
 
     async def forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
         """The stage's output for an input."""
-        body = call.body
         self.refuse_when_leaving()
-        _need_frames(call, 1)
-        if body.step is not None:
-            self.need_a_microbatch(call.peer, call.frames)
-        return self._answer(call, await self.output(call.peer, body.step, call.frames[0], body.line_bytes_per_s))
+        if len(call.frames) != 1:
+            raise ProtocolViolation(f"the call has {len(call.frames)} frames; expected 1", call.peer)
+        return self._answer(call, await self.output(call.peer, None, call.frames[0], call.body.line_bytes_per_s))
 
     async def loss(self, call: Incoming[StageLoss]) -> Answer[StageAnswer]:
         """The loss of inputs and targets, at the last stage."""
@@ -309,24 +300,6 @@ class ServingCalls:
             x, targets = await self.boundary.decode(call.peer, call.frames, "the input", "the targets")
             outcome = await self.compute(call.peer, lambda: served.loss(x, targets), "loss")
         return self._answer(call, StageResult(outcome.loss_sum, outcome.seconds, ()))
-
-    def objection(self, peer: PeerId, body: StageBackward) -> PeerdError | None:
-        """Reason to reject a backward call, from its body with the grant alone, or None."""
-        try:
-            self.stage_at(body.step)
-            self.refuse_when_closing(body.step)
-            self.refuse_when_leaving()
-        except (Refused, Overloaded) as error:
-            return error
-        return self._place.admissions.objection(peer, body.step, body.seq, body.grant)
-
-    async def backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
-        """The backward pass of a microbatch: adds its gradient here and returns the input's, with a receipt."""
-        body, mb = call.body, Mb(call.peer.text, call.body.seq)
-        admitted = body.grant.seqs if body.grant is not None else ()
-        made = await self.gradient(call.peer, body.step, mb, call.frames, admitted, body.line_bytes_per_s)
-        answer = self._answer(call, made)
-        return Answer(structs.replace(answer.body, receipt=self._place.receipt(body.step, mb)), answer.frames)
 
     def _answer(self, call: Incoming[Any], made: StageResult) -> Answer[StageAnswer]:
         arrival = self._arrival_rate(call.peer) or 0.0
@@ -350,8 +323,3 @@ class ServingCalls:
         """
         if self._place.relieved:
             raise Refused("this peer is leaving")
-
-
-def _need_frames(call: Incoming[Any], count: int) -> None:
-    if len(call.frames) != count:
-        raise ProtocolViolation(f"the call has {len(call.frames)} frames; expected {count}", call.peer)

@@ -18,7 +18,7 @@ from typing import ClassVar, Final
 
 import trio
 
-from peerd.compute.model.served_stage import Stale
+from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
 from peerd.core.messages.progress import TrainerProgress

@@ -262,7 +262,7 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far() -> None:
         "def stopped(watch):\n"
         "    if not watch.stopped and clock(watch) - watch.began > 0.2: os.kill(os.getpid(), signal.SIGINT)\n"
         "    return clock(watch)\n"
-        "placing.SearchWatch.clock = stopped\n"
+        "plan_search.SearchWatch.clock = stopped\n"
         "from peerd.cli import invoke\n"
         f"sys.exit(invoke(['plan', {str(EXAMPLE)!r}, '--seconds', '3000', '--json']))"
     )

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from peerd.commands.status.metrics import metrics_text
+from peerd.control.snapshot import StatusSnapshot, decode_status
 
 LINE = re.compile(r'[a-z][a-z0-9_]*\{([a-z]+="([^"\\\n]|\\.)*")(,[a-z]+="([^"\\\n]|\\.)*")*\} -?[0-9.e+-]+')
 
@@ -16,12 +17,12 @@ def snapshot(**changes: Any) -> dict[str, Any]:
         "stages": [{"stage": 0, "peers": [{}, {}]}, {"stage": 1, "peers": []}],
     }
     roles = [{"role": "expert", "state": "running", "waits_for": None, "hosted": 8, "loss": "nan", "ready": True}]
-    base = {"run": "demo", "uptime_s": 5.5, "swarm": swarm, "network": {"bytes_in": 10, "peers": [1]}, "roles": roles}
+    base = {"run": "demo", "uptime_s": 5.5, "swarm": swarm, "network": {"bytes_in": 10, "peers": [{}]}, "roles": roles}
     return base | changes
 
 
 def test_figures_stand_one_a_line_under_a_help_and_a_type() -> None:
-    lines = metrics_text(snapshot()).splitlines()
+    lines = metrics_text(decode_status(snapshot(), StatusSnapshot)).splitlines()
     assert 'peerd_swarm_step{run="demo"} 12' in lines
     assert 'peerd_swarm_standstill_seconds{run="demo"} 40' in lines
     assert 'peerd_swarm_stage_peers{run="demo",stage="1"} 0' in lines
@@ -37,10 +38,12 @@ def test_figures_stand_one_a_line_under_a_help_and_a_type() -> None:
 def test_what_strangers_say_breaks_no_line() -> None:
     evil = 'a"} 1\npeerd_swarm_step{run="b'
     roles = [{"role": evil, "state": "running", evil: 3, "rate": float("inf"), "n": 10**400}]
-    lines = metrics_text(snapshot(run=evil, roles=roles, swarm={"step": "12", "loss": float("nan")})).splitlines()
+    lines = metrics_text(
+        decode_status(snapshot(run=evil, roles=roles, swarm={"step": None, "loss": "nan"}), StatusSnapshot)
+    ).splitlines()
     assert all(line.startswith("# ") or LINE.fullmatch(line) for line in lines)
     assert not any(line.startswith("peerd_swarm_step") for line in lines)
 
 
 def test_a_daemon_that_knows_nothing_yet_has_figures_too() -> None:
-    assert "peerd_uptime_seconds" in metrics_text({"uptime_s": 0.1})
+    assert "peerd_uptime_seconds" in metrics_text(StatusSnapshot(uptime_s=0.1))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import trio
 
 from peerd.commands.status.status_board import StatusBoard
+from peerd.control.swarm_status import NetworkStatus
 from peerd.core.run.runfile import OptimizerSection
 from peerd.log import EventLog
 from peerd.service.run_services import RunServices
@@ -18,7 +18,7 @@ from peerd.sim.clock import run_virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 
-async def look(seed: int, roles: Roles) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+async def look(seed: int, roles: Roles) -> tuple[NetworkStatus, NetworkStatus, list[str]]:
     """The network on the board of a member and on that of a watcher after a minute, and the members."""
     async with replica_world(roles, 3, seed=seed, step=1) as world, trio.open_nursery() as nursery:
         members = [world.nodes[name].id.text for name in roles.live]
@@ -35,7 +35,9 @@ async def look(seed: int, roles: Roles) -> tuple[dict[str, Any], dict[str, Any],
             await trio.sleep(60.0)
             await board.swarm()
             await trio.sleep(3.0)
-            found.append((await board.swarm())["network"])
+            network = (await board.swarm()).network
+            assert network is not None
+            found.append(network)
         nursery.cancel_scope.cancel()
     return found[0], found[1], members
 
@@ -47,7 +49,7 @@ def test_round_trips_between_members_are_measured_and_shown_to_whoever_looks(tmp
     run = virtual_run(tmp_path, (8000,), optimizer=OptimizerSection(name="sgd", lr=1e-3, total_steps=400))
     inside, outside, members = run_virtual(look, 1, Roles(run, tmp_path / "peers", partial(PacedDevice, 1.0)), seed=1)
     for told in (inside, outside):
-        assert told["why"] is None
-        assert {name for pair in told["pairs"] for name in (pair["one"], pair["other"])} == set(members)
-        assert told["pairs_measured"] == 3
-        assert all(10 <= pair["rtt_ms"] <= 250 for pair in told["pairs"])
+        assert told.why is None
+        assert {name for pair in told.pairs for name in (pair.one, pair.other)} == set(members)
+        assert told.pairs_measured == 3
+        assert all(10 <= (pair.rtt_ms or 0) <= 250 for pair in told.pairs)

@@ -6,12 +6,14 @@ import json
 from itertools import combinations
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console, Group
 
-from peerd.commands.status.network_view import PAIRS_TOLD, told_of
+from peerd.commands.status.network_view import PAIRS_TOLD, network_status
 from peerd.commands.status.network_words import COLUMNS, network_parts
 from peerd.commands.status.status_view import render_swarm
+from peerd.control.swarm_status import NetworkStatus, SwarmStatus, TrainerStatus
 from peerd.core.keys import Keypair
 from peerd.core.messages.network import MappedPair
 from peerd.service.network.link_watch import NamedPair, ReadMap
@@ -31,7 +33,7 @@ def a_map(count: int, **changes: Any) -> ReadMap:
     return ReadMap(count, pairs, **changes)
 
 
-def text_of(told: dict[str, Any], names: dict[str, str] | None = None) -> list[str]:
+def text_of(told: NetworkStatus, names: dict[str, str] | None = None) -> list[str]:
     console = Console(width=COLUMNS, no_color=True)
     with console.capture() as capture:
         console.print(Group(*network_parts(told, names or {})))
@@ -39,7 +41,7 @@ def text_of(told: dict[str, Any], names: dict[str, str] | None = None) -> list[s
 
 
 def test_a_small_swarm_is_a_matrix_with_estimates_marked() -> None:
-    lines = text_of(told_of(a_map(4)) | {"why": None}, {IDS[0]: "ann", IDS[1]: "[bold]ben"})
+    lines = text_of(network_status(a_map(4)), {IDS[0]: "ann", IDS[1]: "[bold]ben"})
     assert " ".join(lines[:2]).startswith("network: 4 peers, 12 to 180 ms (median 180), 2.0 to 200 Mb/s (median 4.0)")
     row = next(line.split() for line in lines if line.startswith("1 ann"))
     assert row == ["1", "ann", "12/2.0", "12/2.0", "180/2.0"]
@@ -51,38 +53,36 @@ def test_a_small_swarm_is_a_matrix_with_estimates_marked() -> None:
 
 @pytest.mark.parametrize("count", [6, 7, 12, 40])
 def test_a_large_swarm_is_a_summary_that_fits_the_screen(count: int) -> None:
-    told = told_of(a_map(count, more=True)) | {"why": None}
+    told = network_status(a_map(count, more=True))
     lines = text_of(told)
     assert max(map(len, lines)) <= COLUMNS
     assert "not all pairs were read" in " ".join(lines)
-    json.dumps(told, allow_nan=False)
+    json.dumps(msgspec.to_builtins(told), allow_nan=False)
     if count >= 12:
         slow = next(line.split() for line in lines if line.startswith("slowest"))
         assert slow[1] == f"…{IDS[0][-8:]}"
         assert slow[-2:] == ["2.0", "12"]
         far = next(line.split() for line in lines if line.startswith("farthest"))
         assert far[-1] == "180"
-    assert bool(told["pairs"]) == (count * (count - 1) // 2 <= PAIRS_TOLD)
+    assert bool(told.pairs) == (count * (count - 1) // 2 <= PAIRS_TOLD)
 
 
 def test_why_there_is_no_map_is_told_and_nothing_before_the_first_look() -> None:
-    assert text_of({"why": "the run has no conductor"}) == ["network: the run has no conductor"]
+    assert text_of(NetworkStatus(why="the run has no conductor")) == ["network: the run has no conductor"]
     assert network_parts(None, {}) == []
 
 
 def test_nothing_measured_is_said_so() -> None:
     unknown = ReadMap(2, [NamedPair("a", "b", MappedPair(0, 1, 0.0, 0.0, 0.0, 0.0, True, True, True))])
-    lines = text_of(told_of(unknown) | {"why": None})
+    lines = text_of(network_status(unknown))
     assert "no round trip measured yet, no rate measured yet" in " ".join(lines)
     assert lines[-2].split() == ["1", "a", "-/-"]
-    assert text_of(told_of(ReadMap(1)) | {"why": None}) == [
-        "network: 1 peer, no round trip measured yet, no rate measured yet"
-    ]
+    assert text_of(network_status(ReadMap(1))) == ["network: 1 peer, no round trip measured yet, no rate measured yet"]
 
 
 def test_the_swarm_view_has_the_network() -> None:
-    trainers = [{"peer": IDS[2], "step": 1}, {"peer": IDS[0], "step": 1}]
-    told = {"run": "r", "stages": [], "trainers": trainers, "network": told_of(a_map(3)) | {"why": None}}
+    trainers = [TrainerStatus(peer=IDS[peer], step=1) for peer in (2, 0)]
+    told = SwarmStatus(run="r", trainers=trainers, network=network_status(a_map(3)))
     console = Console(width=COLUMNS)
     with console.capture() as capture:
         console.print(render_swarm(told))

@@ -9,6 +9,8 @@ import trio
 import trio.testing
 
 from peerd.commands.status.progress_line import progress_line, tell_progress
+from peerd.control.snapshot import decode_status
+from peerd.control.swarm_status import StandstillStatus, SwarmStatus
 from peerd.core.run.runfile import RunFile
 from peerd.daemon import DaemonPlan
 from roles.backbone import BackboneRole
@@ -40,12 +42,12 @@ MOVING: dict[str, Any] = {
     ],
 )
 def test_the_line_says_how_it_goes(changes: dict[str, Any], line: str) -> None:
-    assert progress_line(MOVING | changes) == line
+    assert progress_line(decode_status(MOVING | changes, SwarmStatus)) == line
 
 
 def test_before_anything_is_known_it_says_that() -> None:
-    still = {"why": "stage 0 has no peers", "for_s": 61.0}
-    assert progress_line({"standstill": still}) == (
+    still = StandstillStatus(why="stage 0 has no peers", for_s=61.0)
+    assert progress_line(SwarmStatus(standstill=still)) == (
         "nothing of the run is known yet · stands still for 1 min 01 s: stage 0 has no peers"
     )
 
@@ -54,9 +56,9 @@ async def test_it_comes_once_a_minute_however_long_a_look_takes(autojump_clock: 
     told: list[float] = []
 
     class Slow:
-        async def swarm(self) -> dict[str, Any]:
+        async def swarm(self) -> SwarmStatus:
             await trio.sleep(1.0)
-            return MOVING
+            return decode_status(MOVING, SwarmStatus)
 
     began = trio.current_time()
     with trio.move_on_after(190.0):

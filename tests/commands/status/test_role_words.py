@@ -45,7 +45,14 @@ def test_a_figure_of_that_name_of_another_role_is_a_figure() -> None:
 
 def test_a_stage_peer_says_what_it_has_and_how_microbatches_go_on() -> None:
     ways = {"12D3KooWAAAAaaaa": "direct", "12D3KooWBBBBbbbb": "trainer"}
-    handover = {"in_flight": 12, "queue": 3, "kept_bytes": 24e6, "room_bytes": 4e9, "refused_full": 0, "next": ways}
+    handover = {
+        "in_flight": 12,
+        "queue": 3,
+        "kept_bytes": 24_000_000,
+        "room_bytes": 4_000_000_000,
+        "refused_full": 0,
+        "next": ways,
+    }
     (told,) = details({"role": "stage", "handover": handover})
     assert told.startswith("12 microbatches in flight, 3 waiting, 24.0 MB of 4.0 GB kept, ")
     assert told.endswith(", forwards to …AAAAaaaa directly, to …BBBBbbbb over the trainer")

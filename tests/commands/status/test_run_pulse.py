@@ -58,10 +58,10 @@ def test_losses_are_thinned_out_evenly_and_the_newest_stays() -> None:
     history = LossHistory()
     for step in range(20_000):
         history.note(step, 5.0 - step / 10_000)
-    told = history.told()
+    told = history.points()
     assert POINTS / 2 <= len(told) <= POINTS + 1
     assert told[0][0] == 0
-    assert told[-1] == [19_999, 5.0 - 1.9999]
+    assert told[-1] == (19_999, 5.0 - 1.9999)
     gaps = {round(b[0] - a[0]) for a, b in itertools.pairwise(told[:-1])}
     assert len(gaps) == 1
 
@@ -70,7 +70,7 @@ def test_what_is_no_loss_leaves_no_point() -> None:
     history = LossHistory()
     for step, loss in ((1, math.nan), (None, 2.0), (-1, 2.0), (True, 2.0), (3, "nan"), (4, 2.0), (2, 1.0)):
         history.note(step, loss)
-    assert history.told() == [[4, 2.0]]
+    assert history.points() == [(4, 2.0)]
 
 
 def test_a_share_is_of_what_was_given_since_the_first_look_and_before_that_of_all() -> None:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import trio
+from msgspec import structs
 
 from peerd.commands.status.status_board import SWARM_RARELY_S, RoleState, StatusBoard
+from peerd.control.swarm_status import SwarmStatus
 from peerd.core.run.runfile import OptimizerSection
 from peerd.log import EventLog
+from peerd.screen.units import known
 from peerd.sim.clock import run_virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 
-def rows_of(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["peer"]: row for stage in told["stages"] for row in stage["peers"]}
+def gone(swarm: SwarmStatus) -> list[str]:
+    return [peer.peer for peer in swarm.stage_peers() if peer.gone]
 
 
-async def watch_a_death(seed: int, roles: Roles) -> tuple[dict[str, Any], dict[str, Any], str, float]:
+async def watch_a_death(seed: int, roles: Roles) -> tuple[SwarmStatus, SwarmStatus, str, float]:
     """The swarm as the conductor's board has it before and after a replica is killed; the seconds until it is marked,
     from when the conductor lists it no more.
     """
@@ -43,8 +45,9 @@ async def watch_a_death(seed: int, roles: Roles) -> tuple[dict[str, Any], dict[s
         await board.swarm()
         await trio.sleep(60.0)
         before = await board.swarm()
-        board._swarm["trainers"] = [row | {"step": 0} for row in board._swarm["trainers"]]  # old records
-        assert board._swarm_now()["step"] == role.status()["step"] > 0
+        trainers = [structs.replace(row, step=0) for row in board._swarm.trainers]  # old records
+        board._swarm = structs.replace(board._swarm, trainers=trainers)
+        assert board._swarm_now().step == role.status()["step"] > 0
         await world.kill(world.nodes[victim])
         following = role._services.following
 
@@ -53,9 +56,9 @@ async def watch_a_death(seed: int, roles: Roles) -> tuple[dict[str, Any], dict[s
 
         assert await world.until(lambda: not listed(), within_s=60)
         since = trio.current_time()
-        while not (after := await board.swarm()).get("stages") or not rows_of(after).get(lost, {}).get("gone"):
+        while lost not in gone(after := await board.swarm()):
             await trio.sleep(0.5)
-            assert trio.current_time() - since < 30, rows_of(after)
+            assert trio.current_time() - since < 30, after
         took = trio.current_time() - since
         nursery.cancel_scope.cancel()
     return before, after, lost, took
@@ -69,14 +72,13 @@ def test_a_dead_peer_is_marked_within_five_seconds_and_old_figures_are_looked_up
         watch_a_death, 1, Roles(run, tmp_path / "peers", partial(PacedDevice, 1.0)), seed=1
     )
     assert took <= 5.0
-    assert rows_of(after)[lost]["gone"]
-    assert [peer for peer, row in rows_of(after).items() if row["gone"]] == [lost]
-    assert not any(row["gone"] for row in rows_of(before).values())
-    assert len(rows_of(before)) == 3
-    assert before["age_s"] < SWARM_RARELY_S
-    assert before["samples_per_s"] > 0
-    assert before["left_s"] > 0
-    assert before["total_steps"] == 400
-    assert 0.2 < before["shares"]["samples"] < 0.5
-    assert before["curve"]["train"]
-    assert before["standstill"] is None
+    assert gone(after) == [lost]
+    assert gone(before) == []
+    assert len(before.stage_peers()) == 3
+    assert (known(before.age_s) or 0.0) < SWARM_RARELY_S
+    assert known(before.samples_per_s)
+    assert known(before.left_s)
+    assert before.total_steps == 400
+    assert 0.2 < (known(before.shares["samples"]) or 0.0) < 0.5
+    assert before.curve.train
+    assert before.standstill is None

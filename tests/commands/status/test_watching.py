@@ -60,7 +60,7 @@ def test_of_a_backbone_the_whole_curve_is_drawn_as_its_file_grows(tmp_path: Path
     )
     file = CurveFile(path)
     file.read()
-    assert (file.train, file.valid) == ([(1, 5.0), (2, 4.0)], [(2, 4.5)])
+    assert (file.train.points(), file.valid.points()) == ([(1, 5.0), (2, 4.0)], [(2, 4.5)])
     with path.open("a") as more:
         more.write('ep": 3, "loss": 3.0}\n')
     told = running(roles=[{"role": "backbone", "state": "running", "curve": str(path)}])

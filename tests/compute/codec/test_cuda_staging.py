@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peerd.compute.codec import cuda_frames, cuda_staging, frames
+from peerd.compute.codec import cuda_staging, frames
 from peerd.compute.codec.cuda_staging import SLOT_BYTES, SLOTS, download, upload
 from peerd.compute.codec.layout import NotFinite
 from peerd.compute.codec.policy import CodingPlan
@@ -117,7 +117,7 @@ def test_a_device_makes_the_same_frames_and_tensors(lane: LateLane, code: str, c
     expected = frames.encode(values, CodingPlan(code))
     payload = memoryview(bytearray(memoryview(expected.payload).nbytes))
     plan = CodingPlan(code, expected.block)
-    done = [*cuda_frames.coded(values, plan, payload, "x", lane)]
+    done = [*cuda_staging.coded(values, plan, payload, "x", lane)]
     assert done == sorted(set(done))
     assert done[-1] == payload.nbytes
     assert bytes(payload) == bytes(expected.payload)
@@ -127,8 +127,8 @@ def test_a_device_makes_the_same_frames_and_tensors(lane: LateLane, code: str, c
         """Decode as for a GPU, on this lane."""
         monkey.setattr(torch, "device", lambda _: FakeCuda())
         monkey.setattr(cuda_staging, "lane_of", lambda _: lane)
-        real = cuda_frames.decoded
-        monkey.setattr(cuda_frames, "decoded", lambda make, _, lane: real(make, CPU, lane))
+        real = cuda_staging.decoded
+        monkey.setattr(cuda_staging, "decoded", lambda make, _, lane: real(make, CPU, lane))
         return frames.decode(TensorFrame("float32", (count,), payload, code, plan.block), name="x", device="cuda")
 
     with pytest.MonkeyPatch.context() as monkey:
@@ -147,7 +147,7 @@ class FakeCuda:
 def test_what_the_device_has_done_waits_for_nothing_else_on_it(lane: LateLane) -> None:
     payload = memoryview(bytearray(4000))
     for computed in (False, True):
-        [*cuda_frames.coded(torch.ones(1000), CodingPlan("none"), payload, "x", lane, computed)]
+        [*cuda_staging.coded(torch.ones(1000), CodingPlan("none"), payload, "x", lane, computed)]
     assert lane.waited == [True, False]
 
 
@@ -172,7 +172,7 @@ def test_what_a_device_cannot_code_is_refused_before_anything_is_final(lane: Lat
     values[700] = torch.inf
     payload = memoryview(bytearray(memoryview(frames.encode(torch.ones(1000), CodingPlan("int8")).payload).nbytes))
     with pytest.raises(NotFinite, match=r"the output has NaN or infinite values, first in block 10"):
-        next(cuda_frames.coded(values, CodingPlan("int8", 64), payload, "the output", lane))
+        next(cuda_staging.coded(values, CodingPlan("int8", 64), payload, "the output", lane))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from peerd.compute.codec.powersgd import PowerSgd
-from peerd.compute.model.served_stage import ServedStage, state_of
+from peerd.compute.model.served_stage import ServedStage, items_of, state_of
 from peerd.compute.model.user_model import UserModel
 from peerd.core.messages.state import TensorSpec
 from peerd.core.run.runfile import (
@@ -62,13 +62,13 @@ def step(model: Any, number: int) -> None:
 
 
 def bits(model: Any) -> dict[str, bytes]:
-    return {name: bytes(data) for name, _, _, data in model.describe()}
+    return {name: bytes(data) for name, _, _, data in items_of(model.state())}
 
 
 @MODELS
 def test_an_outline_is_what_describe_gives_and_has_q(make: Any) -> None:
     model = make()
-    given = model.describe()
+    given = items_of(model.state())
     assert model.outline() == [TensorSpec(name, dtype, shape) for name, dtype, shape, _ in given]
     found = {name: shape for name, _, shape, _ in given if name.startswith("powersgd/")}
     assert found == {name: tuple(q.shape) for name, q in model.low_rank.state().items()}
@@ -82,7 +82,7 @@ def test_a_newcomer_goes_on_with_the_same_bits(make: Any) -> None:
     for number in range(3):
         step(old, number)
     assert bits(old) != bits(new)
-    new.load(state_of(old.describe()))
+    new.load(state_of(items_of(old.state())))
     assert bits(old) == bits(new)
     step(new, 3)
     old.low_rank.forget()  # a residual is each peer's own: the newcomer has none

@@ -79,7 +79,7 @@ def test_a_public_host_is_fetched_from_the_address_that_was_checked(internet: In
     internet.names[NAME] = [[PUBLIC], [PRIVATE]]  # a name server that answers differently the second time
     assert internet.fetch(f"https://{NAME}/a.txt") == b"text"
     assert internet.dialed == [PUBLIC]
-    with pytest.raises(ConfigError, match=f"is at {PRIVATE}; allowed in a run that is joined by a line: addresses of"):
+    with pytest.raises(ConfigError, match=f"is at {PRIVATE}; allowed in a run joined by a link: addresses on"):
         internet.fetch(f"https://{NAME}/a.txt")
     assert internet.dialed == [PUBLIC]
 

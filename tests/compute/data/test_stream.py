@@ -252,7 +252,7 @@ def test_a_parquet_file_that_cannot_serve_is_named(tmp_path: Path) -> None:
     write_documents(tmp_path, "parquet", ["x"])
     with pytest.raises(ConfigError, match=r"0\.parquet: no column 'body' \(data.field\); there are text, id"):
         stream(section(tmp_path, kind="parquet", field="body"))
-    with pytest.raises(ConfigError, match=r"0\.parquet: column 'id' \(data.field\) holds int64, not text"):
+    with pytest.raises(ConfigError, match=r"0\.parquet: column 'id' \(data.field\) contains int64, not text"):
         stream(section(tmp_path, kind="parquet", field="id"))
     (tmp_path / "0.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(ConfigError, match=r"0\.parquet: not a Parquet file"):

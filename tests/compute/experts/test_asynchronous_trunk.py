@@ -16,7 +16,7 @@ from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.landing_queue import GradientQueue
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model import footprint
-from peerd.compute.model.served_stage import Stale
+from peerd.compute.model.microbatch_books import Stale
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import LimitsSection, OptimizerSection, RunFile
 from tests.compute.experts.test_trunk import fly, run_with, text

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from peerd.compute.experts.dmoe import DMoE
-from peerd.compute.experts.local_network import LocalExperts
 from peerd.core.errors import ConfigError, TooFewExperts
 from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
 from tests.kit.expert_runs import WIDTH, expert_run, values
+from tests.kit.local_experts import LocalExperts
 from tests.kit.plain_moe import PlainMoE
 
 MISSING = {Uid(0, at) for at in ((0, 0), (1, 2), (3, 1), (2, 2), (3, 3))}

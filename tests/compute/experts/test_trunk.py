@@ -16,7 +16,7 @@ from peerd.compute.experts.expert_mixture import imbalance
 from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.experts.trunk_stage import TrunkStage
-from peerd.compute.model.served_stage import Stale
+from peerd.compute.model.microbatch_books import Stale
 from peerd.core.errors import ConfigError, TooFewExperts
 from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid

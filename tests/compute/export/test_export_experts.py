@@ -14,7 +14,6 @@ from torch import Tensor
 from peerd.commands.export import saved_experts
 from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.hosted_expert import HostedExpert
-from peerd.compute.experts.local_network import LocalExperts
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.export.experts import ExportedExperts, fault_of
 from peerd.compute.export.export import Exported, ExportRequest, export
@@ -25,6 +24,7 @@ from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from tests.kit.exporting import Alone, make_run, save
+from tests.kit.local_experts import LocalExperts
 from tests.worlds.roles.expertpeers import pointer_to
 
 EXPERTS = ExpertsSection(block="ffn", hidden=12, grid=[2, 3], top_k=3, layers=2, k_min=1)

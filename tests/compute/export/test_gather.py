@@ -132,7 +132,7 @@ def test_one_of_several_runs_is_chosen_by_its_name(tmp_path: Path) -> None:
     save_all(tmp_path / "all" / "y", other, [7])
     assert "contains checkpoints of 2 runs: other, out; add --run NAME" in refusal(tmp_path / "all")
     assert exported(tmp_path / "all", run_name="other").config.step == 7
-    assert "no checkpoint of run 'third', but other, out" in refusal(tmp_path / "all", run_name="third")
+    assert "no checkpoint of run 'third', but of other, out" in refusal(tmp_path / "all", run_name="third")
 
 
 def test_two_runs_of_one_name_are_told_apart_by_their_run_file(tmp_path: Path) -> None:

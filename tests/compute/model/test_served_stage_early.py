@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from peerd.compute.codec.frames import to_frame
-from peerd.compute.model.served_stage import ServedStage, Stale
+from peerd.compute.model.microbatch_books import Stale
+from peerd.compute.model.served_stage import ServedStage
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import ModelSection, OptimizerSection, RunFile
 

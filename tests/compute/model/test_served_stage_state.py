@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peerd.compute.model.served_stage import ServedStage, state_of
+from peerd.compute.model.served_stage import ServedStage, items_of, state_of
 from peerd.core.messages.state import StateLayout, TensorSpec
 from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 
@@ -23,7 +23,7 @@ def served() -> ServedStage:
 
 def test_an_outline_is_what_describe_gives_without_the_values() -> None:
     stage = served()
-    given = stage.describe()
+    given = items_of(stage.state())
     assert stage.outline() == [TensorSpec(name, dtype, shape) for name, dtype, shape, _ in given]
     assert [spec.nbytes for spec in stage.outline()] == [data.nbytes for *_, data in given]
 
@@ -31,7 +31,7 @@ def test_an_outline_is_what_describe_gives_without_the_values() -> None:
 def test_a_state_goes_through_bytes_and_back_without_being_copied() -> None:
     stage, other = served(), served()
     stage.commit(0, torch.randn(stage.module.layout.count).numpy(), 2)
-    given = stage.describe()
+    given = items_of(stage.state())
     layout = StateLayout(stage.outline(), piece_bytes=1000)
     row = memoryview(bytearray(layout.total_bytes))
     for piece in range(layout.pieces):

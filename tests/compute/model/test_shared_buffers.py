@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from peerd.compute.model.served_stage import state_of
+from peerd.compute.model.served_stage import items_of, state_of
 from peerd.compute.model.shared_buffers import GradientNotFinite, buffers_of
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
@@ -112,9 +112,9 @@ def test_local_ones_stay_each_peers_own_and_a_newcomer_begins_with_the_average()
     assert all(torch.equal(tensor, before[0][name]) for name, tensor in buffers(one).items())
     assert all(torch.equal(tensor, before[1][name]) for name, tensor in buffers(two).items())
     assert first.here() == second.here(), "what is shared is alike: donors agree"
-    third.load(state_of(first.describe()))
+    third.load(state_of(items_of(first.state())))
     assert torch.allclose(new.norm.running_mean, (one.norm.running_mean + two.norm.running_mean) / 2)  # type: ignore[operator]
-    second.load(state_of(first.describe()))  # one that was late takes the state, and keeps its own
+    second.load(state_of(items_of(first.state())))  # one that was late takes the state, and keeps its own
     assert all(torch.equal(tensor, before[1][name]) for name, tensor in buffers(two).items())
 
 
@@ -124,7 +124,7 @@ def test_a_newcomer_has_what_the_others_have_and_goes_on_with_them(how: str) -> 
     for step in range(3):
         compute(one, first, 0, step)
         commit([first], 4)
-    described = first.describe()
+    described = items_of(first.state())
     assert [(x.name, x.dtype, x.shape) for x in second.outline()] == [item[:3] for item in described]
     assert "buffer/norm.running_var" in {item[0] for item in described}
     assert "buffer/cache" not in {item[0] for item in described}

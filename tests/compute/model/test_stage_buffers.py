@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.model.assemble import load_whole_model
 from peerd.compute.model.partition import whole_model
-from peerd.compute.model.served_stage import ServedStage, state_of
+from peerd.compute.model.served_stage import ServedStage, items_of, state_of
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import Mb
@@ -115,8 +115,8 @@ def test_two_peers_have_the_mean_and_one_that_joins_late_has_it_too(make: Make) 
         mean = (ours[name].double() + theirs[name].double()) / 2
         assert torch.allclose(tensor.double(), mean if tensor.is_floating_point() else mean.round()), name
     assert one.module.digest() == two.module.digest()
-    assert [(s.name, s.dtype, s.shape) for s in late.outline()] == [item[:3] for item in one.describe()]
-    late.load(state_of(one.describe()))
+    assert [(s.name, s.dtype, s.shape) for s in late.outline()] == [item[:3] for item in items_of(one.state())]
+    late.load(state_of(items_of(one.state())))
     assert all(torch.equal(tensor, buffers(one)[name]) for name, tensor in buffers(late).items())
     x, targets = tokens(9)
     assert late.module.loss(x, targets) == one.module.loss(x, targets)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peerd.compute.model.served_stage import Stale, state_of
+from peerd.compute.model.microbatch_books import Stale
+from peerd.compute.model.served_stage import items_of, state_of
 from peerd.compute.model.shared_buffers import GradientNotFinite
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
@@ -74,7 +75,7 @@ def test_a_newcomer_goes_on_bit_for_bit(name: str, steps: int) -> None:
     (_, giver), (_, taker) = user(make, seed=1), user(make, seed=2)
     for step in range(steps):
         giver.commit(step, mean(giver, step), 2)
-    described = giver.describe()
+    described = items_of(giver.state())
     assert [(s.name, s.dtype, s.shape) for s in taker.outline()] == [item[:3] for item in described]
     taker.load(state_of(described))
     assert (taker.step, taker.digest()) == (steps, giver.digest())
@@ -295,7 +296,7 @@ def test_the_texts_tell_runs_apart() -> None:
 def test_a_tensor_without_values_is_no_trouble() -> None:
     p, empty = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(0, 3))
     giver, taker = (UserModel(torch.optim.AdamW([p, empty], lr=0.1)) for _ in range(2))
-    taker.load(state_of(giver.describe()))
+    taker.load(state_of(items_of(giver.state())))
     gradients: list[Tensor | None] = [torch.ones(2), None]
     assert taker.add(0, Mb("a", 0), gradients, 1)
 

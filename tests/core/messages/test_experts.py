@@ -108,7 +108,7 @@ def test_the_newest_checkpoint_has_the_highest_rank() -> None:
 
 def test_the_root_of_a_state_is_the_digest_of_its_pieces_digests() -> None:
     digests = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
-    assert state_root(digests) == hashlib.sha256(b"".join(digests)).digest()
+    assert state_root(b"".join(digests)) == hashlib.sha256(b"".join(digests)).digest()
 
 
 MESSAGES: dict[str, list[Message]] = {

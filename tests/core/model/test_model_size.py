@@ -44,17 +44,6 @@ def test_a_token_takes_six_flops_for_each_parameter_and_attention_besides(d_mode
     assert size.flops == pytest.approx(6 * size.parameters * 512, rel=0.03)
 
 
-def through_the_trainer(run: RunFile) -> RunFile:
-    return changed(run, pipeline={"handover": "trainer"})
-
-
-def test_all_but_the_last_stage_compute_their_forward_twice_where_the_trainer_carries_tensors() -> None:
-    assert all(size.work_flops == size.flops for size in stage_sizes(made(), VOCAB))
-    sizes = stage_sizes(through_the_trainer(made()), VOCAB)
-    assert [3 * size.work_flops == 4 * size.flops for size in sizes] == [True, True, True, False]
-    assert sizes[-1].work_flops == sizes[-1].flops
-
-
 def test_a_stage_of_twice_the_width_needs_half_the_line() -> None:
     narrow, wide = (stage_sizes(made(width), VOCAB)[1].saturating_rate(1e13) for width in (4096, 8192))
     assert narrow / wide == pytest.approx(2, rel=0.05)
@@ -63,12 +52,10 @@ def test_a_stage_of_twice_the_width_needs_half_the_line() -> None:
     )
 
 
-def test_the_line_carries_a_middle_stages_input_and_a_gradient_and_by_the_trainer_the_input_twice() -> None:
-    one = 512 * 768 * 4
-    for run, middle in ((made(), 2 * one), (through_the_trainer(made()), 3 * one)):
-        sizes = stage_sizes(run, VOCAB)
-        assert [size.sent_bytes for size in sizes] == [one, one, one, 0]
-        assert [size.line_bytes for size in sizes] == [one, middle, middle, one]
+def test_the_line_carries_a_middle_stages_input_and_a_gradient() -> None:
+    one, sizes = 512 * 768 * 4, stage_sizes(made(), VOCAB)
+    assert [size.sent_bytes for size in sizes] == [one, one, one, 0]
+    assert [size.line_bytes for size in sizes] == [one, 2 * one, 2 * one, one]
     alone = stage_sizes(made(stages=1), VOCAB)[0]
     assert (alone.sent_bytes, alone.line_bytes, alone.saturating_rate(1e13)) == (0, 0, 0.0)
 

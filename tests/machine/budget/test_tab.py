@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import LocalError
 from peerd.machine.budget.book import Book, Bounds, Resource, User
-from peerd.machine.budget.tab import UsageTab
+from peerd.machine.budget.tab import MinuteTab, UsageTab
 
 USER, OTHER = User("a", "p", "r"), User("b", "q", "s")
 
@@ -60,3 +60,24 @@ def test_giving_back_more_than_was_taken_is_our_own_mistake() -> None:
     tab.take(2)
     with pytest.raises(LocalError):
         tab.give(3)
+
+
+@given(st.lists(st.tuples(st.floats(0, 40), st.booleans(), st.booleans()), max_size=60))
+def test_the_book_has_the_uses_of_the_last_minute(steps: list[tuple[float, bool, bool]]) -> None:
+    shared, now, uses = book(3), 0.0, list[tuple[float, User]]()
+    tab = MinuteTab(shared, Resource.CALLS)
+    for pause_s, other, back in steps:
+        now, user = now + pause_s, OTHER if other else USER
+        uses = [use for use in uses if use[0] > now - 60]
+        full = len(uses) == 3
+        assert (tab.objection(now, user) is not None) == full
+        if back:
+            tab.take_back(user)
+            if mine := [use for use in uses if use[1] == user]:
+                uses.remove(mine[-1])
+        elif tab.take(now, user) is None:
+            assert not full
+            uses.append((now, user))
+        else:
+            assert full
+        assert shared.used(Resource.CALLS) == len(uses)

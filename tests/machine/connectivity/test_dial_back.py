@@ -37,7 +37,7 @@ def test_only_addresses_where_the_asker_is_are_dialed() -> None:
         (ASKER, DialRequest(peer=OTHER, addrs=(AT_HOME.to_bytes(),)), "asker itself"),
         (Asker(PEER, REMOTE, PathKind.RELAYED), question(str(AT_HOME)), "does not show"),
         (Asker(PEER, with_peer(REMOTE, OTHER), PathKind.PUNCHED), question(str(AT_HOME)), "does not show"),
-        (Asker(PEER, tcp_addr("192.168.1.5", 9), PathKind.LOCAL), question("/ip4/192.168.1.5/tcp/9"), "internet"),
+        (Asker(PEER, tcp_addr("192.168.1.5", 9), PathKind.LOCAL), question("/ip4/192.168.1.5/tcp/9"), "public"),
         (ASKER, question("/ip4/9.9.9.9/tcp/31337"), "no address"),
         (ASKER, DialRequest(peer=None, addrs=(b"\xff\xff",)), "no address"),
     ],

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from peerd.core.limits import NETWORK_PEERS
 from peerd.core.messages.network import PairFigures
-from peerd.machine.network.network_map import FADE_S, NOTHING, RATE_FADE_S, NetworkMap, PairView
-from peerd.machine.network.settling import SETTLE_S, STEP
+from peerd.machine.network.network_map import FADE_S, NOTHING, RATE_FADE_S, SETTLE_S, STEP, NetworkMap, PairView
 
 
 def told(*reports: tuple[str, PairFigures], now: float = 0.0) -> NetworkMap:

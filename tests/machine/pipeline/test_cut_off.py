@@ -1,8 +1,7 @@
-"""Peers that could not be reached: left out until a probe gets through, probed ever more rarely, a few at once."""
+"""Peers that could not be reached: left out until a probe gets through, a few probed at once."""
 
 from __future__ import annotations
 
-import itertools
 import random
 
 from peerd.machine.pipeline.cut_off import CutOff
@@ -35,19 +34,6 @@ def test_a_call_that_began_before_the_peer_was_found_again_says_nothing() -> Non
     assert not reach.is_stale("a", 3.0)
     reach.keep_only([])
     assert not reach.is_stale("a", 0.0)
-
-
-def test_probes_become_rare_and_never_stop() -> None:
-    reach, now, times = CutOff(), 0.0, []
-    reach.lost("a", now)
-    for _ in range(20):
-        now = reach.wakes_at()
-        times.append(now)
-        assert reach.due(now) == ["a"]
-        reach.ended("a", False, now)
-    pauses = [after - before for before, after in itertools.pairwise(times)]
-    assert max(pauses) <= 10.0
-    assert pauses[-1] > pauses[0]
 
 
 def test_few_are_probed_at_once_and_all_have_their_turn() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from peerd.core.messages.handover import Hop
 from peerd.machine.pipeline.route_flow import RouteFlow
-from peerd.machine.pipeline.route_policy import InTurn
+from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.machines.routesim import RECEIPT, RouteSim
 
 EAST = {"a0", "b0", "a1", "b1", "a2", "b2"}

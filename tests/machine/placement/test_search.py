@@ -19,10 +19,10 @@ from peerd.machine.placement.problem import (
     StagePlacement,
     StageWork,
 )
-from peerd.machine.placement.search import Plan, SearchOptions, arranged, cost_of, plan
+from peerd.machine.placement.search import Plan, SearchOptions, cost_of, plan
 from peerd.machine.placement.starts import random_placement
 from tests.kit.amount import some
-from tests.worlds.machines.placements import Definition, best_by_definition, drawn_problem
+from tests.worlds.machines.placements import Definition, arranged, best_by_definition, drawn_problem
 
 
 def planned(problem: PlacementProblem, seed: int = 0, start: StagePlacement | None = None, **options: object) -> Plan:
@@ -165,7 +165,7 @@ def test_a_plan_is_better_than_random_ones_and_says_who_follows_whom() -> None:
     ("change", "why"),
     [
         ({"sizes": (5, 4)}, "8 devices for 9 places in 2 stages"),
-        ({"stages": (StageWork(1.0, 1.0, memory=2e9), StageWork(1.0, 1.0))}, "0 of 8 devices have them"),
+        ({"stages": (StageWork(1.0, 1.0, memory=2e9), StageWork(1.0, 1.0))}, "0 of 8 devices have that much"),
     ],
 )
 def test_what_cannot_be_placed_is_told(change: dict[str, object], why: str) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.machine.rate.limiter import SLACK_S, Account, Flow, Limiter, Rank
+from tests.kit.amount import examples
 
 RATE = 1_000_000.0
 
@@ -198,3 +201,37 @@ def test_connections_of_strangers_at_one_place_share_one_turn() -> None:
     line.run(20.0, dict.fromkeys([*many, *one], 1 << 20))
     assert line.passed[one[0]] == pytest.approx(10.0 * RATE, rel=0.05)
     assert min(line.passed[flow] for flow in many) > 0.5 * max(line.passed[flow] for flow in many)
+
+
+def carried(limiter: Limiter, flows: dict[Flow, float], seconds: float) -> dict[Flow, int]:
+    """The bytes that each flow gets; given are the bytes/s that it asks for, in whole quanta."""
+    got, now = dict.fromkeys(flows, 0), 0.0
+    due = [(number * 1e-4, number) for number in range(len(flows))]
+    numbers = {flow: number for number, flow in enumerate(flows)}
+
+    def moved(flow: Flow, count: int) -> None:
+        got[flow] += count
+        heapq.heappush(due, (max(now, got[flow] / flows[flow]), numbers[flow]))
+
+    while (now := max(now, min(limiter.wake_at(), due[0][0] if due else math.inf))) < seconds:
+        while due and due[0][0] <= now:
+            flow = list(flows)[heapq.heappop(due)[1]]
+            if count := limiter.ask(now, flow, limiter.quantum_bytes):
+                moved(flow, count)
+        for flow, count in limiter.wake(now):
+            moved(flow, count)
+    return got
+
+
+@settings(max_examples=examples(10))
+@given(st.integers(0, 2**32))
+def test_a_modest_place_gets_what_it_wants_beside_any_number_of_greedy_flows(seed: int) -> None:
+    rng, seconds, limiter = random.Random(seed), 20.0, Limiter(RATE)
+    places = [strangers(rng.randrange(1, 9), Account()) for _ in range(rng.randrange(1, 5))]
+    (modest,), wanted = strangers(1), rng.uniform(0.1, 0.9) * RATE / (len(places) + 1)
+    got = carried(limiter, {flow: math.inf for place in places for flow in place} | {modest: wanted}, seconds)
+    slack = 10 * limiter.quantum_bytes
+    assert got[modest] >= 0.95 * wanted * seconds - slack
+    assert sum(got.values()) <= RATE * seconds + limiter.burst_bytes
+    fair = (sum(got.values()) - got[modest]) / len(places)
+    assert all(abs(sum(got[flow] for flow in place) - fair) <= 0.05 * fair + slack for place in places)

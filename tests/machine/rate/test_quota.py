@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.rate.quota import Quota
+from peerd.machine.rate.quota import LogLimit, Quota
 
 ALL, EACH = 12, 3
 
@@ -30,3 +30,11 @@ def test_what_is_refused_is_not_remembered() -> None:
     quota.count(0.0, ("", "first"))
     assert [quota.exceeded(1.0, ("", name)) for name in range(1000)] == [0] * 1000
     assert len(quota) == 2
+
+
+def test_a_subject_is_logged_once_in_its_time_and_few_are_remembered() -> None:
+    limit = LogLimit[str](10.0, subjects=2)
+    assert [limit.may_log(now, "a") for now in (0.0, 9.9, 10.0, 19.9)] == [True, False, True, False]
+    assert limit.may_log(19.9, "b")
+    assert limit.may_log(19.9, "c")
+    assert [limit.may_log(19.9, subject) for subject in "cba"] == [False, False, True]

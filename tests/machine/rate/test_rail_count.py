@@ -1,7 +1,10 @@
-"""Number of a link's rails: further connections on long fat paths, and on no others."""
+"""Number of a link's rails: further connections on long fat paths, and on no others.
+Pacing of a link's rails together: free while the rate grows, then little faster than the path's delivery rate.
+"""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -9,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.limits import RAILS_PER_LINK
-from peerd.machine.rate.rail_count import RailPlan
+from peerd.machine.rate.rail_count import RailPace, RailPlan
 
 MBIT = 125_000
+
+RAILS = 4
 
 
 class Line:
@@ -34,7 +39,7 @@ def test_a_long_fat_path_gets_several_while_the_flow_still_grows() -> None:
     line = Line(0.1)
     assert [line.at(rate) for rate in (5, 10, 20)] == [0, 0, 0]
     assert line.at(40) == 4
-    assert "under way" in line.why
+    assert "in flight" in line.why
 
 
 def test_a_longer_path_gets_more() -> None:
@@ -132,3 +137,88 @@ def test_there_are_never_more_than_allowed(looks: list[tuple[float, int, int]], 
         rails, why = plan.look(now, rtt_s, (0, total), rails, waiting)
         assert 0 <= rails <= RAILS_PER_LINK
         assert why
+
+
+class Rails:
+    """Rails of one link whose acknowledged bytes the test says, looked at as a link does."""
+
+    def __init__(self, rtt_s: float = 0.3) -> None:
+        self.pace, self.rtt_s, self.now, self.acked = RailPace(), rtt_s, 0.0, 0
+
+    def at(self, bytes_per_s: float, rails: int = RAILS) -> float:
+        """Go on at that rate until the next look; what all may send together then."""
+        pause_s = self.pace.pause_s(self.rtt_s)
+        self.now += pause_s
+        self.acked += int(bytes_per_s * pause_s)
+        return self.pace.look(self.now, self.rtt_s, self.acked, rails) * rails
+
+    def started(self, bytes_per_s: float) -> Rails:
+        for _ in range(20):
+            self.at(bytes_per_s)
+        return self
+
+
+def test_a_rate_that_grows_is_not_held_back() -> None:
+    rails = Rails()
+    assert {rails.at(1e6 * 2**step) for step in range(10)} == {math.inf}
+
+
+def test_once_it_stands_a_third_more_than_was_carried_may_leave() -> None:
+    assert Rails().started(60e6).at(60e6) == pytest.approx(80e6)
+
+
+def test_each_rail_has_its_share() -> None:
+    rails = Rails().started(60e6)
+    assert rails.at(60e6, 12) == pytest.approx(rails.at(60e6, 3))
+
+
+def test_what_is_acknowledged_late_and_at_once_is_not_another_path() -> None:
+    rails = Rails().started(60e6)
+    assert rails.at(10e6) == pytest.approx(80e6)
+    assert rails.at(500e6) == pytest.approx(80e6)
+    assert rails.at(60e6) == pytest.approx(80e6)
+
+
+def test_a_path_that_becomes_faster_is_found_to_be() -> None:
+    rails = Rails().started(60e6)
+    rails.at(80e6)
+    assert rails.at(80e6) == math.inf
+
+
+def test_a_path_that_becomes_slower_is_believed_after_a_while() -> None:
+    rails = Rails().started(200e6)
+    allowed = [rails.at(60e6) for _ in range(20)]
+    assert allowed[0] == pytest.approx(200e6 * 4 / 3)
+    assert allowed[-1] == pytest.approx(80e6)
+
+
+def test_a_slow_path_is_not_made_slower() -> None:
+    assert Rails().started(1e6).at(1e6) == pytest.approx(40e6 * 4 / 3)
+
+
+def test_a_pause_says_nothing_of_the_path() -> None:
+    rails = Rails().started(60e6)
+    for _ in range(30):
+        rails.now += 10.0
+        assert rails.at(60e6) == pytest.approx(80e6)
+
+
+def test_a_rail_that_went_with_its_count_says_nothing_of_the_path() -> None:
+    rails = Rails().started(60e6)
+    rails.acked //= 4
+    assert rails.at(0) == pytest.approx(80e6)
+    assert rails.at(60e6) == pytest.approx(80e6)
+
+
+def test_without_rails_nothing_is_held_back() -> None:
+    assert RailPace().look(1.0, 0.1, 0, 0) == math.inf
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(0, 1 << 40), st.integers(0, 12)), max_size=60), st.floats(0, 1)
+)
+def test_whatever_is_counted_some_rate_is_left(looks: list[tuple[float, int, int]], rtt_s: float) -> None:
+    pace, now = RailPace(), 0.0
+    for passed_s, acked, rails in looks:
+        now += passed_s
+        assert pace.look(now, rtt_s, acked, rails) * max(rails, 1) >= 40e6

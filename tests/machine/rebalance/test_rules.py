@@ -1,4 +1,4 @@
-"""Rules for moves between stages: Algorithm 2 as the paper has it, and ours, which moves as few as lift the weakest."""
+"""The rule for moves between stages, which moves as few as lift the weakest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from peerd.machine.rebalance.loads import PeerLoad, StageLoads, Transfer
-from peerd.machine.rebalance.queue_rule import QueueRule
 from peerd.machine.rebalance.rebalancer import RebalanceConfig, Rebalancer
 from tests.kit.amount import some
 
@@ -38,32 +37,6 @@ def moved(loads: list[PeerLoad], moves: list[Transfer]) -> list[PeerLoad]:
     return [PeerLoad(one.peer, to.get(one.peer, one.stage), one.rate) for one in loads]
 
 
-# --- Algorithm 2 ------------------------------------------------------------------------------------------------------
-def queued(*stages: dict[str, float]) -> list[PeerLoad]:
-    return [PeerLoad(peer, stage, 1.0, queue) for stage, of in enumerate(stages) for peer, queue in of.items()]
-
-
-def test_the_smallest_queue_of_the_lightest_stage_goes_to_the_heaviest() -> None:
-    rule = QueueRule(3, 300.0)
-    loads = queued({"a": 4, "b": 4}, {"c": 1, "d": 0}, {"e": 9})
-    assert rule.look(299.0, loads) == []
-    assert rule.look(300.0, loads) == [Transfer("d", 1, 2)]
-    assert rule.look(301.0, loads) == []  # one move in a period
-    assert rule.due(301.0) == 600.0
-    assert rule.join(loads) == 2
-
-
-def test_comparisons_are_strict_and_the_first_of_equals_counts() -> None:
-    assert QueueRule(2, 1.0).look(1.0, queued({"b": 2, "a": 2}, {"c": 4})) == []  # all sums are the same
-    tied = queued({"b": 0, "a": 0}, {"c": 0, "d": 0}, {"e": 3}, {"f": 3})
-    assert QueueRule(4, 1.0).look(1.0, tied) == [Transfer("a", 0, 2)]
-
-
-def test_the_last_peer_of_a_stage_stays() -> None:
-    assert QueueRule(2, 1.0).look(1.0, queued({"a": 0}, {"b": 5, "c": 5})) == []
-
-
-# --- ours -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("counts", [(3, 3, 3), (4, 3, 3), (1, 1), (4, 4, 5, 5)])
 def test_nobody_moves_where_no_move_lifts_the_weakest_stage(counts: tuple[int, ...]) -> None:
     rule = ours(len(counts))
@@ -139,9 +112,9 @@ def test_a_peer_that_may_not_move_stays() -> None:
     assert [one.peer for one in in_the_end(ours(2), loads)] == ["a3"]
 
 
-def test_a_newcomer_goes_to_the_weakest_stage() -> None:
-    assert ours(3).join(swarm(4, 3, 5)) == 1
-    assert ours(2).join([PeerLoad("a", 0, 5.0), PeerLoad("b", 1, 1.0), PeerLoad("c", 1, 1.0)]) == 1
+def test_a_stage_is_the_weakest_by_rates_not_by_peers() -> None:
+    assert StageLoads(swarm(4, 3, 5), (1.0,) * 3).weakest() == 1
+    assert StageLoads([PeerLoad("a", 0, 5.0), PeerLoad("b", 1, 1.0), PeerLoad("c", 1, 1.0)], (1.0, 1.0)).weakest() == 1
 
 
 @pytest.mark.parametrize("seed", some(range(200), 20))

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, TooSlow, Unreachable
+from peerd.core.errors import (
+    Cause,
+    LocalError,
+    Overloaded,
+    PeerdError,
+    ProtocolViolation,
+    Refused,
+    TooSlow,
+    Unreachable,
+)
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_BODY_BYTES, RPC_DEADLINE_S, RPC_FRAMES, RPC_ROUND_DEADLINE_S
@@ -223,6 +232,14 @@ def test_a_packed_frame_counts_as_what_it_unpacks_to() -> None:
 def failure_of(error: PeerdError) -> PeerdError:
     (message,) = MessageParser().feed(encode_failure(1, error))
     return decode_failure(message.body, PEER)
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_the_cause_of_a_refusal_travels_unless_only_this_peer_can_see_it(cause: Cause) -> None:
+    found = failure_of(Refused("in words", cause=cause))
+    local = cause in (Cause.NO_SUCH_PROTOCOL, Cause.OURSELVES)
+    assert isinstance(found, Refused)
+    assert (found.cause, found.args[0]) == (Cause.OTHER if local else cause, "in words")
 
 
 def test_failures_travel_by_type() -> None:

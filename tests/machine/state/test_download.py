@@ -64,11 +64,11 @@ class World:
         self.flying: dict[int, dl.AskDonor] = {}
         self.joins: list[tuple[float, str]] = []
 
-    def run(self, kept: dl.PartialState | None = None) -> Download:
+    def run(self, kept: dl.PartialState | None = None, known: Claim | None = None) -> Download:
         joining = {name for _, name in self.joins}
-        self.download = Download(
-            0.0, self.pieces, random.Random(self.rng.random()), [n for n in self.behaviours if n not in joining], kept
-        )
+        present = [name for name in self.behaviours if name not in joining]
+        rng = random.Random(self.rng.random())
+        self.download = Download(0.0, self.pieces, rng, present, kept, known=known)
         self.perform(self.download.wake(0.0))
         while self.last is None:
             self.step()
@@ -225,6 +225,23 @@ def test_a_single_donor_is_believed_when_it_is_the_only_one() -> None:
     w = world(a=Behaviour(), b=Behaviour(dies_at=0.0))
     w.run()
     assert w.last == dl.Downloaded()
+
+
+def test_of_a_known_root_no_claim_is_asked_and_a_liar_and_a_silent_donor_are_replaced() -> None:
+    w = world(silent=Behaviour(silent_at=0.0), liar=Behaviour(lies_from=3), honest=Behaviour(OTHER))
+    w.run(known=TRUTH)
+    assert w.last == dl.Downloaded()
+    assert not w.claims
+    assert w.blamed == ["liar"]
+    assert w.came["honest"] > w.came["liar"] > w.came["silent"] == 0
+
+
+def test_donors_of_a_known_root_that_have_lost_it_or_are_silent_are_given_up() -> None:
+    w = world(gone=Behaviour(gone_at=0.0), silent=Behaviour(silent_at=0.0))
+    w.run(known=TRUTH)
+    assert isinstance(w.last, dl.GaveUp)
+    assert not w.last.moved_on
+    assert w.now < 70.0
 
 
 def test_a_donor_that_is_a_step_behind_is_asked_again() -> None:
@@ -410,11 +427,13 @@ behaviours = st.builds(
 
 
 @pytest.mark.slow
-@given(st.lists(behaviours, max_size=6), st.integers(0, 60), st.integers(0, 1000))
-def test_every_download_ends_and_its_books_hold(donors: list[Behaviour], pieces: int, seed: int) -> None:
+@given(st.lists(behaviours, max_size=6), st.integers(0, 60), st.integers(0, 1000), st.sampled_from([None, TRUTH]))
+def test_every_download_ends_and_its_books_hold(
+    donors: list[Behaviour], pieces: int, seed: int, known: Claim | None
+) -> None:
     w = World({f"d{i}": b for i, b in enumerate(donors)}, pieces, seed)
     w.joins = [(0.5 * i, f"d{i}") for i in range(3, len(donors))]
-    download = w.run(dl.PartialState(TRUTH.root, {p for p in range(pieces) if p % 3 == 0}))
+    download = w.run(dl.PartialState(TRUTH.root, {p for p in range(pieces) if p % 3 == 0}), known)
     if w.last == dl.Downloaded():
         assert download.have == set(range(pieces))
     for name in w.blamed:

@@ -17,8 +17,7 @@ from peerd.core.errors import Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import AverageKey, LineInfo
-from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.machine.averaging.member_plan import MemberTerms, plan_of
+from peerd.machine.averaging.allreduce import AveragingPlan, MemberTerms, RoundFailed, plan_of
 from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.service.averaging.allreduce import METHOD, PartCoder, Vector

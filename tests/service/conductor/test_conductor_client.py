@@ -10,7 +10,7 @@ from typing import Any
 import trio
 from trio.testing import MockClock
 
-from peerd.core.errors import NOT_CONDUCTING, Refused
+from peerd.core.errors import Refused, not_conducting
 from peerd.core.ids import PeerId
 from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S
 from peerd.core.messages.encoding import Empty
@@ -72,7 +72,7 @@ def conducts(rpc: Rpc, log: list[int], number: int) -> None:
 def refuses(rpc: Rpc, log: list[int], number: int) -> None:
     async def answer(call: Incoming[Empty]) -> Answer[Empty]:
         log.append(number)
-        raise Refused(f"{NOT_CONDUCTING}, somebody should")
+        raise not_conducting(", somebody should")
 
     rpc.serve("swarm/6/test", Empty, answer, declared=ANY)
 
@@ -308,7 +308,7 @@ async def test_the_duty_passes_over_one_that_refuses_while_all_others_do(autojum
 
         async def own(call: Incoming[Empty]) -> Answer[Empty]:
             if me.duty() != ids[0]:
-                raise Refused(f"{NOT_CONDUCTING}, {me.duty().short} should")
+                raise not_conducting(f", {me.duty().short} should")
             return Answer(Empty())
 
         rpcs[0].serve("swarm/6/test", Empty, own, declared=ANY)

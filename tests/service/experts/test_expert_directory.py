@@ -44,7 +44,7 @@ async def test_what_a_host_announces_others_find_with_its_address_and_nothing_el
     assert alive(reader.directory, found) == {"0.0": [], "0.1": [2, 3], "0.2": [0], "0.3": []}
     owner = reader.directory.owner(E)
     assert owner is not None
-    assert (owner.host, owner.generation, owner.version) == (host.node.id, 5, 0)
+    assert (owner.host, owner.generation) == (host.node.id, 5)
     assert reader.directory.owner(Uid(0, (3, 3))) is None
     assert host.node.addr in reader.node.host.known_addrs(host.node.id)
     assert host.directory.owner(E) is None

@@ -12,7 +12,6 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.compute.worker import InlineWorker
 from peerd.core.errors import Overloaded, Refused, RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
@@ -23,6 +22,7 @@ from peerd.service.rpc.rpc import Rpc
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import WIDTH, FakeExpert, FakeHosted, frame, request_id, rows_of
 from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
+from tests.worlds.roles.inline_worker import InlineWorker
 
 X, Y = Uid(0, (1, 2)), Uid(1, (3, 0))
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from peerd.compute.experts.dmoe import DMoE
 from peerd.compute.experts.hosted_expert import HostedExpert
-from peerd.compute.experts.local_network import LocalExperts
 from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import tcp_addr
 from peerd.core.experts.grid import Uid, grid_of
@@ -26,6 +25,7 @@ from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.experts.expert_server import ExpertServer
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.training.expert.host import Hosted
+from tests.kit.local_experts import LocalExperts
 
 pytestmark = [pytest.mark.socket, pytest.mark.slow]
 WIDTH = 16

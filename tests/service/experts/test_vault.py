@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ async def own(peer: ExpertPeer, data: bytes, **facts: Any) -> CheckpointRef:
     pointer = pointer_to(data, peer.name, RUN, facts.pop("uid", UID), **facts)
     await peer.vault.put(pointer, digests_of(data), data)
     return pointer
+
+
+def gives(peer: ExpertPeer, handler: Callable[[Incoming[PieceWanted]], Awaitable[Answer[Empty]]]) -> None:
+    """Let `handler` answer in place of the peer's vault."""
+    peer.stack.rpc.unserve("vault/2")
+    peer.stack.rpc.serve(vault_fetch.GET, PieceWanted, handler, declared=ANY)
 
 
 async def test_a_holder_fetches_a_checkpoint_and_says_that_it_holds_it(
@@ -93,8 +100,7 @@ async def test_a_piece_that_lies_names_the_holder_and_comes_from_another(
             spoilt[0] ^= 1
             return Answer(Empty(), (TensorFrame("uint8", (len(spoilt),), spoilt),))
 
-        liar.stack.rpc.unserve("vault/2")
-        liar.stack.rpc.serve(vault_fetch.GET, PieceWanted, lie, declared=ANY)
+        gives(liar, lie)
         assert await asker.vault.fetch(pointer, [liar.id, honest.id]) == data
         assert f"peer {liar.id}" in caplog.text
         with pytest.raises(Unreachable):  # it is asked for nothing more
@@ -115,8 +121,7 @@ async def test_a_holder_that_gives_no_right_piece_costs_an_error_and_no_more(
             size = 96 if wrong == "digests" else 95
             return Answer(Empty(), (TensorFrame("uint8", (size,), bytes(size)),))
 
-        liar.stack.rpc.unserve("vault/2")
-        liar.stack.rpc.serve(vault_fetch.GET, PieceWanted, lie, declared=ANY)
+        gives(liar, lie)
         with pytest.raises(RemoteError) as failure:
             await asker.vault.fetch(pointer, [liar.id])
         assert isinstance(failure.value, ProtocolViolation) == (wrong != "silence")
@@ -132,29 +137,6 @@ async def test_when_all_holders_are_gone_the_fetch_says_so(autojump_clock: MockC
         holder.stop()
         with pytest.raises(RemoteError):
             await asker.vault.fetch(pointer, [host.id, holder.id])
-
-
-@pytest.mark.slow
-async def test_a_holder_that_dies_half_way_is_replaced(autojump_clock: MockClock, tmp_path: Path) -> None:
-    async with expert_swarm(tmp_path) as swarm:
-        host, mortal, holder, asker = await swarm.start("host", "mortal", "holder", "asker")
-        data = state(1, 8 * MIB)
-        pointer = await own(host, data)
-        for each in (mortal, holder):
-            await host.vault.hand(pointer, each.id)
-        given, give = 0, mortal.vault._give
-
-        async def die(call: Incoming[PieceWanted]) -> Answer[Empty]:
-            nonlocal given
-            given += 1
-            if given > 3:
-                mortal.stop()
-            return await give(call)
-
-        mortal.stack.rpc.unserve("vault/2")
-        mortal.stack.rpc.serve(vault_fetch.GET, PieceWanted, die, declared=ANY)
-        assert await asker.vault.fetch(pointer, [mortal.id, holder.id]) == data
-        assert given > 3
 
 
 @pytest.mark.parametrize(
@@ -205,8 +187,7 @@ async def test_a_host_that_drips_is_cut_off(autojump_clock: MockClock, tmp_path:
                 await trio.sleep_forever()
             return await host.vault._give(call)
 
-        host.stack.rpc.unserve("vault/2")
-        host.stack.rpc.serve(vault_fetch.GET, PieceWanted, drip, declared=ANY)
+        gives(host, drip)
         with pytest.raises(RemoteError):
             await host.vault.hand(pointer, holder.id)
         await trio.sleep(300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,8 +14,8 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Overloaded, Refused, TooSlow, Unreachable
 from peerd.core.messages.handover import Broken, PassAnswer, Ticket
-from peerd.core.messages.proof import is_ticket_of
-from peerd.core.messages.swarm import Receipt
+from peerd.core.messages.proof import grant, is_ticket_of
+from peerd.core.messages.swarm import Grant, GrantStatement, Receipt, Seqs
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.microbatch import Microbatch
@@ -52,7 +53,8 @@ class Training:
 
     def __init__(self, *names: str) -> None:
         self.peers = Peers()
-        papers = TrainerCredentials(OWN, lambda seq: None, TRAINER.sign)
+        self.granted: Callable[[int], Grant | None] = lambda seq: None
+        papers = TrainerCredentials(OWN, lambda seq: self.granted(seq), TRAINER.sign)
         self.pipeline = DirectPipeline(RUN, self.peers, SimClock(1, "t"), Ways(), papers)  # type: ignore[arg-type]
         self.pipeline.update(members(*(names or ALL)))
         self.load = Microbatch(frame(SAMPLES, TOKENS), frame(SAMPLES, TOKENS))
@@ -252,6 +254,25 @@ async def test_a_first_peer_without_room_is_not_asked_over_and_over(autojump_clo
     del one.peers.doing["a0"]
     assert (await one.train())[0] == "a0"
     assert one.pipeline.retries == 0  # it has not failed
+
+
+async def test_a_peer_that_follows_another_conductor_is_asked_again_soon_with_the_newest_grant(
+    autojump_clock: MockClock,
+) -> None:
+    """A change of conductor costs moments, not the rest that failures bring."""
+    one, began = Training("a0", "a1", "a2"), trio.current_time()
+
+    def newest(seq: int) -> Grant:
+        term = 1 if trio.current_time() < began + 2.0 else 2
+        return grant(TRAINER.sign, GrantStatement(MARK, term, STEP, OWN, Seqs.of([seq])))
+
+    def until_the_second_term(asked: Asked) -> Any:
+        return done(asked) if asked.body.grant.term == 2 else Overloaded("the grant is not of a conductor", 0.3)
+
+    one.granted, one.peers.doing = newest, {"a0": until_the_second_term}
+    assert await one.train() == ["a0", "a1", "a2"]
+    assert trio.current_time() - began < 2.5
+    assert [asked.body.grant.term for asked in one.peers.asked] == [1] * 7 + [2]
 
 
 async def test_a_way_that_stays_broken_is_tried_ever_more_rarely_until_the_microbatch_is_dropped(

@@ -63,7 +63,7 @@ async def commit(pair: Pair, stage: int, run: bytes = RUN) -> bytes:
 
 
 async def forward(pair: Pair, stage: int) -> float:
-    body = StageForward(RUN, stage, 1)
+    body = StageForward(RUN, stage)
     found = await pair.a.call(pair.b_host.id, "stage/6/forward", body, StageAnswer, frames=[FRAME], timeout_s=5)
     return found.body.loss_sum
 

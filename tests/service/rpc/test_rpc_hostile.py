@@ -223,9 +223,9 @@ class Gatekeeper:
     asked: int = 0
     token: bytes = b""
 
-    def objection(self, caller: PeerId, method: MethodName) -> str | None:
+    def objection(self, caller: PeerId, method: MethodName) -> Refused | None:
         self.asked += 1
-        return None if self.open else "not for you"
+        return None if self.open else Refused("not for you")
 
     def closed(self, caller: PeerId, methods: Iterable[MethodName]) -> bool:
         return not self.open

@@ -60,7 +60,7 @@ class Donor(Snapshots):
         self.piece_s = 0.01
         self.stepped = Signal()
         self._items = items or state(step, sizes)
-        self._rpc.unserve("state/1")
+        self.rpc.unserve("state/1")
         self.giving = Counting(self)
         self.give()
 
@@ -87,7 +87,7 @@ class Counting(StateServer):
 
     def __init__(self, donor: Donor) -> None:
         self._donor = donor
-        super().__init__(donor._rpc)
+        super().__init__(donor.rpc)
 
     async def _give_piece(self, call: Incoming[StatePiece]) -> Answer[Empty]:
         donor = self._donor
@@ -125,7 +125,7 @@ async def fetch(
     if isinstance(rpc, Rpc):
         rpc.unserve("state/1")  # a second receiver on the same peer
         rpc = Snapshots(rpc)
-    position, items = await rpc.fetch(donors, StateRequest(RUN, stage), outline(sizes), InlineWorker())
+    position, items, _ = await rpc.fetch(donors, StateRequest(RUN, stage), outline(sizes), InlineWorker())
     return position, [bytes(item.payload) for item in items]
 
 
@@ -144,7 +144,7 @@ async def test_a_joiner_gets_the_whole_state(autojump_clock: MockClock) -> None:
 async def test_what_comes_is_aligned_and_can_be_written(autojump_clock: MockClock) -> None:
     async with peers(2) as (_, [(donor, rpc), (_, joiner)]):
         Donor(rpc, 7, LARGE)
-        _, items = await Snapshots(joiner).fetch([donor], StateRequest(RUN, 1), outline(LARGE), InlineWorker())
+        _, items, _ = await Snapshots(joiner).fetch([donor], StateRequest(RUN, 1), outline(LARGE), InlineWorker())
         for item in items:
             assert not item.payload.readonly
             assert np.frombuffer(item.payload, dtype="uint8").ctypes.data % 64 == 0

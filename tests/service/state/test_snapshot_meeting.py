@@ -59,8 +59,8 @@ async def test_donors_that_come_to_answer_at_different_moments_meet_at_a_step(
     async with peers(3) as (_, [(a, rpc_a), (b, rpc_b), (_, joiner)]):
         givers = [Donor(rpc_a, 0), Donor(rpc_b, 0)]
         for giver in givers:
-            giver._rpc.unserve("state/1")
-            giver.giving = Slow(giver, 2.0, random.Random(f"{seed} {giver._rpc is rpc_a}"))
+            giver.rpc.unserve("state/1")
+            giver.giving = Slow(giver, 2.0, random.Random(f"{seed} {giver.rpc is rpc_a}"))
             giver.give()
 
         async def move() -> None:

@@ -49,7 +49,7 @@ async def fetch(
     rpc: Rpc, donors: list[PeerId], of: int = 7, methods: Methods = STATE
 ) -> tuple[SnapshotFetcher, Position, bytes]:
     fetcher = SnapshotFetcher(rpc, methods=methods)
-    position, (item,) = await fetcher.fetch(donors, StateRequest(RUN, 1, of=at(of)), TOTAL, WORKER)
+    position, (item,), _ = await fetcher.fetch(donors, StateRequest(RUN, 1, of=at(of)), TOTAL, WORKER)
     return fetcher, position, bytes(item.payload)
 
 
@@ -152,7 +152,7 @@ async def test_a_fetch_that_needs_a_file_lies_in_one_or_fails(tmp_path: Path, au
         with pytest.raises(NoMemory, match=r"no room for a state of 2\.4 MB: .*missing: No such file or directory"):
             await fetcher.fetch([donor], request, TOTAL, WORKER)
         fetcher.folder = tmp_path
-        position, (item,), room = await fetcher.fetch_with_room([donor], request, TOTAL, WORKER)
+        position, (item,), room = await fetcher.fetch([donor], request, TOTAL, WORKER)
     assert position == at(8)
     assert bytes(item.payload) == bytes(total(1)[0].payload)
     assert room._is_file

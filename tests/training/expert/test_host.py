@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import trio
 
-from peerd.compute.worker import InlineWorker
 from peerd.core.errors import ConfigError, LocalError, Refused
 from peerd.core.experts.grid import Uid, coordinates_in
 from peerd.core.ids import PeerId
@@ -28,6 +27,7 @@ from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import WIDTH, FakeExpert, frame
 from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 from tests.worlds.roles.contexts import role_context
+from tests.worlds.roles.inline_worker import InlineWorker
 
 X = Uid(0, (1, 2))
 PERIOD_S = 8.0

@@ -9,10 +9,30 @@ from random import Random
 
 import numpy as np
 
-from peerd.machine.placement.cost import CostKind
-from peerd.machine.placement.problem import IDLE, Matrix, Network, PlacementProblem, PlanDevice, StageWork
+from peerd.machine.placement.cost import CostKind, PlacementCost
+from peerd.machine.placement.layout import StageLayout
+from peerd.machine.placement.model import CostModel
+from peerd.machine.placement.problem import (
+    IDLE,
+    Matrix,
+    Network,
+    PlacementProblem,
+    PlanDevice,
+    StagePlacement,
+    StageWork,
+)
+from peerd.machine.placement.search import placed
 
 Members = tuple[tuple[int, ...], ...]
+
+
+def arranged(
+    problem: PlacementProblem, placement: StagePlacement, kind: CostKind = CostKind.LATENCY
+) -> tuple[StagePlacement, PlacementCost]:
+    """The same stages in the best order (if it is free), with the partners between them, and the cost."""
+    model = CostModel(problem, kind, keep_order=False)
+    layout = StageLayout(model, [placement.members(stage) for stage in range(len(problem.stages))])
+    return placed(layout), layout.cost.real()
 
 
 def drawn_problem(number: int) -> PlacementProblem:

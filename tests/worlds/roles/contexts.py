@@ -25,18 +25,17 @@ class Stack(Protocol):
 
 
 def role_context(
-    stack: Stack, run: RunFile | None, folder: Path, worker: Callable[[str], Worker], log: Any = None, **services: Any
+    stack: Stack, run: RunFile | None, folder: Path, worker: Callable[[str], Worker], log: Any = None
 ) -> RoleContext:
-    """The context of a role with a folder of its own. `worker`: by device; `services`: as `RunServices` takes them."""
+    """The context of a role with a folder of its own. `worker`: by device."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = {"host": stack.host, "rpc": stack.rpc, "dht": stack.dht, "clock": stack.clock}
     return RoleContext(
         run=run,
-        services=RunServices(run, **parts, **services) if run is not None else None,
+        services=RunServices(run, **parts) if run is not None else None,
         **parts,
         data_dir=folder,
         device="cpu",
-        seed=1,
         log=log or EventLog(stack.clock),
         worker=worker,
     )

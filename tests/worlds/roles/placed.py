@@ -1,9 +1,7 @@
 """A run whose devices, stages and routes are those of a placement, on a simulated network with a link for each pair.
 
 Each pipeline has one trainer, at its first stage's device: on the same site, so that nothing passes between the two
-takes time. Activations pass through the trainer. `Replication` says over which links: VIA_TRAINER is what the roles do
-with `handover: trainer`, out from the first device to each of the others and back. ALONG_THE_CHAIN is as if each stage
-handed over to the next: the trainer's messages to a stage take the link from the stage before it, answers take no time.
+takes time.
 """
 
 from __future__ import annotations
@@ -12,13 +10,11 @@ import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final
 
 import trio
 
 from peerd.core.run.runfile import RunFile
-from peerd.machine.pipeline.routes import FixedRoute
 from peerd.machine.placement.problem import Network, StagePlacement
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimPath
@@ -36,20 +32,12 @@ Link = tuple[float, float]  # seconds of delay, bytes a second
 FREE: Final[Link] = (0.0, math.inf)
 
 
-class Handover(Enum):
-    """The links that activations take from one stage to the next."""
-
-    VIA_TRAINER = "via trainer"
-    ALONG_THE_CHAIN = "along the chain"
-
-
 @dataclass(frozen=True)
 class PlacedRun:
-    """A placement, the network between its devices, and over which links activations travel."""
+    """A placement, and the network between its devices."""
 
     network: Network
     placement: StagePlacement
-    handover: Handover
 
     def chains(self) -> list[list[int]]:
         """The devices of each pipeline, by stage: from each device of the first stage, who follows whom."""
@@ -66,18 +54,6 @@ class PlacedRun:
             return FREE
         return float(self.network.delay_s[source, target]), float(self.network.rate[source, target])
 
-    def outward(self, chain: list[int], target: int) -> Link:
-        """From the trainer of `chain` to a device."""
-        if self.handover is Handover.ALONG_THE_CHAIN and target in chain[1:]:
-            return self.link(chain[chain.index(target) - 1], target)
-        return self.link(chain[0], target)
-
-    def back(self, chain: list[int], source: int) -> Link:
-        """From a device to the trainer of `chain`."""
-        if self.handover is Handover.ALONG_THE_CHAIN and source in chain:
-            return FREE
-        return self.link(source, chain[0])
-
     def paths(self) -> Iterator[tuple[str, str, Link]]:
         """Every ordered pair of nodes with a link of its own: devices, and the trainer of each pipeline."""
         devices = [device for device, stage in enumerate(self.placement.stage_of) if stage >= 0]
@@ -87,8 +63,8 @@ class PlacedRun:
         chains = self.chains()
         for number, chain in enumerate(chains):
             for device in devices:
-                yield trainer_name(number), device_name(device), self.outward(chain, device)
-                yield device_name(device), trainer_name(number), self.back(chain, device)
+                yield trainer_name(number), device_name(device), self.link(chain[0], device)
+                yield device_name(device), trainer_name(number), self.link(device, chain[0])
             for other, far in enumerate(chains):
                 yield trainer_name(number), trainer_name(other), self.link(chain[0], far[0])
 
@@ -116,9 +92,8 @@ async def placed_world(placed: PlacedRun, roles: Roles, seed: int) -> AsyncItera
             for device, stage in enumerate(placed.placement.stage_of)
             if stage >= 0
         }
-        follows = {peers[a].id.text: peers[b].id.text for pairs in placed.placement.follows for a, b in pairs}
         for number, chain in enumerate(placed.chains()):
-            route = FixedRoute(peers[chain[0]].id.text, follows, roles.run.pipeline.stages)
+            route = [peers[device].id.text for device in chain]
             program = roles.program(TrainerRole, run=with_equal_shares(roles.run, placed), route=route)
             await world.start(trainer_name(number), program=program)
         yield world

@@ -1,4 +1,7 @@
-"""One stage peer that conducts, and others that call it as trainers and conductors do; for tests of what it takes."""
+"""One stage peer that conducts, and others that call it as trainers and conductors do; for tests of what it takes.
+
+The next stage is played by the scene: it answers with the gradient that a test wants stage 0 to get.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,17 @@ import trio
 
 from peerd.compute.codec.frames import from_frame
 from peerd.compute.model.served_stage import ServedStage
+from peerd.core.errors import Refused
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.proof import grant
-from peerd.core.messages.swarm import (
-    Grant,
-    GrantStatement,
-    Mb,
-    Mbs,
-    Party,
-    Prepare,
-    Prepared,
-    Seqs,
-    StageAnswer,
-    StageBackward,
-)
+from peerd.core.messages.handover import Hop, PassAnswer, PassRequest, Ticket
+from peerd.core.messages.proof import grant, signed_ticket
+from peerd.core.messages.swarm import Grant, GrantStatement, Mb, Mbs, MemberInfo, Party, Prepare, Prepared, Seqs
 from peerd.core.run.runfile import RunFile, fingerprint
+from peerd.service.pipeline.next_stage import PASS
+from peerd.service.rpc.rpc import Answer, Incoming
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
+from tests.kit.declared import declared
 from tests.worlds.roles.training import Peer, Swarm, pinned, swarm
 
 BATCH = 4  # microbatches of a `small_run`
@@ -41,6 +38,8 @@ class Scene:
 
     def __init__(self, s: Swarm, run: RunFile) -> None:
         self.s, self.run, self.mark = s, run, fingerprint(run)
+        self.gradients: dict[tuple[str, int], TensorFrame] = {}  # that the next stage gives, by trainer and number
+        self.attempts = 0
 
     @classmethod
     @asynccontextmanager
@@ -52,7 +51,7 @@ class Scene:
             yield scene, *(s.peers[name] for name in trainers)
 
     async def start(self, *trainers: str) -> None:
-        for name in trainers:
+        for name in (*trainers, "after"):
             await self.s.start(name, BackboneRole, None)
         self.stage = await self.s.start("stage0", StageRole, pinned(self.run, 0))
         await self.stage.ready.wait()
@@ -62,19 +61,53 @@ class Scene:
                 await following.told.wait()
         for name in trainers:
             self.s.peers[name].host.learn(self.stage.host.id, self.stage.host.addrs())
+        self._start_after()
+
+    def _start_after(self) -> None:
+        """Have stage 0 take the peer `after` for one of the next stage."""
+        self.after = self.s.peers["after"]
+        limits = declared(frames=2, frame_bytes=1 << 20)
+        self.after.role._ctx.rpc.serve(PASS, PassRequest, self._give_gradient, declared=limits)
+        self.stage.host.learn(self.after.host.id, self.after.host.addrs())
+        told = MemberInfo(self.after.host.id.text, 1, [], True, since=1.0)
+        handover = self.stage.role.post.handover
+        note = handover.note_members
+        handover.note_members = lambda members: note([*members, told])
+        handover.note_members(self.stage.role.post.members)
 
     def admitted(self, trainer: Peer, *seqs: int, step: int = 0, by: Any = None, helped: bool = False) -> Grant:
         statement = GrantStatement(self.mark, 1, step, trainer.host.id.text, Seqs.of(seqs), helped)
         return grant(by or self.stage.host.sign, statement)
 
     async def backward(
-        self, trainer: Peer, seq: int, shown: Grant | None, frames: Sequence[TensorFrame] | None = None, step: int = 0
-    ) -> StageAnswer:
-        body = StageBackward(self.mark, 0, step, seq, grant=shown)
+        self,
+        trainer: Peer,
+        seq: int,
+        shown: Grant | None,
+        frames: Sequence[TensorFrame] | None = None,
+        timeout_s: float = 10.0,
+    ) -> Hop:
+        """Have stage 0 compute a microbatch of `frames`: the tokens, and the gradient that the next stage gives.
+
+        Raises Refused if it reports that the next stage gave none that is valid.
+        """
+        own, route = trainer.host.id.text, [self.stage.host.id.text, self.after.host.id.text]
+        *sent, self.gradients[own, seq] = frames or microbatch(seq)
+        self.attempts += 1
+        bare = Ticket(0, seq, self.attempts, 0, 0, 0, route)
+        body = PassRequest(self.mark, 0, own, signed_ticket(trainer.host.sign, self.mark, own, bare), shown)
         answer = await trainer.role._ctx.rpc.call(
-            self.stage.host.id, "stage/6/backward", body, StageAnswer, frames=frames or microbatch(seq), timeout_s=10
+            self.stage.host.id, PASS, body, PassAnswer, frames=sent, timeout_s=timeout_s
         )
-        return answer.body
+        if answer.body.broken is not None:
+            raise Refused(answer.body.broken.reason)
+        (hop,) = answer.body.hops
+        return hop
+
+    async def _give_gradient(self, call: Incoming[PassRequest]) -> Answer[PassAnswer]:
+        """What the next stage has kept of a microbatch."""
+        await trio.lowlevel.checkpoint()
+        return Answer(PassAnswer(), (self.gradients[call.body.trainer, call.body.ticket.seq],))
 
     async def prepare(self, *assigned: Mb, attempt: bytes = b"a" * 16, beside: Sequence[Peer] = ()) -> Prepared:
         """By the conductor's order, with `beside` as stage-mates."""

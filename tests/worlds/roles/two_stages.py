@@ -20,13 +20,13 @@ MICROBATCH_S: Final = 0.05  # of a device
 STAGES: Final = {"a0": 0, "b0": 0, "a1": 1, "b1": 1}  # of each stage peer
 
 
-def two_stage_run(folder: Path, handover: str) -> RunFile:
+def two_stage_run(folder: Path) -> RunFile:
     """Its run file; texts are made in `folder`."""
     return virtual_run(
         folder,
         (40_000,) * 10,
         model=ModelSection(d_model=8, heads=1, layers=2, context=8),
-        pipeline=PipelineSection(stages=2, microbatch=1, handover=handover),  # type: ignore[arg-type]
+        pipeline=PipelineSection(stages=2, microbatch=1),
         batch=BatchSection(target_samples=16),
     )
 

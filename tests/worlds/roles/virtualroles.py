@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ import torch
 import trio
 
 from peerd.compute.changes import ParametersLost
-from peerd.compute.worker import InlineWorker
 from peerd.core.errors import ConfigError, NoMemory
 from peerd.core.run.runfile import (
     BatchSection,
@@ -28,6 +27,7 @@ from peerd.core.work import Worker
 from peerd.daemon import RESTART_PAUSES_S
 from peerd.log import EventLog
 from peerd.role import RoleContext
+from peerd.service.run_services import RunServices
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
 from roles.stage import StageRole
@@ -36,6 +36,7 @@ from tests.kit.runs import changed
 from tests.worlds.machines.fakehost import leaves
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.contexts import DEVICES, role_context
+from tests.worlds.roles.inline_worker import InlineWorker
 
 T = TypeVar("T")
 
@@ -79,6 +80,19 @@ class PacedDevice(InlineWorker):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+def _hold_to(route: Collection[str], services: RunServices) -> None:
+    """Let the pipelines of these services know of no other peers."""
+    pipeline = services.pipeline
+
+    def held(*grants: Any) -> Any:
+        made = pipeline(*grants)
+        update = made.update
+        made.update = lambda members: update([one for one in members if one.peer in route])  # type: ignore[method-assign]
+        return made
+
+    services.pipeline = held  # type: ignore[method-assign]
+
+
 class Roles:
     """Programs that run one role, and the roles that they run, by node."""
 
@@ -91,10 +105,14 @@ class Roles:
         self.owner: Callable[[str, str], bool] | None = None  # told a node and why its role could not go on
 
     def program(
-        self, role: Callable[[RoleContext], Any], network: Any = None, run: RunFile | None = None, **services: Any
+        self,
+        role: Callable[[RoleContext], Any],
+        network: Any = None,
+        run: RunFile | None = None,
+        route: Collection[str] | None = None,
     ) -> Any:
-        """A node's program. `run`: the run file as this peer has it, in place of everybody's; `services`: as
-        `RunServices` takes them.
+        """A node's program. `run`: the run file as this peer has it, in place of everybody's. `route`: the only peers
+        that a trainer calls.
         """
         network, own = network or swarm(), run or self.run
 
@@ -109,7 +127,7 @@ class Roles:
                 try:
                     await nursery.start(stand)
                     below.shield = True  # what a role stands on ends after it
-                    await self._live(node, partial(role_context, node, own, **services), role, nursery, task_status)
+                    await self._live(node, role, own, route, nursery, task_status)
                 except* ConfigError as errors:
                     first = next(error for error in leaves(errors))
                     if self.owner is None or not self.owner(node.name, str(first)):
@@ -124,8 +142,9 @@ class Roles:
     async def _live(
         self,
         node: Node,
-        context: Callable[..., Any],
         role: Callable[[RoleContext], Any],
+        run: RunFile,
+        route: Collection[str] | None,
         nursery: trio.Nursery,
         task_status: trio.TaskStatus[None],
     ) -> None:
@@ -133,8 +152,11 @@ class Roles:
         workers = {name: self.worker() for name in DEVICES}
         self.logs[node.name] = log = EventLog(node.clock)
         self.devices[node.name] = workers["cpu"]
-        ctx = context(self.directory / node.name, workers.__getitem__, log)
-        if ctx.run.pipeline.placement == "network":
+        ctx = role_context(node, run, self.directory / node.name, workers.__getitem__, log)
+        assert ctx.services is not None
+        if route is not None:
+            _hold_to(route, ctx.services)
+        if run.pipeline.placement == "network":
             nursery.start_soon(ctx.services.link_watch.run)
         task_status.started()
         while True:

@@ -1,4 +1,4 @@
-"""Experts in this process behind both contracts."""
+"""Experts in this process, with which tests and benchmarks compare those of other peers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
-import trio
 
-from peerd.compute.codec.frames import from_frame
 from peerd.compute.experts.hosted_expert import HostedExpert
-from peerd.compute.experts.local_network import LocalExperts, LocalNetwork
-from peerd.compute.worker import InlineWorker
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.expert_network import ExpertCall, ExpertCaller, ExpertNetwork, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid
 from tests.kit.expert_runs import WIDTH, expert_run, frame
+from tests.kit.local_experts import LocalExperts
 
 UID = Uid(0, (1, 2))
 ASK = ExpertCall(UID, (0, 1), (frame(2, WIDTH),))
@@ -76,17 +73,3 @@ def test_a_sample_with_too_few_answers_is_an_error() -> None:
 def test_an_expert_outside_the_grid_does_not_exist() -> None:
     with pytest.raises(ValueError, match=r"0\.4\.0"):
         LocalExperts(expert_run()).expert(Uid(0, (4, 0)))
-
-
-async def test_trio_tasks_get_the_same(autojump_clock: trio.testing.MockClock) -> None:
-    caller: ExpertCaller = LocalExperts(expert_run())
-    local = LocalExperts(expert_run())
-    network: ExpertNetwork = LocalNetwork(local, InlineWorker())
-    given = scores([4, 4])
-    assert await network.choose(0, given, 3) == caller.choose(0, given, 3)
-    (reply,), (expected,) = await network.forward([ASK], 2), caller.forward([ASK], 2)
-    assert reply == expected
-    assert reply is not None
-    ask = ExpertCall(UID, (0, 1), (*ASK.frames, frame(2, WIDTH)), reply.served)
-    assert await network.backward([ask]) == caller.backward([ask])
-    assert from_frame(reply.frame).shape == (2, WIDTH)

@@ -1,15 +1,14 @@
-"""Experts in this process, behind both contracts: the reference for measuring a network of experts.
+"""Experts in this process: the reference for measuring a network of experts.
 
 Every expert of the grid is in this process, created at its first call. Each call is one job: an expert makes one update
 per call, like a host that merges no calls. `choose` is exact, while a beam search over a network with dead experts may
-not be. `LocalExperts` is for threads, any number at once; `LocalNetwork` is the same for trio tasks.
+not be. Any number of threads may call at once.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import numpy as np
 
@@ -18,9 +17,6 @@ from peerd.core.errors import TooFewExperts
 from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.run.runfile import ExpertsSection, RunFile
-from peerd.core.work import Worker
-
-T = TypeVar("T")
 
 HOST = "local"
 
@@ -99,23 +95,3 @@ class LocalExperts:
             (frame,) = expert.backward([(ask.frames[0], ask.frames[1])])
             self.stale.append(stale)
             return ExpertReply(frame, ServedBy(HOST, 0, expert.version), stale)
-
-
-class LocalNetwork:
-    """Implements `ExpertNetwork` with the same experts; computes on `worker`."""
-
-    def __init__(self, local: LocalExperts, worker: Worker) -> None:
-        self.local = local
-        self._worker = worker
-
-    async def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
-        return await self._run(lambda: self.local.choose(layer, scores, k), "choose")
-
-    async def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
-        return await self._run(lambda: self.local.forward(asks, samples), "forward")
-
-    async def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
-        return await self._run(lambda: self.local.backward(asks), "backward")
-
-    async def _run(self, job: Callable[[], T], name: str) -> T:
-        return await self._worker.run(job, name=f"{name} of local experts")

@@ -1,4 +1,6 @@
-"""A conductor's forecast for all who ask: the batch, and then as long as averaging took in the steps before."""
+"""A conductor's forecast for all who ask: the batch, and then as long as averaging took in the steps before.
+Text on what a stalled step waits for, once nothing has moved for a while.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,14 @@ import random
 
 from peerd.core.messages.swarm import Done, Forecast, Position
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.step_eta import StepEta
+from peerd.machine.conductor.step_watch import Standstill, StepEta, named
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
     ConductorConfig,
     MemberGone,
+    MemberHello,
     MoveEnded,
+    Origin,
     Output,
     PrepareEnded,
     SendMove,
@@ -22,6 +26,8 @@ from tests.worlds.machines.conducting import hello
 
 BATCH = 4
 COMPUTING_S, AVERAGING_S = 5.0, 3.0
+
+START = Position(0, b"")
 
 
 class One:
@@ -93,3 +99,53 @@ def test_nothing_is_foretold_while_something_else_is_waited_for() -> None:
     assert one.look() is not None
     one.conductor.handle(one.now, MemberGone("m"))
     assert one.look() is None
+
+
+def opened() -> Conductor:
+    """One stage of two members, two microbatches, of which the trainer has begun one."""
+    made = Conductor(ConductorConfig(stages=1, microbatches=2), random.Random(1), 0.0)
+    for peer in ("member-one", "member-two"):
+        made.handle(0.0, MemberHello(peer, 0, 1, START, None, (), frozenset(), frozenset(), ()))
+    made.wake(10.0)
+    assert made.phase is Phase.OPEN
+    made.handle(10.0, TrainerReport("the-trainer", 0, (1,), ()))
+    return made
+
+
+def test_what_a_trainer_began_and_does_not_finish_is_waited_for_by_its_name() -> None:
+    made, still = opened(), Standstill()
+    assert still.look(10.0, made) == ""
+    assert still.look(19.0, made) == ""
+    assert still.look(20.0, made) == "1 microbatches that …-trainer began"
+    made.handle(21.0, TrainerReport("the-trainer", 0, (), (Done(1, ["member-one"]),)))
+    assert still.look(21.0, made) == ""
+    assert still.look(31.0, made) == "trainers to begin microbatches: 1 of 2 are there"
+
+
+def test_who_does_not_average_is_waited_for_by_its_name() -> None:
+    made, still = opened(), Standstill()
+    made.handle(11.0, TrainerReport("the-trainer", 0, (2,), (Done(1, ["member-one"]),)))
+    out = made.handle(12.0, TrainerReport("the-trainer", 0, (), (Done(2, ["member-one"]),)))
+    assert [one.peer for one in out if isinstance(one, SendPrepare)] == ["member-one", "member-two"]
+    still.look(12.0, made)
+    assert still.look(22.0, made) == "…mber-one, …mber-two to average"
+
+
+def test_many_names_are_counted() -> None:
+    assert named(f"peer-number-{n}" for n in range(7)) == "…number-0, …number-1, …number-2, …number-3 and 3 others"
+
+
+def test_a_stage_that_newcomers_alone_serve_is_named() -> None:
+    """They may do nothing, while a trainer waits for them and is named for it."""
+    now = Position(3, b"now")
+    origin = Origin(own="a/0", established={"a/0": 0, "e/1": 1}, seen=[now])
+    made, still = Conductor(ConductorConfig(stages=2, microbatches=1), random.Random(1), 0.0, origin), Standstill()
+    for post in ("a/0", "e/1", "new/1"):
+        made.handle(0.0, MemberHello(post, int(post[-1]), 1, now, None, (), frozenset(), frozenset(), ()))
+    made.wake(10.0)
+    made.handle(10.0, TrainerReport("the-trainer", 3, (1,), ()))
+    still.look(10.0, made)
+    assert still.look(20.0, made) == "1 microbatches that …-trainer began"
+    made.handle(21.0, MemberGone("e/1"))
+    told = "1 microbatches that …-trainer began; stage 1 has only …new, which has not helped to make a step yet"
+    assert still.look(31.0, made) == told

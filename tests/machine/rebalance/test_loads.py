@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peerd.machine.rebalance.load_meter import PERIOD_S, LoadMeter
+from peerd.machine.rebalance.loads import PERIOD_S, LoadMeter
 
 
 def test_nothing_is_known_at_first() -> None:

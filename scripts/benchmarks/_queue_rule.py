@@ -1,4 +1,4 @@
-"""Algorithm 2 of SWARM (appendix D), for comparison: queue lengths decide, and one peer moves in each period.
+"""Algorithm 2 of SWARM (appendix D): queue lengths decide, and one peer moves in each period.
 
 Every `period_s` the queues of each stage are summed. If the stages with the smallest and the largest sum differ, the
 peer with the smallest queue of the former moves to the latter. Comparisons are strict, so the first of equals counts:
@@ -9,8 +9,16 @@ joins the stage with the largest sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedLoad(PeerLoad):
+    """Load of a stage peer with its queue."""
+
+    queue: float = 0.0  # mean number of microbatches that wait for it
 
 
 class QueueRule:
@@ -24,7 +32,7 @@ class QueueRule:
         """Time at which `look` is due next."""
         return self._due
 
-    def look(self, now: float, loads: Sequence[PeerLoad]) -> list[Transfer]:
+    def look(self, now: float, loads: Sequence[QueuedLoad]) -> list[Transfer]:
         """The move of this period, if it is over and there is one. `loads` lack peers that did not report in time."""
         if now < self._due:
             return []
@@ -37,12 +45,12 @@ class QueueRule:
         mover = min(here, key=lambda one: one.queue)
         return [] if mover.stays else [Transfer(mover.peer, source, target)]
 
-    def join(self, loads: Sequence[PeerLoad]) -> int:
+    def join(self, loads: Sequence[QueuedLoad]) -> int:
         """The stage for a newcomer."""
         sums = self._sums(loads)
         return sums.index(max(sums))
 
-    def _sums(self, loads: Sequence[PeerLoad]) -> list[float]:
+    def _sums(self, loads: Sequence[QueuedLoad]) -> list[float]:
         sums = [0.0] * self._stages
         for one in loads:
             sums[one.stage] += one.queue

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peerd.compute.flat import FlatLayout
-from peerd.compute.model.grad_sums import Sums
+from peerd.compute.flat import FlatLayout, FlatSums
 
 LAYOUT = FlatLayout(("a", "b"), (torch.Size([2, 3]), torch.Size([4])))
 
@@ -17,7 +16,7 @@ def ones() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("change", ["add", "clear", "clear_all", "step"])
 def test_a_lent_sum_never_changes(change: str) -> None:
-    sums = Sums(LAYOUT, 2, torch.float32, "cpu")
+    sums = FlatSums(LAYOUT, 2, torch.float32, "cpu")
     sums.add(ones(), 1.0, 0)
     sums.add(ones(), 5.0, 1)
     lent = sums.lend()
@@ -37,7 +36,7 @@ def test_a_lent_sum_never_changes(change: str) -> None:
 
 
 def test_adding_for_the_next_step_copies_nothing() -> None:
-    sums = Sums(LAYOUT, 2, torch.float32, "cpu")
+    sums = FlatSums(LAYOUT, 2, torch.float32, "cpu")
     lent = sums.lend()
     sums.add(ones(), 1.0, 1)
     assert sums.due is lent
