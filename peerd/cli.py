@@ -94,7 +94,9 @@ def join(
     role: Annotated[
         list[str] | None,
         typer.Option(
-            "--role", metavar="ROLE", help="stage, trainer, ... or module:Class. Repeatable. [default: by the run]"
+            "--role",
+            metavar="ROLE",
+            help="stage, trainer, ... or module:Class. Repeatable. [default with LINK: what the run needs]",
         ),
     ] = None,
     model: options.RunFileOption = None,
@@ -138,21 +140,21 @@ def join(
     if link is not None:
         flags = _by_link(link, flags, wish)
     elif not role:
-        raise ConfigError("nothing to join; pass a line like peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE")
+        raise ConfigError("nothing to join; pass a link like peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE")
     elif wish != JoinRequest():
         names = "--yes, --data, --token, --allow-code and --tokenizer"
-        raise ConfigError(f"{names} need a join line peerd://...; without one, use the run file")
+        raise ConfigError(f"{names} need a join link peerd://...; without one, use the run file")
     _start(flags)
 
 
 def _by_link(text: str, flags: Flags, wish: JoinRequest) -> Flags:
-    """Fetch and accept the run file of a join line. Returns the flags with that file."""
+    """Fetch and accept the run file of a join link. Returns the flags with that file."""
     from peerd.commands import joining
     from peerd.core.messages.run_link import JoinLink
     from peerd.home import run_data_dir
 
     if flags.file is not None:
-        raise ConfigError("pass either a join line peerd://... or --model FILE, not both")
+        raise ConfigError("pass either a join link peerd://... or --model FILE, not both")
     link = JoinLink.parse(text)
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, _stop_early)
@@ -371,7 +373,7 @@ def _load(
 
 
 def _tell_of_files(loaded: LoadedRun, takes_part: bool) -> None:
-    """Warn about files that cannot be compared with other peers'. Raises ConfigError for a peer that takes part."""
+    """Warn about files that cannot be compared between peers. Raises ConfigError if this peer takes part in the run."""
     if loaded.unknown and takes_part:
         raise ConfigError(f"{loaded.path}: {'; '.join(loaded.unknown)}")
     for text in loaded.unknown:

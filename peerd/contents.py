@@ -109,7 +109,7 @@ def allowed_code(file: str) -> AllowedCode:
 
 
 def changed_code(run: RunFile) -> list[tuple[str, str]]:
-    """Faults of a run file from a join line: files that the user allowed, and that have changed or are missing.
+    """Faults of a run file from a join link: files that the user allowed, and that have changed or are missing.
 
     Without this check, Python would import an installed module of the same name instead.
     """
@@ -123,7 +123,7 @@ def code_fault(allowed: AllowedCode) -> str | None:
     if source is not None and source.digest == allowed.digest:
         return None
     what = "is not in this folder" if source is None else "has changed since it was allowed"
-    return f"is {allowed.path!r:.200}, which {what}; use the join line again, with --allow-code"
+    return f"is {allowed.path!r:.200}, which {what}; use the join link again, with --allow-code"
 
 
 def _checked(key: str, text: str, told: str) -> str:
@@ -166,7 +166,7 @@ def not_compared(run: RunFile) -> list[str]:
 
 
 def named_files(run: RunFile) -> dict[str, str]:
-    """Local file of each digest, by the digest's key."""
+    """The local files whose digests the run file has, by the key of the digest."""
     files = {"model.vocab_digest": run.model.vocab} if run.model.vocab != "bytes" else {}
     for key, (text, _) in _functions(run).items():
         files[f"{key}_digest"] = str(local_file(text.partition(":")[0]))

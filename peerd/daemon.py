@@ -105,7 +105,7 @@ class LocalResources:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """One role and its state."""
+    """One role of the daemon, and the supervisor's state of it."""
 
     cls: type[Role]
     role: Role | None = None
@@ -423,7 +423,7 @@ class Daemon:
             say(f"others join with: {self._join_line(addrs)}")
 
     def _join_line(self, addrs: Sequence[str]) -> str:
-        """The command for others to join: with a join line if this peer publishes the run file, else with --model."""
+        """The command for others to join: with a join link if this peer publishes the run file, else with --model."""
         run = self._plan.run
         link = best_link(self.host.addrs(), self.host.id, run.run) if run is not None else None
         if run is not None and link is not None and "backbone" in {cls.name for cls in self._plan.roles}:

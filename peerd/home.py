@@ -52,7 +52,7 @@ def data_root() -> Path:
 
 
 def default_data_dir(run: str | None, roles: Sequence[str]) -> Path:
-    """Default directory for a run and a set of roles, as in earlier versions. Without a run it is still used."""
+    """Default directory for a run and a set of roles in earlier versions; today only used without a run."""
     name = "-".join(part for part in (run, *sorted(roles)) if part)
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "peer"
     if safe != name:  # so that two names never get the same directory

@@ -69,14 +69,14 @@ async def in_its_hours(plan: DaemonPlan, ground: LocalResources, signals: AsyncI
 
 @contextlib.contextmanager
 def assembled(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Daemon]:
-    """The daemon of `plan`, whose directory is locked until the block ends. Events also go to `stream`."""
+    """Create the daemon of `plan`; its directory is locked until the block ends. Events also go to `stream`."""
     with grounded(plan, stream) as ground:
         yield Daemon(plan, ground, peer_stack(ground.keypair, ground.clock, [ground.line.tcp()]))
 
 
 @contextlib.contextmanager
 def grounded(plan: DaemonPlan, stream: TextIO | None) -> Iterator[LocalResources]:
-    """The local resources of `plan`'s peer, whose directory is locked until the block ends."""
+    """Open the local resources of `plan`'s peer; its directory is locked until the block ends."""
     home = make_private_dir(plan.data_dir)
     run = plan.run.run if plan.run is not None else ""
     with locked(home), contextlib.ExitStack() as stack:
@@ -95,7 +95,7 @@ def grounded(plan: DaemonPlan, stream: TextIO | None) -> Iterator[LocalResources
 
 
 def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> CredentialFiles | None:
-    """This peer's credentials in a run with tokens; None in an open run. Raises ConfigError if it has none."""
+    """This peer's credentials in a run with tokens; None in an open run. Raises ConfigError if they are missing."""
     if plan.run is None or plan.run.access.allow == "open":
         return None
     roles = [cls.acts_as if isinstance(cls, ActsAs) else cls.name for cls in plan.roles]

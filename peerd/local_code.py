@@ -48,7 +48,7 @@ def _file(name: str) -> str:
 def guarded(load: Callable[[], T], what: str, name: str = "") -> T:
     """Call `load`. Exceptions of the user's code become ConfigError, which begins with `what`.
 
-    `name` is the module to import, to tell its absence from that of a module that it imports.
+    `name` is the module to import, so that the message says whether it or a module that it imports is missing.
     """
     result = outcome.capture(load)
     if isinstance(result, outcome.Value):

@@ -66,7 +66,7 @@ def clean(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. `wall` is its time in Unix seconds."""
+    """One event of the log. `wall` is its time in Unix seconds."""
 
     wall: float
     level: str

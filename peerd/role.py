@@ -49,7 +49,7 @@ class ChecksRun(Protocol):
     """Role class that checks what a run file names before the peer joins."""
 
     def check_run(self, run: RunFile) -> None:
-        """Raise ConfigError for text, code or sizes that this role cannot use. A class method of a few seconds."""
+        """Raise ConfigError for text, code or sizes that this role cannot use. A class method; takes a few seconds."""
         ...
 
 

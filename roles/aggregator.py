@@ -23,7 +23,7 @@ from peerd.training.stage.session import ConductorSession, PostReport
 
 
 class AuxAggregatorRole:
-    """A helper of one stage at a time."""
+    """Role of a helper that sums gradients for one stage at a time."""
 
     name: ClassVar[str] = "aux"
     needs_run: ClassVar[bool] = True
@@ -43,7 +43,7 @@ class AuxAggregatorRole:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Help one stage; switch to another one if this process starts to serve it."""
-        await self._services.compare_settings()
+        await self._services.settings.compare()
         task_status.started()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tally.run)
@@ -56,7 +56,7 @@ class AuxAggregatorRole:
                     await self._services.calls.changed()
 
     def _stage_to_help(self) -> int | None:
-        """The first configured stage that this process does not serve itself, or else the first such stage of all."""
+        """The first stage of limits.stage, else of all stages, that this process does not serve itself, or None."""
         served, stages = self._services.calls.stages, range(self._run.pipeline.stages)
         return next((stage for stage in (*self._run.limits.stages, *stages) if stage not in served), None)
 
@@ -101,7 +101,7 @@ class AuxAggregatorRole:
 
     def report(self, whole: bool) -> PostReport:
         """The current report to the conductor: this helper's link rates."""
-        return PostReport(line=own_line(self._services.carries(), "aux"), helps=True)
+        return PostReport(line=own_line(self._services.line_speeds(), "aux"), helps=True)
 
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
         """Process the conductor's answer to a report."""

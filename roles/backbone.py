@@ -101,7 +101,7 @@ class BackboneRole:
             self._ctx.rpc.unserve("kept/1")
 
     async def leave(self) -> None:
-        """Write the last table."""
+        """Write the learning curve's table for the last time."""
         await self._write_table()
 
     def status(self) -> dict[str, object]:
@@ -119,7 +119,7 @@ class BackboneRole:
     # --- welcomes and the curve -------------------------------------------------------------------------------
 
     def _invite(self, run: RunFile) -> None:
-        """Log the command with which others join, at first and each time that it changes."""
+        """Log the command with which others join, once at the start and after each change."""
         link = best_link(self._ctx.host.addrs(), self._ctx.host.id, run.run)
         line = f"peerd join {link.text}" if link is not None else ""
         if run.access.allow == "tokens":
@@ -241,9 +241,9 @@ class BackboneRole:
             await vault.run()
 
     async def _agrees(self, services: RunServices) -> bool:
-        """True if the run's published settings equal this peer's, False if there are none; ConfigError if not equal."""
+        """True if the run's published settings equal ours, False if none are published. ConfigError if they differ."""
         try:
-            return await services.agrees()
+            return await services.settings.agrees()
         except RemoteError:
             return False
 

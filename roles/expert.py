@@ -27,7 +27,7 @@ _COUNTED_S: Final = PERIOD_S / 4  # interval for counting the updates made
 
 
 class ExpertRole:
-    """One host of experts in a run."""
+    """Role of a peer that hosts experts of a run."""
 
     name: ClassVar[str] = "expert"
     needs_run: ClassVar[bool] = True
@@ -56,7 +56,7 @@ class ExpertRole:
         try_block(run)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        await self._services.compare_settings()
+        await self._services.settings.compare()
         if (unused := unused_precision(self._services.run, hosts_experts=True)) is not None:
             self._ctx.log.event("expert.precision_unused", level="warning", reason=unused)
         async with trio.open_nursery() as nursery:

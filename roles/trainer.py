@@ -50,7 +50,7 @@ _DELAYED_IN_FLIGHT = 32  # maximum, where reports are slow because they are sent
 
 
 class TrainerRole:
-    """One trainer of a run."""
+    """Role of a peer that supplies microbatches to a run."""
 
     name: ClassVar[str] = "trainer"
     needs_run: ClassVar[bool] = True
@@ -105,7 +105,7 @@ class TrainerRole:
         with closing(self._data):
             await self._data.open()
             digests = await self._data.prompt_digests()
-            await self._services.compare_settings(digests)
+            await self._services.settings.compare(digests)
             self._rate = WorkRate(self._ctx.clock.now())
             with self._relaying.serving() if self._relaying is not None else nullcontext():
                 await self._train_to_the_end(task_status, read_through=digests is not None)
@@ -128,7 +128,7 @@ class TrainerRole:
             nursery.start_soon(self._tally.run)
             nursery.start_soon(self._compare_again if read_through else self._compare_late)
             if self.replica is None:  # otherwise the replica compares
-                nursery.start_soon(self._services.keep_comparing)
+                nursery.start_soon(self._services.settings.keep_comparing)
             task_status.started()
             await self._contributor.follow()
             evaluates = self.replica is None or self.replica.step == self._books.step  # else its stage is not ready
@@ -142,18 +142,16 @@ class TrainerRole:
             nursery.cancel_scope.cancel()
 
     async def _compare_again(self) -> None:
-        """Compare with the texts that peers which started at the same time have published since."""
+        """Compare our text with those of peers that started at the same time, once they have published theirs."""
         for pause_s in _COMPARED_AGAIN_S:
             await trio.sleep(pause_s)
-            await self._services.refuse_texts_of_few()
+            await self._services.settings.refuse_texts_of_few()
 
     async def _compare_late(self) -> None:
-        """Compare a large text once it has been read; ConfigError reports how much of it was used in training until
-        then.
-        """
+        """Compare a large text once it has been read. The ConfigError says how much of it training has used by then."""
         try:
-            differences = await self._services.compare_late(await self._data.digests())
-            if self._services.has_tokens:
+            differences = await self._services.settings.compare_late(await self._data.digests())
+            if self._services.settings.has_tokens:
                 await self._compare_again()
         except ConfigError as error:
             counted = self._books.tally.counted
@@ -266,7 +264,7 @@ class TrainerRole:
         return LIMITED if self._run.limits.microbatches_in_flight else self._flow.why
 
     def told_together(self) -> int:
-        """Number of microbatches per report: 1, or for a delayed replica those that it computes in _TELL_S."""
+        """Number of microbatches per report: 1, or for a delayed replica the number that it computes in _TELL_S."""
         if not self._is_replica or not self._run.optimizer.delayed or self._run.limits.microbatches_in_flight:
             return 1
         return max(1, min(int(_TELL_S / self._microbatch_s), self._most_unheard // 2))

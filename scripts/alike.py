@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from peerd.compute.model.assemble import load_whole_model
-from peerd.compute.model.partition import whole_model
 from peerd.core.run.runfile import RunFile
+from scripts.plain_torch import PlainTraining
 
 PERIOD: Final = bytes(range(97, 97 + 26)) + b"ABCDEF"  # as long as the stride between samples, so that all are equal
 CONTEXT: Final = len(PERIOD)
@@ -30,13 +29,22 @@ def write_text(folder: Path) -> Path:
     return text
 
 
+def alike_run(text: Path) -> dict[str, Any]:
+    """Sections of a run file that are the same in all such runs."""
+    return {
+        "seed": 11,
+        "optimizer": {"name": "sgd", "lr": 0.02},
+        "batch": {"target_samples": 32},
+        "data": {"path": str(text), "holdout": 0, "shuffle_buffer": 100},
+        "evaluate": {"every_steps": 0},
+    }
+
+
 class Plain:
     """The same training in plain torch with SGD, in one process on one device."""
 
     def __init__(self, run: RunFile, device: str = "cpu") -> None:
-        self._model = whole_model(run).to(device)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=run.optimizer.lr)
-        self._steps = 0
+        self._training, self._steps = PlainTraining(run, device=device), 0
         tokens = torch.tensor(list(PERIOD + PERIOD[:1]), dtype=torch.int64)
         self._rows = torch.stack([tokens] * run.batch.target_samples).to(device)
 
@@ -44,13 +52,9 @@ class Plain:
         """Parameters after `step` steps, on the CPU. Successive calls must not decrease `step`."""
         torch.set_num_threads(1)
         while self._steps < step:
-            logits = self._model(self._rows[:, :-1])
-            loss = cross_entropy(logits.flatten(0, 1), self._rows[:, 1:].flatten())
-            self._optimizer.zero_grad()
-            loss.backward()
-            self._optimizer.step()
+            self._training.step(self._rows)
             self._steps += 1
-        return {name: value.detach().cpu().clone() for name, value in self._model.named_parameters()}
+        return {name: value.detach().cpu().clone() for name, value in self._training.model.named_parameters()}
 
 
 def difference(run: RunFile, replicas: Sequence[Mapping[int, Path]], device: str = "cpu") -> tuple[float, list[int]]:

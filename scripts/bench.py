@@ -7,8 +7,8 @@
     python scripts/bench.py placement --large    larger instances, if the benchmark has any
 
 A benchmark is a module in scripts/benchmarks with a docstring and `measure(full: bool) -> Report`, and optionally
-`measure_large() -> Report`. Hyphens in its name are underscores in the module's name. Modules whose names begin with an
-underscore are helpers.
+`measure_large() -> Report`, and `WHY_NOT`, a function that returns why this machine cannot run it, or None. Hyphens in
+its name are underscores in the module's name. Modules whose names begin with an underscore are helpers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ import importlib
 import json
 import pkgutil
 import sys
+from pathlib import Path
 from types import ModuleType
 
-import benchmarks
-from benchmarks._report import Figure, Report
 from rich.console import Console
 from rich.table import Table
+
+if __package__ in (None, ""):  # run as a script, so the repository is not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts import benchmarks
+from scripts.benchmarks._report import Figure, Report
 
 
 def names() -> list[str]:
@@ -32,7 +37,7 @@ def names() -> list[str]:
 
 
 def module_of(name: str) -> ModuleType:
-    return importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+    return importlib.import_module(f"scripts.benchmarks.{name.replace('-', '_')}")
 
 
 def first_line(name: str) -> str:
@@ -67,6 +72,8 @@ def main() -> int:
     module = module_of(options.name)
     if options.large and not hasattr(module, "measure_large"):
         parser.error(f"{options.name} has no larger instances; without --large it measures what it has")
+    if reason := getattr(module, "WHY_NOT", lambda: None)():
+        raise SystemExit(reason)
     report: Report = module.measure_large() if options.large else module.measure(options.full)
     show(report, Console(stderr=options.json))
     if options.json:

@@ -16,13 +16,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,22 +34,21 @@ import itertools
 
 import msgspec
 import torch
-import yaml
-from torch.nn.functional import cross_entropy
 
 from peerd.compute.codec import frames
 from peerd.compute.codec.policy import CodingPlan
 from peerd.compute.kernels import ops, reference
 from peerd.compute.model.footprint import footprint
-from peerd.compute.model.partition import whole_model
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.blockwise import CODES
 from peerd.core.decoders import convert
 from peerd.core.model.model_size import stage_sizes
 from peerd.core.run.runfile import LimitsSection, RunFile
-from scripts.alike import CONTEXT, difference, write_text
-from scripts.peerd_process import PeerdProcess
-from scripts.waiting import eventually
+from scripts.alike import CONTEXT, alike_run, difference, write_text
+from scripts.check_report import add_json, data_folder, show
+from scripts.plain_torch import PlainTraining, median_step_s
+from scripts.process_swarm import ProcessSwarm, SwarmFailed
+from scripts.process_usage import resident_bytes
 
 PARTS: Final = ("codes", "copies", "offload", "exact", "speed")
 MOST_S: Final = 480.0  # for all checks
@@ -71,80 +66,23 @@ WARM_STEPS: Final = 3
 VOCAB: Final = 256  # tokens are bytes
 
 
-class OutOfTime(Exception):
-    """Raised if a check does not finish in time."""
+@dataclass(slots=True)
+class DeviceSwarm(ProcessSwarm):
+    """Two stages of some replicas on one device, which must finish until `deadline`."""
 
+    deadline: float = field(kw_only=True)
 
-@dataclass
-class Swarm:
-    """Processes of one swarm on one device."""
-
-    folder: Path
-    device: str
-    deadline: float
-    peers: list[PeerdProcess] = field(default_factory=list)
-
-    def start(self, run: dict[str, Any], replicas: int) -> None:
-        """Start a backbone, `replicas` peers of each stage, and a trainer, and wait for the first step."""
-        backbone = self._peer("backbone", "backbone")
-        if not eventually(lambda: bool(backbone.addr()), self._left_s(60)):
-            raise OutOfTime(f"the backbone did not begin: see {backbone.log}")
-        entry = ("--bootstrap", backbone.addr(), "--device", self.device)
-        for number in range(STAGES * replicas):
-            file = self.folder / f"stage{number}.yaml"
-            file.write_text(yaml.safe_dump({**run, "limits": {"stage": number % STAGES}}))
-            self._peer(f"stage{number}", "join", "--role", "stage", "--model", str(file), *entry)
-        file = self.folder / "trainer.yaml"
-        file.write_text(yaml.safe_dump(run))
-        self._peer("trainer", "join", "--role", "trainer", "--model", str(file), "--log-level", "debug", *entry)
-        self.wait_for(1)
-
-    def _peer(self, name: str, *arguments: str) -> PeerdProcess:
-        found = PeerdProcess(name, self.folder, (*arguments, "--listen", "/ip4/127.0.0.1/tcp/0"))
-        self.peers.append(found)
-        return found
-
-    def _left_s(self, most_s: float) -> float:
-        return max(0.0, min(most_s, self.deadline - time.monotonic()))
-
-    def step_ends(self) -> list[float]:
-        """Times at which the trainer's steps ended."""
-        return [event["time"] for event in self.peers[-1].events() if event["name"] == "trainer.stepped"]
-
-    def wait_for(self, steps: int) -> None:
-        if not eventually(lambda: len(self.step_ends()) >= steps, self._left_s(240)):
-            raise OutOfTime(f"step {steps} was not made: see the logs in {self.folder}")
-
-    def leave(self) -> None:
-        """Stop all processes with SIGINT, so that they save their state."""
-        for each in reversed(self.peers):
-            each.popen.send_signal(signal.SIGINT)
-        for each in self.peers:
-            try:
-                each.popen.wait(60)
-            except subprocess.TimeoutExpired:
-                raise OutOfTime(f"{each.name} did not leave: see {each.log}") from None
-
-    def end(self) -> None:
-        for each in self.peers:
-            each.popen.kill()
-            each.popen.wait()
-
-    def replicas(self, count: int) -> list[dict[int, Path]]:
-        folders = {each.name: each.data_dir for each in self.peers}
-        return [{s: folders[f"stage{STAGES * number + s}"] for s in range(STAGES)} for number in range(count)]
+    def wait_until_step(self, step: int) -> None:
+        self.wait_for_step(step, max(0.0, min(240.0, self.deadline - time.monotonic())))
 
 
 def run_file(text: Path, model: dict[str, Any], **sections: Any) -> dict[str, Any]:
     return {
+        **alike_run(text),
         "run": "gpu-check",
-        "seed": 11,
         "model": model,
         "pipeline": {"stages": STAGES, "microbatch": 4},
-        "optimizer": {"name": "sgd", "lr": 0.02},
         "batch": {"target_samples": 4 * MICROBATCHES},
-        "data": {"path": str(text), "holdout": 0, "shuffle_buffer": 100},
-        "evaluate": {"every_steps": 0},
         "checkpoint": {"every_steps": 1, "keep": 4},  # peers leave one after another, and some reach a later step
         **sections,
     }
@@ -266,14 +204,13 @@ def exact(folder: Path, device: str, deadline: float) -> dict[str, Any]:
         model = {"d_model": 64, "heads": 2, "layers": 2, "context": CONTEXT, "dtype": dtype}
         of = folder / dtype
         of.mkdir()
-        swarm, run = Swarm(of, device, deadline), run_file(write_text(folder), model)
-        try:
-            swarm.start(run, REPLICAS)
-            swarm.wait_for(EXACT_STEPS)
-            swarm.leave()
+        run = run_file(write_text(folder), model)
+        with DeviceSwarm(of, run, options=("--device", device), deadline=deadline) as swarm:
+            swarm.start_pipeline(REPLICAS)
+            swarm.wait_until_step(EXACT_STEPS)
+            if late := swarm.leave():
+                raise SwarmFailed(f"{late} did not leave: see the logs in {of}")
             apart, steps = difference(convert(run, RunFile), swarm.replicas(REPLICAS), device)
-        finally:
-            swarm.end()
         found[dtype] = {"largest_difference": apart, "steps": steps}
     return found
 
@@ -285,16 +222,14 @@ def speed(folder: Path, device: str, deadline: float) -> dict[str, Any]:
     run = run_file(write_text(folder), model, **section, averaging={"code": "int8"})
     parameters = [size.parameters for size in stage_sizes(convert(run, RunFile), VOCAB)]
     plain = plain_torch(convert(run, RunFile), device)
-    swarm = Swarm(folder / "speed", device, deadline)
-    swarm.folder.mkdir()
-    try:
-        swarm.start(run, 1)
+    own = folder / "speed"
+    own.mkdir()
+    with DeviceSwarm(own, run, options=("--device", device), deadline=deadline) as swarm:
+        swarm.start_pipeline()
         steps = WARM_STEPS + (20 if device.startswith("cuda") else 10)
-        swarm.wait_for(steps)
+        swarm.wait_until_step(steps)
         memory = [memory_bytes(peer.popen.pid, device) for peer in swarm.peers[1 : 1 + STAGES]]
-        ends = swarm.step_ends()[WARM_STEPS:steps]
-    finally:
-        swarm.end()
+        ends = swarm.steps()[WARM_STEPS:steps]
     tokens_per_s = step_tokens(model) / median(b - a for a, b in itertools.pairwise(ends))
     each = [b / count for b, count in zip(memory, parameters, strict=True) if b]
     return {
@@ -313,31 +248,18 @@ def step_tokens(model: dict[str, Any]) -> int:
 
 def plain_torch(run: RunFile, device: str) -> dict[str, float]:
     """Measure the same steps in one process: tokens per second, and peak bytes per parameter (0 on the CPU)."""
-    cuda = device.startswith("cuda")
-    model = whole_model(run).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.optimizer.lr)
+    training = PlainTraining(run, device=device)
     rows = torch.randint(VOCAB, (run.batch.target_samples, run.model.context + 1), device=device)
-    times = []
-    for _ in range(WARM_STEPS + 5):
-        began = time.perf_counter()
-        optimizer.zero_grad()
-        for samples in rows.chunk(MICROBATCHES):
-            out = model(samples[:, :-1])
-            (cross_entropy(out.flatten(0, 1), samples[:, 1:].flatten()) / MICROBATCHES).backward()
-        optimizer.step()
-        if cuda:
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    peak = torch.cuda.max_memory_allocated(device) if cuda else 0
+    step_s = median_step_s(training, [rows], MICROBATCHES, WARM_STEPS, 5)
+    peak = torch.cuda.max_memory_allocated(device) if rows.is_cuda else 0
     tokens = run.batch.target_samples * run.model.context
-    return {"tokens_per_s": tokens / median(times[WARM_STEPS:]), "bytes_per_parameter": peak / count}
+    return {"tokens_per_s": tokens / step_s, "bytes_per_parameter": peak / training.parameters}
 
 
 def memory_bytes(pid: int, device: str) -> float:
     """Memory of a process: on the GPU, as the driver reports it (0 if it does not), or main memory."""
     if not device.startswith("cuda"):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return resident_bytes(pid)
     ask = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     told = subprocess.run(ask, capture_output=True, text=True, check=False).stdout if shutil.which(ask[0]) else ""
     rows = [line.split(",") for line in told.splitlines() if line.count(",") == 1]
@@ -360,7 +282,7 @@ def measure(device: str, only: list[str], folder: Path) -> dict[str, Any]:
         began = time.monotonic()
         try:
             report[part] = parts[part]()
-        except OutOfTime as error:
+        except SwarmFailed as error:
             report[part] = {"failed": str(error)}
         report[part]["seconds"] = time.monotonic() - began
         print(f"{part}: {report[part]}", file=sys.stderr)
@@ -378,7 +300,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check one GPU.")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu")
     parser.add_argument("--only", default="", help=f"of {', '.join(PARTS)}, with commas between")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    add_json(parser)
     options = parser.parse_args()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         print("torch sees no CUDA device here; --device cpu checks the same on the CPU", file=sys.stderr)
@@ -386,10 +308,9 @@ def main() -> int:
     only = [part for part in options.only.split(",") if part]
     if wrong := set(only) - set(PARTS):
         parser.error(f"--only {', '.join(sorted(wrong))}: known are {', '.join(PARTS)}")
-    with tempfile.TemporaryDirectory(prefix="peerd-gpu-check-") as folder:
-        report = measure(options.device, only, Path(folder))
-    print(json.dumps(report) if options.json else "\n".join(f"{name}: {value}" for name, value in report.items()))
-    return 0 if report["met"] else 1
+    with data_folder("peerd-gpu-check-") as folder:
+        report = measure(options.device, only, folder)
+    return show(report, options.json)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,8 @@ import contextlib
 import json
 import os
 import random
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +26,13 @@ from typing import Any, Final
 if __package__ in (None, ""):  # run as a script, so the repository is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from peerd.config import load_run
-from scripts.alike import difference, write_text
+from peerd.core.decoders import convert
+from peerd.core.run.runfile import RunFile
+from scripts.alike import CONTEXT, alike_run, difference, write_text
+from scripts.check_report import add_json, data_folder, show
 from scripts.peerd_process import PeerdProcess
-from scripts.waiting import eventually
+from scripts.process_swarm import ROOT, ProcessSwarm
+from scripts.process_usage import resident_bytes
 
 STAGES: Final = 2
 PER_STAGE: Final = 3
@@ -42,99 +42,53 @@ SHARE: Final = 0.8
 TOLERANCE: Final = 1e-10
 SAMPLE_S: Final = 2.0  # between two checks of the processes
 STEP_EVERY: Final = 5  # checks per status request, which disturbs the peer: it reads the directory to answer
-RUN = """\
-run: soak
-seed: 11
-model: {{d_model: 64, heads: 2, layers: 2, context: 32, dtype: float64}}
-pipeline: {{stages: 2, microbatch: 4}}
-optimizer: {{name: sgd, lr: 0.02}}
-batch: {{target_samples: 32}}
-averaging: {{sender_timeout_s: 5}}
-data: {{path: "{text}", holdout: 0, shuffle_buffer: 100}}
-evaluate: {{every_steps: 0}}
-checkpoint: {{every_steps: 50, keep: 4}}
-limits: {{upload_mbit: {mbit}, download_mbit: {mbit}{stage}}}
-"""
 
 
-class Honest(PeerdProcess):
-    """One honest process."""
-
-    start_mb = most_mb = 0.0
-    address = ""
-
-    def step(self) -> int:
-        """Step of its first role, or -1 if its status is unknown."""
-        return int(self.role().get("step", -1))
-
-    def memory_mb(self) -> float:
-        """Resident memory; 0 after the process has ended."""
-        try:
-            pages = int(Path(f"/proc/{self.popen.pid}/statm").read_text().split()[1])
-        except (OSError, IndexError):
-            return 0.0
-        return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+def run_file(text: Path, line_mbit: float) -> dict[str, Any]:
+    return alike_run(text) | {
+        "run": "soak",
+        "model": {"d_model": 64, "heads": 2, "layers": 2, "context": CONTEXT, "dtype": "float64"},
+        "pipeline": {"stages": STAGES, "microbatch": 4},
+        "averaging": {"sender_timeout_s": 5},
+        "checkpoint": {"every_steps": 50, "keep": 4},
+        "limits": {"upload_mbit": line_mbit, "download_mbit": line_mbit},
+    }
 
 
-@dataclass
-class Soak:
+@dataclass(slots=True)
+class Soak(ProcessSwarm):
     """The processes of one soak test, and what was observed."""
 
-    folder: Path
-    line_mbit: float = 10.0  # of each honest peer, both ways
-    honest: list[Honest] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)  # of the honest peers
+    memory_mb: dict[str, list[float]] = field(default_factory=dict)  # of each honest process: first and most
     hostile: list[subprocess.Popen[bytes]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
 
-    def run_file(self, stage: int | None = None) -> Path:
-        """Write the run file for a peer of a stage, or for a trainer if `stage` is None. Returns its path."""
-        text = write_text(self.folder)
-        file = self.folder / ("run.yaml" if stage is None else f"run-{stage}.yaml")
-        file.write_text(RUN.format(text=text, mbit=self.line_mbit, stage="" if stage is None else f", stage: {stage}"))
-        return file
-
-    def start(self, name: str, *arguments: str) -> Honest:
-        found = Honest(name, self.folder, arguments)
-        self.honest.append(found)
-        return found
-
     def start_all(self) -> None:
         """Start the backbone, all stage peers and the trainers, and wait for 20 steps."""
-        listen = ("--listen", "/ip4/127.0.0.1/tcp/0")
-        backbone = self.start("backbone", "backbone", *listen)
-        bootstrap = eventually(backbone.addr, 60)
-        if not bootstrap:
-            raise SystemExit(f"the backbone never listened: see {self.folder}/backbone.log")
-        join = ("--bootstrap", bootstrap, *listen)
-        for number in range(STAGES * PER_STAGE):
-            file = str(self.run_file(number % STAGES))
-            self.start(f"stage{number}", "join", "--role", "stage", "--model", file, *join)
-        for number in range(TRAINERS):
-            self.start(f"trainer{number}", "join", "--role", "trainer", "--model", str(self.run_file()), *join)
-        if not eventually(lambda: self.step() >= 20, 180):
-            raise SystemExit(f"training did not begin: see the logs in {self.folder}")
-        for each in self.honest:
-            each.address = each.addr()
-            each.start_mb = each.most_mb = each.memory_mb()
+        self.start_pipeline(PER_STAGE)
+        for number in range(1, TRAINERS):
+            self.join(f"trainer-{number}", "trainer")
+        self.until(lambda: self.step() >= 20, "training did not begin", 180)
+        self.addresses = [addr for peer in self.peers if (addr := peer.addr())]
+        self.memory_mb = {peer.name: [memory_mb(peer)] * 2 for peer in self.peers}
 
     def step(self) -> int:
         """The newest step of any stage peer or trainer."""
-        return max(each.step() for each in self.honest[1:])
+        return max(step_of(each) for each in self.peers[1:])
 
     def attack(self, number: int, seed: int, only: str) -> None:
         """Start one more hostile process, at its own address."""
-        targets = ",".join(each.address for each in self.honest if each.address)
+        of = {"run": self.folder / "trainer.yaml", "targets": ",".join(self.addresses)}
+        of |= {"address": f"127.0.{number + 1}.1", "seed": seed} | ({"only": only} if only else {})
         with (self.folder / f"hostile{number}.log").open("ab") as output:
-            arguments = ["--run", str(self.run_file()), "--targets", targets, "--address", f"127.0.{number + 1}.1"]
             self.hostile.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "scripts.hostile.process", *arguments]
-                    + ["--seed", str(seed)]
-                    + (["--only", only] if only else []),
+                    [sys.executable, "-m", "scripts.hostile.process", *(f"--{k}={v}" for k, v in of.items())],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    cwd=Path(__file__).resolve().parents[1],
+                    cwd=ROOT,
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                 )
             )
@@ -144,13 +98,14 @@ class Soak:
         began, first, looks = time.monotonic(), self.step(), 0
         while time.monotonic() - began < seconds:
             time.sleep(SAMPLE_S)  # measures over a fixed time; there is no event to wait for
-            for each in self.honest:
-                each.most_mb = max(each.most_mb, each.memory_mb())
+            for each in self.peers:
+                first_mb, most_mb = self.memory_mb[each.name]
+                self.memory_mb[each.name] = [first_mb, max(most_mb, memory_mb(each))]
                 if each.popen.poll() is not None and each.name not in self.ended:
                     self.ended.append(each.name)
             looks += 1
             if looks % STEP_EVERY == 0:
-                told = f"step {self.honest[1].step()}  ended {self.ended}"
+                told = f"step {step_of(self.peers[1])}  ended {self.ended}"
                 print(f"{time.monotonic() - began:6.0f} s  {told}", file=sys.stderr)
         return (self.step() - first) / (time.monotonic() - began)
 
@@ -173,26 +128,23 @@ class Soak:
 
     def faults(self) -> dict[str, Any]:
         """Internal errors in the status of the honest processes."""
-        found = {each.name: each.status().get("faults") for each in self.honest}
+        found = {each.name: each.status().get("faults") for each in self.peers}
         return {name: told for name, told in found.items() if told and told.get("count", 1)}
 
-    def replicas(self) -> list[dict[int, Path]]:
-        """For each replica, the folders of its stages' peers."""
-        folders = {each.name: each.data_dir for each in self.honest}
-        stages = range(STAGES)
-        return [{s: folders[f"stage{STAGES * number + s}"] for s in stages} for number in range(PER_STAGE)]
+    def kill(self) -> None:
+        for each in self.hostile:
+            each.kill()
+            each.wait()
+        ProcessSwarm.kill(self)
 
-    def stop(self) -> None:
-        """Stop all honest processes with SIGINT, and kill those that do not end."""
-        for each in reversed(self.honest):
-            if each.popen.poll() is None:
-                each.popen.send_signal(signal.SIGINT)
-        for each in self.honest:
-            try:
-                each.popen.wait(20)
-            except subprocess.TimeoutExpired:
-                self.ended.append(f"{each.name} did not leave")
-                each.popen.kill()
+
+def step_of(peer: PeerdProcess) -> int:
+    """Step of a peer's first role, or -1 if its status is unknown."""
+    return int(peer.role().get("step", -1))
+
+
+def memory_mb(peer: PeerdProcess) -> float:
+    return resident_bytes(peer.popen.pid) / (1 << 20)
 
 
 def measure(soak: Soak, options: argparse.Namespace) -> dict[str, Any]:
@@ -206,9 +158,9 @@ def measure(soak: Soak, options: argparse.Namespace) -> dict[str, Any]:
     attacks = soak.calm_down()
     after = soak.watch(options.calm * 60 / 2)
     calm, faults = (before + after) / 2, soak.faults()
-    soak.stop()
-    apart, steps = difference(load_run(soak.run_file()).run, soak.replicas())
-    growth = {each.name: round(each.most_mb - each.start_mb) for each in soak.honest}
+    soak.ended += [f"{name} did not leave" for name in soak.leave(20)]
+    apart, steps = difference(convert(soak.run, RunFile), soak.replicas(PER_STAGE))
+    growth = {name: round(most_mb - first_mb) for name, (first_mb, most_mb) in soak.memory_mb.items()}
     return {
         "minutes": options.minutes,
         "seed": options.seed,
@@ -234,22 +186,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="names of attacks, with commas between")
     parser.add_argument("--keep", type=Path, help="folder for logs and data, which stays")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    add_json(parser)
     options = parser.parse_args()
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="peerd-soak-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    soak = Soak(folder, options.line_mbit)
-    try:
-        report = measure(soak, options)
-    finally:
-        for each in [*soak.hostile, *(one.popen for one in soak.honest)]:
-            if each.poll() is None:
-                each.kill()
-            each.wait()
-        if options.keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(report) if options.json else "\n".join(f"{name}: {value}" for name, value in report.items()))
-    return 0 if report["met"] else 1
+    with (
+        data_folder("peerd-soak-", options.keep) as folder,
+        Soak(folder, run_file(write_text(folder), options.line_mbit)) as soak,
+    ):
+        return show(measure(soak, options), options.json)
 
 
 if __name__ == "__main__":

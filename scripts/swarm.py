@@ -8,13 +8,17 @@ and seed always give the same trace hash.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import trio
+
+if __package__ in (None, ""):  # run as a script, so the repository is not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peerd.core.errors import PeerdError
 from peerd.core.ids import Key
@@ -22,6 +26,7 @@ from peerd.sim.clock import run_virtual
 from peerd.sim.programs import hosts, swarm, try_ping
 from peerd.sim.simnet import NetConfig, SimLine
 from peerd.sim.world import Churn, Node, World, WorldConfig
+from scripts.check_report import add_json, show
 
 PING_LIMIT_S = 10.0
 
@@ -173,7 +178,7 @@ def main() -> None:
     parser.add_argument("--loss", type=float, default=0.0, help="probability that a packet is lost (default 0)")
     parser.add_argument("--link-life-s", type=float, default=float("inf"), help="mean life of a connection")
     parser.add_argument("--dht", action="store_true", help="run the DHT too, and put and get records")
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     options = parser.parse_args()
     if options.hosts < 2:
         parser.error("--hosts: a swarm has at least 2")
@@ -181,11 +186,7 @@ def main() -> None:
     report = run_virtual(simulate, options, seed=options.seed)
     report.wall_s = round(time.perf_counter() - started, 2)
     shown = {name: value for name, value in asdict(report).items() if name != "times_s"}
-    if options.json:
-        print(json.dumps(shown))
-    else:
-        for name, value in shown.items():
-            print(f"{name:>16} {value}")
+    show(shown, options.json)
 
 
 if __name__ == "__main__":

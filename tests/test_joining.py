@@ -40,7 +40,7 @@ def accept(tree: dict[str, Any], roles: list[str], wish: JoinRequest) -> RunFile
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
-        ({"model": {"kind": "mine:build"}}, "code of the run's own, which never comes over the network.*get 'mine.py'"),
+        ({"model": {"kind": "mine:build"}}, "code of the run, which is never sent over the network.*get 'mine.py'"),
         ({"model": {"kind": "a.b:build"}}, "get 'a/b.py' from somebody .* add --allow-code"),
         ({"data": {"kind": "dataset", "path": "mine:docs"}}, "data.path is 'mine:docs': code"),
         ({"data": {"sources": [], "kind": "dataset", "path": "mine:docs"}}, "data.path is 'mine:docs': code"),
@@ -52,7 +52,7 @@ def accept(tree: dict[str, Any], roles: list[str], wish: JoinRequest) -> RunFile
         ({"data": {"path": "http://a.example/x", "digest": "0" * 64}}, "data.path is .*without https; allowed: stdlib"),
         ({"data": {"path": "https://169.254.169.254/x"}}, "no address of the public internet"),
         ({"checkpoint": {"keep": 10**9}}, "checkpoint.keep is 1000000000; allowed .*: 1 to 64"),
-        ({"data": {"shuffle_buffer": 10_000_000}, "model": {"context": 1 << 20}}, "bytes of memory; allowed by a line"),
+        ({"data": {"shuffle_buffer": 10_000_000}, "model": {"context": 1 << 20}}, "bytes of memory; allowed by a join"),
         ({"model": {"kind": "m\x1b[2J:f"}}, r"m\\x1b\[2J"),
     ],
 )
@@ -172,13 +172,13 @@ def test_with_a_token_the_run_file_is_its_organizers_or_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "nothing to join; pass a line like peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE"),
+        ([], "nothing to join; pass a link like peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE"),
         (["peerd://x"], "'peerd://x' is not a join link; it has the form peerd://HOST:PORT/PEER/RUN"),
         (
             ["--role", "stage", "--yes"],
-            "--yes, --data, --token, --allow-code and --tokenizer need a join line peerd://...",
+            "--yes, --data, --token, --allow-code and --tokenizer need a join link peerd://...",
         ),
-        ([LINK.text, "--model", "x.yaml"], "pass either a join line peerd://... or --model FILE, not both"),
+        ([LINK.text, "--model", "x.yaml"], "pass either a join link peerd://... or --model FILE, not both"),
     ],
 )
 def test_a_line_that_cannot_be_meant_is_one_message_and_exit_code_2(

@@ -327,7 +327,7 @@ def test_other_commands_check_a_kept_run_file_alike(
     assert volunteer.home.allowed([]).faults(events) == []
     said = capsys.readouterr().err
     assert "data.path is 'decoy_installed:docs': code" in said
-    assert "checkpoint.keep is 1000; allowed in a run that is joined by a line: 1 to 64" in said
+    assert "checkpoint.keep is 1000; allowed by a join link: 1 to 64" in said
 
 
 def test_a_stripped_signature_is_refused_by_whoever_has_a_token(

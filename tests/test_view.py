@@ -137,7 +137,7 @@ def test_the_line_is_shown_with_its_limits_and_what_it_was_seen_to_carry() -> No
     up = {"limit_mbit": 20.0, "measured_mbit": None, "now_mbit": 12.34}
     down = {"limit_mbit": None, "measured_mbit": 95.4, "now_mbit": 0.0}
     text = shown(snapshot(network={"line": {"up": up, "down": down}}))
-    assert "line: up 12.3 Mb/s now (limit 20); down 0 Mb/s now (up to 95.4 measured)" in text
+    assert "internet: up 12.3 Mb/s now (limit 20); down 0 Mb/s now (up to 95.4 measured)" in text
     nothing = {"limit_mbit": None, "measured_mbit": None, "now_mbit": 0.0}
     assert "line:" not in shown(snapshot(network={"line": {"up": nothing, "down": nothing}}))
 

@@ -31,7 +31,7 @@ def export(
     ] = None,
     backbone: Annotated[
         Path | None,
-        typer.Option("--backbone", metavar="DIR", help="Data directory of a backbone that keeps a run."),
+        typer.Option("--backbone", metavar="DIR", help="Data directory of a backbone that keeps checkpoints."),
     ] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Which run, if there are several.")] = None,
     step: Annotated[int | None, typer.Option("--step", min=0, help="Which step. [default: the newest]")] = None,

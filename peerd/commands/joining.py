@@ -1,4 +1,4 @@
-"""Joining by a join line: fetches the run file, checks it, shows it, asks the user, and saves it in the data directory.
+"""Joining by a join link: fetches the run file, checks it, shows it, asks the user, and saves it in the data directory.
 
 The network cannot make this machine run code, read files or connect to private addresses: the volunteer must allow each
 with an option. The received bytes are decoded to a typed run file. That value is checked, shown and written as
@@ -123,7 +123,7 @@ def check_organizer(run: RunFile, place: Path, wish: JoinRequest) -> None:
     """Raise ConfigError if the run file is not signed by the organizer who issued the user's token, or who signed it
     when this run was joined before.
 
-    Elsewhere a signature is required only if the run file names an organizer, so a backbone could leave both out.
+    Otherwise a signature is required only if the run file names an organizer, so a backbone could leave both out.
     """
     organizer, before = run.access.organizer, _organizer_before(place / FILE)
     if before and organizer != before:

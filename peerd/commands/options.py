@@ -19,7 +19,9 @@ Listen = Annotated[
 ]
 Announce = Annotated[
     list[str] | None,
-    typer.Option(metavar="ADDR", help="Address of this peer for others: a published port, or a name. Repeatable."),
+    typer.Option(
+        metavar="ADDR", help="Address at which others reach this peer: a forwarded port, or a host name. Repeatable."
+    ),
 ]
 DataDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Folder for this peer's identity, checkpoints and events.")
@@ -54,14 +56,14 @@ HoursOfDay = Annotated[
     ),
 ]
 Trust = Annotated[
-    list[str] | None, typer.Option(metavar="PEER", help="Peer to trust on the run's current step. Repeatable.")
+    list[str] | None, typer.Option(metavar="PEER", help="Peer to trust when it states the run's step. Repeatable.")
 ]
 DiskGb = Annotated[
     float | None, typer.Option(metavar="GB", help="Limit on disk space for checkpoints.", rich_help_panel=LIMITS)
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Agree to its run file.", rich_help_panel=WITH_LINK)]
+Yes = Annotated[bool, typer.Option("--yes", help="Accept the run file without asking.", rich_help_panel=WITH_LINK)]
 OwnText = Annotated[
-    str | None, typer.Option(metavar="PATH", help="Your text, if the run has none.", rich_help_panel=WITH_LINK)
+    str | None, typer.Option(metavar="PATH", help="Your own text, if the run has none.", rich_help_panel=WITH_LINK)
 ]
 OwnToken = Annotated[
     str | None,
@@ -72,5 +74,5 @@ AllowCode = Annotated[
     typer.Option(metavar="FILE", help="Code that the run may execute. Repeatable.", rich_help_panel=WITH_LINK),
 ]
 OwnTokenizer = Annotated[
-    str | None, typer.Option(metavar="FILE", help="The run's tokenizer.", rich_help_panel=WITH_LINK)
+    str | None, typer.Option(metavar="FILE", help="The run's tokenizer file.", rich_help_panel=WITH_LINK)
 ]

@@ -1,1 +1,1 @@
-"""Layer 3': the only code in peerd that uses torch. May import core (and trio, for the worker)."""
+"""Layer 3': all computing with torch: model, codec, data, experts, export. May import core, and trio for the worker."""

@@ -47,7 +47,7 @@ class Changes:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Scope of one change."""
+        """Context manager for one change of the parameters. If it fails, `need_whole` raises until one succeeds."""
         self.announce()
         self.begun += 1
         self._torn = True
@@ -55,6 +55,6 @@ class Changes:
         self._torn = False
 
     def need_whole(self) -> None:
-        """Raises ParametersLost after a change that failed in the middle."""
+        """Raises ParametersLost if the last change of the parameters failed in the middle."""
         if self._torn:
             raise ParametersLost("the parameters were lost in a change that failed")

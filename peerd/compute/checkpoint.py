@@ -145,7 +145,7 @@ class Checkpoints:
             here = f"stage {self._stage}, step {step}"
             raise ConfigError(f"{path} is of stage {found.stage}, step {found.step}; expected {here}")
         if not _TENSORS.fullmatch(found.tensors):
-            raise ConfigError(f"{path} is damaged: it names {found.tensors!r}; delete {self._hint(step)}")
+            raise ConfigError(f"{path} is damaged: it names the file {found.tensors!r}; delete {self._hint(step)}")
         return found
 
     def remove(self, step: int) -> None:

@@ -86,8 +86,8 @@ def encode_index(files: list[IndexedFile]) -> bytes:
 
 
 def with_pieces(paths: Mapping[str, Path], go_on: Callable[[], bool] = lambda: True) -> list[IndexedFile]:
-    """Index entries of the given files by name; raises OSError. `go_on` is called regularly, and False ends the
-    reading.
+    """Make the index entries, with pieces, of the given files (name to path); raises OSError. `go_on` is called
+    regularly; if it returns False, reading ends early.
     """
     piece = PIECE_BYTES
     sizes = [path.stat().st_size for path in paths.values()]

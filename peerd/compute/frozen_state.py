@@ -1,8 +1,8 @@
-"""Snapshot of a state, to be read once from its first tensor to its last while training goes on.
+"""Snapshot of a model's state, to be read once from its first tensor to its last while training goes on.
 
 Freezing copies nothing. The tensors that were not read yet are copied just before the parameters change (`Changes`):
 to a file if `make_room` provides one, otherwise to memory, which is freed as it is read. A reader that finishes before
-the next step needs memory for one piece; a slow one needs as much room as remains to be read. If there is no room for
+the next step needs memory for one piece; a slow one, for everything that it has not read yet. If there is no memory for
 the copy, the parameters change anyway, and the reader gets NoMemory. Any thread may read.
 """
 
@@ -43,7 +43,7 @@ class MappedRoom(Protocol):
         ...
 
 
-MakeRoom = Callable[[int], MappedRoom | None]  # bytes -> room, or None to use memory. Raises NoMemory
+MakeRoom = Callable[[int], MappedRoom | None]  # bytes -> mapped memory, or None for ordinary; raises NoMemory
 
 
 class FrozenState:
@@ -56,9 +56,9 @@ class FrozenState:
         make_room: MakeRoom | None = None,
         room: MappedRoom | None = None,
     ) -> None:
-        """`changes` reports each change of the live tensors; None if they never change. `make_room` allocates room for
-        a copy, in the thread that changes the tensors; by default the copy is in ordinary memory. `room` is the room of
-        tensors that never change.
+        """`changes` reports each change of the live tensors; None if they never change. `make_room` allocates
+        memory for a copy, in the thread that changes the tensors; by default the copy is in ordinary memory. `room` is
+        the mapped memory in which tensors that never change are stored.
         """
         self.specs = [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(state.items())]
         self._tensors: list[Tensor | None] = [tensor.detach() for _, tensor in sorted(state.items())]

@@ -1,8 +1,8 @@
-"""Threads and CUDA devices: creating a context, waiting for completion, free memory, and out-of-memory errors.
+"""Helpers for CUDA devices: creating a context, waiting for completion, free memory, and out-of-memory errors.
 
 Torch enqueues work on a GPU and returns at once. In peerd a job of the device's worker ends when the device has
-finished it, so that its time can be measured, its errors are its own, and readers of its result do not wait for the
-next job.
+finished it, so that its time can be measured, its errors are not attributed to another job, and readers of its result
+do not wait for the next job.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _DRAWING = threading.RLock()
 
 @contextmanager
 def torchs_random_numbers(seed: int | None = None) -> Iterator[None]:
-    """Scope of code that uses torch's global generator. `seed`, if given, seeds it; its state is restored afterwards.
+    """Context manager to use torch's global generator. `seed`, if given, seeds it; its state is restored afterwards.
 
     All threads of the process share that generator, so only one thread at a time is admitted; otherwise a seed would
     not determine the numbers.

@@ -130,7 +130,7 @@ class DeviceWorker:
         return result
 
     def _work(self, token: trio.lowlevel.TrioToken) -> None:
-        """Body of the thread: runs one ticket after another until the closing mark."""
+        """Body of the thread: runs one ticket after another, until it receives None instead of a ticket."""
         if self._threads is not None:
             use_threads(self._threads)
         with contextlib.suppress(RuntimeError):  # a faulty GPU fails the jobs that use it
@@ -166,7 +166,7 @@ def _within_memory(job: Callable[[], T], name: str) -> T:
     except (RuntimeError, MemoryError) as error:
         if not gpu.lacks_memory(error):
             raise
-        reason = (str(error) or "this machine has none").splitlines()[0]
+        reason = (str(error) or "this machine is out of memory").splitlines()[0]
         raise NoMemory(f"there is no memory for the job “{name}”: {reason}") from None
 
 

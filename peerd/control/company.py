@@ -33,7 +33,7 @@ _TOLD: Final = 3  # most addresses in one message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompanyConfig:
-    """The user's settings. `advice` is how to start without company; after `patience_s`, waiting raises an error."""
+    """The user's settings. `advice` is how to start without other peers; waiting raises an error after `patience_s`."""
 
     alone: bool = False
     advice: str = "give --alone to begin without"
@@ -55,7 +55,7 @@ class Company:
         self._said = False
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Look for company, and report on it, until cancelled. The directory must be running."""
+        """Look for other peers, and report the result, until cancelled. The directory must be running."""
         if self._wish.alone or self._dht.entries.reached.is_set():
             self._found.set()
         async with trio.open_nursery() as nursery:
@@ -64,7 +64,7 @@ class Company:
             task_status.started()
 
     async def wait(self) -> None:
-        """Wait for company and a view of the run. Raises Unreachable after `patience_s`, with what is missing."""
+        """Wait for another peer and a view of the run. Raises Unreachable after `patience_s`, with what is missing."""
         began = trio.current_time()
         with trio.move_on_after(self._wish.patience_s):
             await self._found.wait()
@@ -80,7 +80,7 @@ class Company:
         return self._services.view.waits_for() if self._services is not None else None
 
     def alone(self) -> str | None:
-        """Message on how long all links have been lost. None while a peer is connected, or before any was."""
+        """Message on how long no peer has been connected. None while one is, or before the first connection."""
         if self._lost_at is None or (gone_s := trio.current_time() - self._lost_at) < _LOST_S:
             return None
         told = f"{gone_s:.0f} s" if gone_s < 100 else f"{gone_s / 60:.0f} min"
@@ -96,7 +96,7 @@ class Company:
     # --- looking --------------------------------------------------------------------------------------------------
 
     async def _seek(self) -> None:
-        """Look for company and a view of the run until both are found."""
+        """Look for another peer and a view of the run until both are found."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._complain)
             nursery.start_soon(self._look_for_fellows)
@@ -119,7 +119,7 @@ class Company:
             if self._services is None or not self._host.connected() or self._found.is_set():
                 continue
             with suppress(RemoteError):
-                await self._services.publish_settings()
+                await self._services.settings.publish()
                 if await self._services.directory.fellows():
                     self._found.set()
 

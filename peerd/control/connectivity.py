@@ -45,7 +45,7 @@ class ConnectivityConfig:
 
 
 def relaying(line: LimitsSection) -> RelayConfig:
-    """Settings of the relay. If the line's limits are known, circuits together stay below the lower one.
+    """Settings of the relay. If this peer's rate limits are known, circuits together stay below the lower one.
 
     The lower limit counts, because each relayed byte is received and sent.
     """

@@ -42,7 +42,7 @@ class GuestFlags:
     disk_gb: float | None = None
 
     def over(self, limits: LimitsSection) -> LimitsSection:
-        """`limits` with the flags' values in place of its own. Raises ConfigError for the first invalid flag."""
+        """`limits` with the values of the given flags. Raises ConfigError for the first invalid flag."""
         given = {key: value for key in self.__slots__ if (value := getattr(self, key)) is not None}
         for key, message in limits_faults(structs.replace(LimitsSection(), **given)):
             raise ConfigError(f"--{key.replace('_', '-')} {message}")

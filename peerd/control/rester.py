@@ -1,6 +1,6 @@
 """State of a volunteer's peer outside its hours: it has no network and no roles, and only answers `peerd status`.
 
-The caller holds the data directory's lock, and has left the swarm.
+The caller has locked the data directory, and has left the swarm.
 """
 
 from __future__ import annotations

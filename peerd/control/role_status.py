@@ -12,12 +12,13 @@ from typing import TypeVar
 import msgspec
 
 from peerd.control.swarm_status import Figure, StatusPart
+from peerd.core.decoders import convert
 
 S = TypeVar("S", bound=StatusPart)
 
 
 class AveragingFigures(StatusPart, frozen=True):
-    """Averaging rounds of a stage peer."""
+    """Counts of a stage peer's averaging rounds, and the last round's duration or failure."""
 
     rounds: int = 0
     failed: int = 0
@@ -26,7 +27,7 @@ class AveragingFigures(StatusPart, frozen=True):
 
 
 class MicrobatchFigures(StatusPart, frozen=True):
-    """A trainer's microbatches."""
+    """Numbers of a trainer's microbatches by outcome."""
 
     counted: int = 0
     in_flight: int = 0
@@ -48,14 +49,14 @@ class HandoverFigures(StatusPart, frozen=True):
 
 
 class StalenessFigures(StatusPart, frozen=True):
-    """Staleness of expert updates, in versions."""
+    """Staleness of expert updates: the updates that others made between a forward and its backward."""
 
     mean: Figure = None
     most: int = 0
 
 
 class CallTotals(StatusPart, frozen=True):
-    """A trainer's calls to experts."""
+    """Numbers of a trainer's calls to experts, and of updates lost with their hosts."""
 
     forwards: int = 0
     backwards: int = 0
@@ -63,7 +64,7 @@ class CallTotals(StatusPart, frozen=True):
 
 
 class TrainerExpertFigures(StatusPart, frozen=True):
-    """Expert updates and microbatches of a trainer."""
+    """Counts of a trainer's expert updates, and of its microbatches that pass through experts."""
 
     updates: int
     in_flight: int = 0
@@ -75,7 +76,7 @@ class TrainerExpertFigures(StatusPart, frozen=True):
 
 
 class EvaluationFigures(StatusPart, frozen=True):
-    """A validation loss."""
+    """The validation loss of one evaluation, and the step of the parameters."""
 
     step: int
     loss: Figure = None
@@ -102,6 +103,6 @@ class RoleFigures(StatusPart, frozen=True):
 def figures_of(value: object, kind: type[S]) -> S | None:
     """Decode a figure. Returns None if it has another form, as that of a role that is not built in may have."""
     try:
-        return msgspec.convert(value, kind)
+        return convert(value, kind)
     except msgspec.ValidationError:
         return None

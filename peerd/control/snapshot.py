@@ -1,6 +1,6 @@
-"""A daemon's status snapshot, as far as the commands show it.
+"""The part of a daemon's status snapshot that the commands show, as structs.
 
-`decode_status` is the edge: behind it, commands read fields of structs. `peerd status --json` prints a snapshot as
+Commands call `decode_status` and read fields of structs. `peerd status --json` prints a snapshot as
 received, which has more fields than these. Text may come from untrusted peers.
 """
 
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from peerd.control.swarm_status import Figure, StatusPart, SwarmStatus
+from peerd.core.decoders import convert
 from peerd.core.errors import PeerdError
 from peerd.core.version import VERSION
 
@@ -30,7 +31,7 @@ class ConnectedPeerStatus(StatusPart, frozen=True):
 
 
 class RateStatus(StatusPart, frozen=True):
-    """One direction of the internet line, in Mb/s."""
+    """One direction of the internet connection, in Mb/s."""
 
     limit_mbit: Figure = None
     measured_mbit: Figure = None  # the highest measured rate
@@ -50,7 +51,7 @@ class TrafficStatus(StatusPart, frozen=True):
 
 
 class CarriedStatus(StatusPart, frozen=True):
-    """The daemon's work as a relay."""
+    """Circuits and bytes that the daemon carries for others as a relay."""
 
     circuits: int = 0
     reservations: int = 0
@@ -69,7 +70,7 @@ class ReachableStatus(StatusPart, frozen=True):
 
 
 class BootstrapStatus(StatusPart, frozen=True):
-    """A bootstrap address."""
+    """A bootstrap address, and the state of the connection to it."""
 
     addr: str = "?"
     connected: bool = False
@@ -78,7 +79,7 @@ class BootstrapStatus(StatusPart, frozen=True):
 
 
 class DirectoryStatus(StatusPart, frozen=True):
-    """The daemon's part in the DHT."""
+    """The daemon's contacts and stored records in the DHT, and what it waits for there."""
 
     waits_for: str | None = None
     peers: int = 0
@@ -90,7 +91,7 @@ class DirectoryStatus(StatusPart, frozen=True):
 
 
 class LimitsStatus(StatusPart, frozen=True):
-    """The user's limits, as one phrase."""
+    """The limits that the user set for this machine, as one phrase."""
 
     text: str = ""
 
@@ -104,7 +105,7 @@ class BudgetUserStatus(StatusPart, frozen=True):
 
 
 class BudgetStatus(StatusPart, frozen=True):
-    """Use of one resource, and the peer, place and region that use most of it."""
+    """Use of one resource, and the peer, place (address block) and region that use most of it."""
 
     means: str = "?"
     used: Figure = 0
@@ -115,14 +116,14 @@ class BudgetStatus(StatusPart, frozen=True):
 
 
 class FaultStatus(StatusPart, frozen=True):
-    """The last internal error at one place in the code."""
+    """The last internal error at one line of code."""
 
     place: str = "?"
     error: str = "?"
 
 
 class FaultsStatus(StatusPart, frozen=True):
-    """Internal errors: their number, and the place of the last one."""
+    """Internal errors: their number, and the code line of the last one."""
 
     count: int = 0
     last: str | None = None
@@ -130,7 +131,7 @@ class FaultsStatus(StatusPart, frozen=True):
 
 
 class StatusSnapshot(StatusPart, frozen=True):
-    """The status of a daemon. Roles and events have any further figures and facts, under their own names."""
+    """The status of a daemon. Roles and events may have further fields, under names of their own."""
 
     version: str = "?"
     uptime_s: Figure = 0.0
@@ -156,7 +157,7 @@ S = TypeVar("S", bound=StatusPart)
 def decode_status(told: dict[str, Any], kind: type[S]) -> S:
     """Decode a snapshot, or a part of it. Raises PeerdError if a field has another type than this version knows."""
     try:
-        return msgspec.convert(told, kind)
+        return convert(told, kind)
     except msgspec.ValidationError as error:
         theirs = told.get("version") or "of another version"
         raise PeerdError(f"peerd {VERSION} can't show the status of the daemon, peerd {theirs}: {error}") from error

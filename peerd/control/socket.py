@@ -32,7 +32,7 @@ Snapshot = Callable[[], Awaitable[dict[str, Any]]]
 async def serve(
     path: Path, snapshot: Snapshot, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    """Answer every connection with one snapshot until cancelled. The caller holds the data directory's lock."""
+    """Answer every connection with one snapshot until cancelled. The caller has locked the data directory."""
     slots = trio.CapacityLimiter(CALLERS)
 
     async def answer(stream: trio.SocketStream) -> None:

@@ -51,7 +51,7 @@ class StagePeerStatus(PeerStatus, frozen=True):
 
 
 class TrainerStatus(PeerStatus, frozen=True):
-    """A trainer."""
+    """A trainer's published progress."""
 
     loss: Figure = None
     valid_loss: Figure = None
@@ -70,7 +70,7 @@ class StageStatus(StatusPart, frozen=True):
 
 
 class SampleCounts(StatusPart, frozen=True):
-    """Samples of one peer by the conductor's count, as in PeerWork."""
+    """Samples that the conductor credits to one peer; fields as in ContributionStatus."""
 
     samples: int = 0
     brought: int = 0
@@ -95,7 +95,7 @@ class ContributionStatus(StatusPart, frozen=True):
 
 
 class CountedStatus(StatusPart, frozen=True):
-    """Header of the conductor's counts, as in CountedTable."""
+    """Which conductor counted the contributions, since which step, and how many peers its list omits."""
 
     by: str = "?"
     since_step: int | None = None
@@ -119,7 +119,7 @@ class CurveStatus(StatusPart, frozen=True):
 
 
 class PairStatus(StatusPart, frozen=True):
-    """Two peers, and the lines between them; figures are None if unknown."""
+    """Two peers, and the links between them; figures are None if unknown."""
 
     one: str
     other: str
@@ -133,7 +133,7 @@ class PairStatus(StatusPart, frozen=True):
 
 
 class DirectionStatus(StatusPart, frozen=True, rename={"source": "from", "target": "to"}):
-    """A line from one peer to another, of measured rate."""
+    """A link from one peer to another, with its measured rate."""
 
     source: str
     target: str
@@ -196,7 +196,7 @@ class SwarmStatus(StatusPart, frozen=True):
 
     @property
     def unread(self) -> bool:
-        """True if there is nothing to show but `why`."""
+        """True if `why` is the only thing to show."""
         return self.why is not None and not self.stages
 
     def stage_peers(self) -> list[StagePeerStatus]:

@@ -84,7 +84,7 @@ class CircuitPlace(NamedTuple):
 def parse_addr(text: str) -> Multiaddr:
     """Parse an address written by a user. Raises ConfigError with the reason."""
     if len(text) > ADDR_BYTES or not text.isprintable() or not text.isascii():
-        raise ConfigError(f"{text[:60]!r} is not an address: it is too long or holds odd characters")
+        raise ConfigError(f"{text[:60]!r} is not an address: it is too long or contains invalid characters")
     if not text.startswith("/") or len(text) < 2:
         raise ConfigError(f"{text!r} is not an address: it has to begin with '/', as in {EXAMPLE}")
     names = [name for family, name in pairwise(text.split("/")) if family in _DNS_CODES.values()]
@@ -167,7 +167,7 @@ def _check_host_name(name: str) -> None:
         except (MultiaddrError, ValueError, LookupError):
             why = f"it names a protocol: write '{name}.' or its IP"
             why = "it has '--', and is no valid 'xn--' name" if xn else why
-            raise ProtocolViolation(f"{shown} is not taken as a host name: {why}") from None
+            raise ProtocolViolation(f"{shown} is not accepted as a host name: {why}") from None
 
 
 def split_peer(addr: Multiaddr) -> tuple[Multiaddr, PeerId | None]:
@@ -308,7 +308,7 @@ def block_of(ip: Ip) -> str | None:
 
 
 def place_of(ip: Ip | None) -> tuple[str, str]:
-    """The place and the region of an address, which rate limits count because identities are free.
+    """The place and the region of an address. Rate limits count by these, because identities are free.
 
     A place is an IPv4 address or an IPv6 /64, what one household has. A region is a /24 or a /48, what a customer can
     rent.

@@ -1,4 +1,4 @@
-"""Ed25519 identities: key pairs that sign records and hand-shakes, and verification against a PeerId.
+"""Ed25519 identities: key pairs that sign records and handshakes, and verification against a PeerId.
 
 Stores no keys and draws no randomness: the caller passes the 32-byte seed. Hostile input: signatures of any length and
 content, for which `verify` returns False.

@@ -107,7 +107,7 @@ class Record:
     def encode(self) -> bytes:
         """Encode the record with its signature; LocalError if it is not signed."""
         if len(self.signature) != _SIGNATURE_BYTES:
-            raise LocalError("a record is signed before it travels")
+            raise LocalError("a record must be signed before it is sent")
         return self._content() + self.signature
 
     def signed(self, signer: Signer) -> Record:

@@ -17,7 +17,7 @@ RateLimitedRead = Callable[[Callable[[int], bytes], int], bytes]
 
 
 def read_at_once(read: Callable[[int], bytes], most: int) -> bytes:
-    """The ReadInTurn without a limit: reads up to `most` bytes at once."""
+    """A `RateLimitedRead` without a limit: reads up to `most` bytes at once."""
     return read(most)
 
 

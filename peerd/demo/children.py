@@ -68,7 +68,7 @@ class Child:
         return found
 
     def role(self) -> RoleFigures:
-        """Figures of its only role."""
+        """Figures of the process's only role."""
         return next((figures_of(role, RoleFigures) or RoleFigures() for role in self.snapshot.roles), RoleFigures())
 
     async def ask(self, timeout_s: float) -> None:
@@ -135,7 +135,7 @@ class Children:
             raise PeerdError(f"processes of {', '.join(left)} are still running; end them by hand")
 
     def _ask_to_leave(self) -> None:
-        """Terminate all children, the backbone last, so that the others can tell it that they leave."""
+        """Terminate all children, the backbone last, so that the others can still notify it that they leave."""
         backbone = [child for child in self.by_name.values() if child.name == "backbone"]
         others = [child for child in self.by_name.values() if child.name != "backbone"]
         for asked in (others, backbone):

@@ -34,7 +34,7 @@ class DemoReport(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, str]:
-        """Names and values of this demo's own lines."""
+        """Names and values of the lines that only this demo reports."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False)
@@ -79,7 +79,7 @@ class PipelineReport(DemoReport):
 
 
 def common_figures(scene: Scene, children: Children, kill_step: int | None, run: RunFile) -> dict[str, Any]:
-    """The fields of `DemoReport`."""
+    """Compute the fields of `DemoReport`, which both demos have."""
     at_kill, after = losses_around(scene, kill_step)
     return {
         "loss_start": scene.loss_start,

@@ -17,7 +17,7 @@ from peerd.screen.units import known
 
 @dataclass(frozen=True, slots=True)
 class ProcessRow:
-    """A process, by its last status."""
+    """A process of the demo, with figures from its last status."""
 
     name: str
     running: bool

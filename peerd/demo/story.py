@@ -81,7 +81,7 @@ class DemoStory(ABC):
         return common_figures(self.scene, self._children, self.kill_step, self._run)
 
     async def play(self, screen: Screen) -> None:
-        """Run the demo until the trainer finishes, or Ctrl+C. Raises PeerdError if a process fails or nothing moves."""
+        """Run the demo until the trainer finishes, or Ctrl+C. Raises PeerdError if a process fails or hangs."""
         self._began = trio.current_time()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._obey_signals, nursery.cancel_scope)

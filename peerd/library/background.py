@@ -1,6 +1,6 @@
-"""The background peer of a user's own loop: creates its daemon, and reduces its end to one error.
+"""The background peer of a user's own loop: creates its daemon, and turns the reason why it ended into one error.
 
-Shared by the library's classes. It starts no thread, and does not depend on the peer's purpose.
+Shared by the library's classes. Starts no thread itself.
 """
 
 from __future__ import annotations

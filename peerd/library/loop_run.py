@@ -71,7 +71,7 @@ def shared_yaml(run: RunFile, bootstrap: Sequence[str]) -> str:
 def named_of(
     model: torch.nn.Module | None, named: Iterable[tuple[str, Tensor]] | None
 ) -> Iterable[tuple[str, Tensor]] | None:
-    """The parameters with their names: those given, else the model's, else None."""
+    """The parameters with their names: `named` if given, else the model's, else None."""
     return model.named_parameters() if named is None and model is not None else named
 
 

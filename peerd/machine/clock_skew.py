@@ -38,7 +38,7 @@ class _Sample(NamedTuple):
 
 
 def voice_of(at: Multiaddr) -> str:
-    """Voting unit of a peer at this address; all peers of one unit share a vote."""
+    """Voting unit of a peer at this address: its network, or in a private network its machine. A unit has one vote."""
     ip = ip_of(at)
     block = None if ip is None else block_of(ip)
     if block is None or block == LOOPBACK:
@@ -85,7 +85,7 @@ class ClockSkew:
 
     @property
     def votes(self) -> int:
-        """Peers whose clocks we know."""
+        """Number of peers whose clocks we have sampled."""
         return len(self._samples)
 
     @property
@@ -100,11 +100,11 @@ class ClockSkew:
         return _median([(0.0, 1.0), *((offset_s, weight) for (offset_s, _), weight in weights.items())])
 
     def uncorrected_s(self) -> float:
-        """Seconds by which peers' clocks are certainly ahead of ours after the correction; 0 within the tolerance of
-        records.
+        """Seconds by which peers' clocks are certainly still ahead of ours after the correction (negative: behind).
 
-        If the result is not 0, this peer and its peers reject each other's records. With samples from a single network
-        nobody can decide whose clock is wrong; then each sample is reduced by half its round trip.
+        Returns 0 within the tolerance for records; otherwise this peer and its peers reject each other's records. With
+        samples from a single network nobody can decide whose clock is wrong, so nothing is corrected; then each sample
+        is reduced by half its round trip.
         """
         if self.networks >= _MIN_NETWORKS:
             off = self.measured_s() - self.correction_s()

@@ -26,7 +26,7 @@ _ELSEWHERE: Final = "elsewhere"  # the common counter of further places, once th
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Faults at one line of code: their number, the work that the last one ended, and its error as text."""
+    """Exceptions raised at one line of code: their count, what the latest one ended (a link, a call), and its text."""
 
     count: int
     where: str

@@ -1,7 +1,7 @@
 """Runs concurrent attempts at several addresses, started and dropped as `machine/connectivity/happy_eyeballs.py` says.
 
-Knows neither peers nor sockets. Invariants: the reason of each failed attempt is kept; when `run` returns, no attempt
-is running.
+Does not depend on peers or sockets. Invariants: the reason of each failed attempt is kept; when `run` returns, no
+attempt is running.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Order = Callable[[], Sequence[Multiaddr]]
 
 
 class RaceRun:
-    """One race. `attempt` returns on success, or raises Unreachable."""
+    """Concurrent attempts at one peer's addresses. `attempt` returns on success, or raises Unreachable."""
 
     def __init__(self, order: Order, attempt: Attempt, failed: Callable[[Multiaddr], None] | None = None) -> None:
         """`order` returns the addresses known now, best first. `failed` is called with each address that failed."""

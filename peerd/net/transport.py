@@ -107,7 +107,7 @@ class CountedLink(RawLink, Protocol):
 
 @runtime_checkable
 class RankedLink(RawLink, Protocol):
-    """A RawLink that shares a rate-limited line with others. Optional."""
+    """A RawLink that shares a rate limit with others. Optional."""
 
     def rank_by(self, is_first: Callable[[], bool]) -> None:
         """Set the function that returns True while this link has priority; called often, since membership changes."""

@@ -1,4 +1,4 @@
-"""Tables for the terminal: the one writer of all commands.
+"""Tables for the terminal, used by all commands.
 
 Cells are plain text, never markup, because text may come from untrusted peers.
 """

@@ -80,24 +80,24 @@ class Credentials(Protocol):
         ...
 
     async def revoked(self) -> list[bytes]:
-        """All sealed lists that can be read."""
+        """All sealed lists of revoked tokens that can be read."""
         ...
 
     async def keep(self, revoked: bytes) -> None:
-        """Store the newest list, so that it survives a restart."""
+        """Store the newest list of revoked tokens, so that it survives a restart."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Met:
-    """Result of an exchange with a peer."""
+    """Result of an exchange of tokens with a peer."""
 
     refused: str  # why the peer refuses our token; empty if it accepts it
     until: float  # no other exchange before this trio time
 
 
 class _Exchange:
-    """An exchange in progress; other tasks wait for `over`."""
+    """An exchange of tokens in progress; other tasks wait for `over`."""
 
     def __init__(self) -> None:
         self.over = trio.Event()
@@ -105,7 +105,7 @@ class _Exchange:
 
 
 class Access:
-    """The gate of one peer to one run. Refuses all callers until `run` has read the token."""
+    """Decides which calls of a run this peer makes and accepts. Refuses all callers until `run` has read the token."""
 
     def __init__(self, run: RunFile, host: Host, rpc: Rpc, clock: Clock, papers: Credentials) -> None:
         self.roll = RunMembers(run.run, PeerId.parse(run.access.organizer), run.pipeline.stages)
@@ -221,7 +221,7 @@ class Access:
             raise Refused(met.refused, peer)
         why = self.roll.may_serve(peer, method.service, method.full, self._clock.wall())
         if why is not None:
-            self._tell(peer, "service", f"its {method.service} is not used: {why}")
+            self._tell(peer, "service", f"its service {method.service} is not used: {why}")
             raise Untrusted(why, peer)
 
     def forgotten(self, peer: PeerId, refusal: Refused) -> bool:
@@ -320,7 +320,7 @@ class Access:
         self._learn(answer.revoked, peer)
         why = self._admit(peer, answer.token)
         if why is not None:
-            self._tell(peer, "member", f"it is no member: {why}")
+            self._tell(peer, "member", f"it is not a member: {why}")
         refused = "".join(char if char.isprintable() else "?" for char in answer.why)
         if refused:
             self._tell(peer, "us", f"it refuses us: {refused}")
@@ -331,11 +331,11 @@ class Access:
         peer, body = incoming.peer, incoming.body
         self._learn(body.revoked, peer)
         if body.run != self.roll.run:
-            why: str | None = "you are of another run"
+            why: str | None = "you take part in another run"
         else:
             why = self._admit(peer, body.token)
         if why is not None:
-            self._tell(peer, "member", f"it is no member: {why}")
+            self._tell(peer, "member", f"it is not a member: {why}")
         newer = b"" if body.revoked == self.roll.revoked_data else self.roll.revoked_data
         return Answer(Presented(self.roll.refusal(why) if why else "", self._token, newer))
 
@@ -346,7 +346,7 @@ class Access:
         return why
 
     def _learn(self, data: bytes, bringer: PeerId | None) -> None:
-        """Store a newer list, and show it to all peers in new exchanges, so that it spreads."""
+        """Store a newer list of revoked tokens, and send it to all peers in new exchanges, so that it spreads."""
         try:
             newer = self.roll.learn_revoked(data)
         except ProtocolViolation as error:
@@ -358,7 +358,7 @@ class Access:
             _log.info("the organizer's list of revoked tokens is now number %d", self.roll.revoked_number)
 
     def _tell(self, peer: PeerId, about: str, what: str) -> None:
-        """Log each problem of a peer once in ten minutes, and few lines a minute in total."""
+        """Log a problem with a peer: the same one at most once in ten minutes, and a few lines a minute in total."""
         now = trio.current_time()
         if self._log_lines.exceeded(now, ("",)) is None and self._log_limit.may_log(now, (peer, about)):
             self._log_lines.count(now, ("",))

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import trio
-
-from peerd.contents import named_files
 from peerd.core.clock import Clock
-from peerd.core.errors import ConfigError, RemoteError, Unreachable
 from peerd.core.ids import PeerId
-from peerd.core.messages.handover import Way
-from peerd.core.messages.settings import PublishedSettings, differences
 from peerd.core.messages.swarm import Grant
-from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile, fingerprint, shared_text, sources_of
+from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
-from peerd.machine.connectivity import path_selection
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
 from peerd.service.averaging.preconnect import Preconnector
@@ -30,9 +20,12 @@ from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.conductor_server import ConductorServer
 from peerd.service.conductor.orders import ConductingConfig
 from peerd.service.conductor.rivals import Rivals
+from peerd.service.conductor.settings_check import SettingsCheck
 from peerd.service.conductor.stage_finder import StageFinder
 from peerd.service.dht.dht import Dht
+from peerd.service.network.line_speeds import LineSpeeds, line_speeds
 from peerd.service.network.link_watch import LinkWatch
+from peerd.service.network.peer_links import PeerLinks
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.stage_calls import StageCalls
 from peerd.service.pipeline.stage_client import TrainerCredentials
@@ -52,28 +45,8 @@ if TYPE_CHECKING:
 
 _LEAST_GAIN: Final = 0.01  # least gain of rebalancing moves, as a share of the throughput
 _LARGE_GAIN: Final = 0.25  # the same for `placement: network`, which may want unequal stages
-_COMPARED_AGAIN_S: Final = 5.0  # how often we check whether the conductor refuses our settings
 _PREPARE_S: Final = 60.0  # limit for a round, besides the time for its bytes and for silent members
 _SILENCES: Final = 6  # silent members, one after the other, for which a round has time
-_PROBE_S: Final = 8.0  # for a dial, maybe over a relay, and a ping that queues behind bulk data
-
-
-@dataclass(frozen=True, slots=True)
-class LineSpeeds:
-    """Rates of this peer's line in bytes/s: its limits in the run file, else measured rates; 0 if unknown.
-
-    `takes_inbound`: other peers can connect to this one.
-    """
-
-    up_bytes_per_s: float
-    down_bytes_per_s: float
-    up_measured: bool
-    down_measured: bool
-    takes_inbound: bool
-
-
-def _listed(told: Sequence[str]) -> str:
-    return f" {told[0]}" if len(told) == 1 else "".join(f"\n  {one}" for one in told)
 
 
 class RunServices:
@@ -85,150 +58,28 @@ class RunServices:
         self.clock = clock
         self._host, self._rpc, self._dht = host, rpc, dht
         self._tallies: dict[str, ContributionTally] = {}
-        self._corpus: dict[str, str] = {}
+        self.links = PeerLinks(host)
         self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
-        self.following = ConductorClient(rpc, host.id, self.directory, ways=self)
+        self.following = ConductorClient(rpc, host.id, self.directory, ways=self.links)
         self.proofs = CommitProofs(self.fingerprint, rpc, host, self.following, trusted_peers(run))
         rivals = Rivals(self.fingerprint, rpc, host, self.following)
         self.view = RunView((host, dht), self.directory, rpc.gate, rivals.reachable, clock.rng("run view"))
         self.following.cause = self.view.cause
+        self.settings = SettingsCheck(run, self.directory, self.following, self.view, rpc.gate)
         host.book.members_by(self.serves)  # in a run with tokens, too: a serving peer has shown its token
 
     def serves(self, peer: str) -> bool:
         """True if the conductor that we follow lists this peer as serving and as a contributor to an earlier step."""
         return self.following.serves(peer)
 
-    async def compare_settings(self, corpus: Mapping[str, str] | None = None) -> None:
-        """Compare our settings with the run's published ones and publish ours. Raises ConfigError with all differences.
-
-        Waits first until this peer has a view of the run, because without a view no settings seem to be published.
-        `corpus`: for a trainer, the digest of each text that it reads, by the key of its source. A difference from the
-        other trainers' texts is an error, too.
-        """
-        if corpus is not None:
-            self._corpus = self._compared(corpus)
-        await self.view.settled()
-        try:
-            await self._compare()
-        except RemoteError:
-            return  # nobody answers now; peers with other settings are refused later
-        await self.publish_settings()
-
-    @property
-    def has_tokens(self) -> bool:
-        """True if only peers with a token for this run may take part."""
-        return self._rpc.gate is not None
-
-    async def compare_late(self, corpus: Mapping[str, str]) -> list[str]:
-        """Compare the text of a trainer that is already training with the text of the other trainers.
-
-        Returns a sentence for each difference in an open run, where any stranger can publish a digest and must not end
-        a trainer at work. In a run with tokens, only members publish digests, and a difference raises ConfigError.
-        """
-        if self.has_tokens:
-            await self.compare_settings(corpus)
-            return []
-        self._corpus = self._compared(corpus)
-        told: list[str] = []
-        with suppress(RemoteError):
-            told = await self.other_texts() if self._corpus else []
-            await self.publish_settings()
-        return told
-
-    def _compared(self, corpus: Mapping[str, str]) -> dict[str, str]:
-        """The digests to compare with other trainers', without the sources whose digest is in the run file already."""
-        named = {key for key, source in sources_of(self.run.data) if source.digest}
-        return {key: digest for key, digest in corpus.items() if digest and key not in named}
-
-    async def agrees(self) -> bool:
-        """True if the run's published settings equal ours, False if there are none. Raises ConfigError otherwise."""
-        published = await self.directory.published_settings()
-        found = Counter(settings.shared for settings in published.serving)
-        if found and shared_text(self.run) not in found:
-            most = max(found, key=lambda shared: (found[shared], shared))
-            told = differences(shared_text(self.run), most, named_files(self.run))
-            raise ConfigError(f"run {self.run.run!r} is running with other settings:{_listed(told)}")
-        return bool(found)
-
-    async def keep_comparing(self) -> None:
-        """Compare our settings again until a conductor has answered us. Raises ConfigError with all differences.
-
-        Peers that start together compare before any settings are published. Only a peer whose run file the conductor
-        refuses compares again, so that a stranger's settings never end the peer that conducts.
-        """
-        while not self.following.answered:
-            await trio.sleep(_COMPARED_AGAIN_S)
-            if self.following.differs:
-                with suppress(RemoteError):
-                    await self.agrees()
-
-    async def _compare(self) -> None:
-        await self.agrees()
-        told = await self.other_texts() if self._corpus else []
-        if told:
-            raise ConfigError(f"run {self.run.run!r} is running with other text:{_listed(told)}")
-
-    async def other_texts(self) -> list[str]:
-        """A sentence for each source of which all other trainers read another text than we. Raises RemoteError."""
-        others = await self._others_read()
-        return [
-            self._other_text(key, min(others[key]))
-            for key, mine in sorted(self._corpus.items())
-            if others[key] and mine not in others[key]
-        ]
-
-    async def refuse_texts_of_few(self) -> None:
-        """Raise ConfigError if more trainers read another text than read ours. In a tie, the larger digest counts.
-
-        For trainers that start together, which compare before any of them has published its digests.
-        """
-        try:
-            others = await self._others_read()
-        except RemoteError:
-            return
-        told = []
-        for key, mine in sorted(self._corpus.items()):
-            count = others[key] + Counter([mine])
-            most = max(count, key=lambda digest: (count[digest], digest))
-            told += [self._other_text(key, most)] if most != mine else []
-        if told:
-            raise ConfigError(f"trainers of run {self.run.run!r} started together with other text:{_listed(told)}")
-
-    async def _others_read(self) -> dict[str, Counter[str]]:
-        """For each source, the digests of the texts that other trainers with our settings read, with their numbers."""
-        published = (await self.directory.published_settings()).training
-        published = [settings for settings in published if settings.shared == shared_text(self.run)]
-        return {key: Counter(s.corpus[key] for s in published if key in s.corpus) for key in self._corpus}
-
-    def _other_text(self, key: str, theirs: str) -> str:
-        path = {key: source.path for key, source in sources_of(self.run.data)}[key]
-        return (
-            f"{key}.path {path[:200]}: the text is not that of the other trainers (sha256 {self._corpus[key][:12]}... "
-            f"here, {theirs[:12]}... there); read the same text, or let the organizer set {key}.digest: any, "
-            "with which every trainer reads its own"
-        )
-
-    async def publish_settings(self) -> None:
-        """Publish our settings as a record of the run. Raises RemoteError."""
-        token = self._rpc.gate.token if self._rpc.gate is not None else b""
-        await self.directory.publish_settings(PublishedSettings(shared_text(self.run), self._corpus, token))
-
-    def carries(self) -> LineSpeeds:
-        """Rates of this peer's line: limits of the run file, else measured rates."""
-        limits, line = self.run.limits, self._host.line
-        up, down = limits.upload_mbit * BYTES_PER_MBIT, limits.download_mbit * BYTES_PER_MBIT
-        return LineSpeeds(
-            up or line.up.told_bytes_per_s(),
-            down or line.down.told_bytes_per_s(),
-            up_measured=not up,
-            down_measured=not down,
-            takes_inbound=self._host.takes_inbound,
-        )
+    def line_speeds(self) -> LineSpeeds:
+        """Rates of this peer's internet connection."""
+        return line_speeds(self.run, self._host)
 
     @cached_property
     def link_watch(self) -> LinkWatch:
         """Measures this peer's links for the conductor's network map. Run it once in a process."""
-        return LinkWatch(self.fingerprint, (self._host, self._rpc), self.clock, self.following, self.carries)
+        return LinkWatch(self.fingerprint, (self._host, self._rpc), self.clock, self.following, self.line_speeds)
 
     @cached_property
     def experts(self) -> ExpertDirectory:
@@ -255,32 +106,7 @@ class RunServices:
         `evaluation_grant`: returns the newest grant to evaluate.
         """
         papers = TrainerCredentials(self._host.id.text, grant_of, self._host.sign, evaluation_grant)
-        return DirectPipeline(self.run, self._rpc, self.clock, self, papers)
-
-    def linked(self, peer: PeerId) -> bool:
-        """True if calls reach `peer` without a dial: over an existing link, or because it is this peer itself."""
-        return peer == self._host.id or self._host.links.best(peer) is not None
-
-    def way(self, peer: PeerId) -> Way:
-        """The kind of the best link to `peer`, or "" if there is none."""
-        if peer == self._host.id:
-            return "direct"
-        link = self._host.links.best(peer)
-        return "" if link is None else "relay" if link.way == path_selection.PathKind.RELAYED else "direct"
-
-    def doubt(self, peer: PeerId) -> float:
-        """Check that `peer` is alive, because an answer is overdue. Returns the seconds since its last byte arrived."""
-        link = self._host.links.best(peer)
-        return 0.0 if link is None else link.doubt()
-
-    async def probe(self, peer: PeerId) -> None:
-        """Ping `peer`, connecting first if needed. Raises RemoteError if it does not answer within 8 s."""
-        if peer == self._host.id:
-            return
-        with trio.move_on_after(_PROBE_S):
-            await self._host.ping(peer)
-            return
-        raise Unreachable("it does not answer", peer)
+        return DirectPipeline(self.run, self._rpc, self.clock, self.links, papers)
 
     @cached_property
     def calls(self) -> StageCalls:

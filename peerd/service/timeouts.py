@@ -1,6 +1,6 @@
 """Table of the time limits of calls, waits and deadlines that are constants, each with the reason why it may be one.
 
-A time limit is wrong if a larger model, a slower line or more peers would reach it. So work that transfers bytes gets
+A time limit is wrong if a larger model, a slower network or more peers would reach it. So work that sends bytes gets
 extra seconds for its bytes, or ends only when the peer falls silent. A test reads the code. It fails if a constant that
 limits a time, or that is compared with elapsed time, has no row here, and if a plain number is used instead of a
 constant. Deadlines that a peer measures (averaging rounds, calls to stages and experts) are not constants and have no
@@ -22,7 +22,7 @@ REST: Final = "a pause after a failure or between two moves; it cancels nothing"
 COUNTS: Final = "how long an observation or a report counts; it cancels nothing"
 SHOWN: Final = "what is displayed or logged for the user, and how often; it cancels nothing"
 DOUBT: Final = "on timeout the peer is pinged, or another peer is asked too; a late answer is still accepted"
-LINE: Final = "for the measurement and use of a line's capacity; it cancels nothing"
+LINE: Final = "for the measurement and use of a connection's capacity; it cancels nothing"
 LEAST: Final = "the lower bound of a time that grows with measured times"
 LATER: Final = "affects only the plan; a slower peer continues, and counts once it serves"
 DOUBLES: Final = "doubles after each failed attempt"
@@ -178,7 +178,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.dht.dht.DIRECTORY_S": AGAIN,
     "peerd.service.dht.dht._WITHDRAW_S": LEAVING,
     "peerd.service.run_offer._ANSWER_S": SMALL,
-    "peerd.service.run_services._PROBE_S": SMALL,
+    "peerd.service.network.peer_links._PROBE_S": SMALL,
     "peerd.machine.dht.hot_keys._MINUTE_S": COUNTS,
     "peerd.machine.dht.publisher.RECORD_TTL_S": "a record is published again before it expires",
     "peerd.service.access._AGAIN_S": REST,
@@ -237,9 +237,9 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.machine.rebalance.ordered_moves._FAILED_S": REST,
     "peerd.machine.swarm.latecomers._LEAST_S": LEAST,
     "peerd.machine.swarm.latecomers._MOST_S": "members that are behind can still catch up with totals",
-    "peerd.machine.swarm.placement.CHOOSING_S": LATER,
-    "peerd.machine.swarm.placement.MOVE_AGAIN_S": REST,
-    "peerd.machine.swarm.placement.TAKING_S": LATER,
+    "peerd.machine.swarm.stage_choice.CHOOSING_S": LATER,
+    "peerd.machine.swarm.stage_choice.MOVE_AGAIN_S": REST,
+    "peerd.machine.swarm.stage_choice.TAKING_S": LATER,
     "peerd.service.conductor.conductor_client._REFRESH_S": PAUSE,
     "peerd.service.conductor.conductor_client._RETRY_S": PAUSE,
     "peerd.service.conductor.conductor_client._SUSPECT_MOST_S": REST,

@@ -111,7 +111,7 @@ def _store(sim: HeapSim, node: HeapNode, key: Key, ttl_s: float) -> int:
 def _schedule(
     plan: ChurnPlan, replace: Callable[[], None], look_up: Callable[[], None]
 ) -> Iterator[tuple[float, Callable[[], None]]]:
-    """Times and actions of both kinds, spread evenly, in order of time."""
+    """Times at which to call `replace` and `look_up`, each kind spread evenly, in order of time."""
     deaths = round(plan.replaced * plan.nodes)
     events = [(plan.seconds * (i + 0.5) / deaths, 0, replace) for i in range(deaths)]
     events += [(plan.seconds * (i + 0.5) / plan.lookups, 1, look_up) for i in range(plan.lookups)]

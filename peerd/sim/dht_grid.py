@@ -3,7 +3,7 @@
 In a DHT in its steady state, hosts announce their experts below each prefix of the first dimension, one record per host
 and prefix. A reader with an empty cache searches the best experts for each sample of a batch: it ranks the first
 coordinates and reads the prefixes of the best ones in one operation; prefixes without experts are replaced by the next
-in rank. The last dimension needs no look-up. Virtual time includes round trips and timeouts, but no hand-shakes and no
+in rank. The last dimension needs no look-up. Virtual time includes round trips and timeouts, but no handshakes and no
 computation.
 """
 
@@ -28,7 +28,7 @@ RUN = "benchmark"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridPlan:
-    """Plan of the experiment."""
+    """Size of the DHT and of the grids, and number of readers."""
 
     nodes: int = 1000
     sides: Sequence[int] = (32, 256)  # of square grids, each announced and read
@@ -42,7 +42,7 @@ class GridPlan:
 
 @dataclass(slots=True)
 class GridReport:
-    """Result for one grid."""
+    """Result of all readers' look-ups in one grid."""
 
     side: int
     cold_ms: list[float] = field(default_factory=list)  # time of each reader's batch

@@ -34,7 +34,7 @@ class HostilePlan:
 
 @dataclass(frozen=True, slots=True)
 class HostileReport:
-    """Result of the experiment."""
+    """Share of successful look-ups, peers asked per look-up, and the slowest look-up."""
 
     success: float
     asked_per_lookup: float

@@ -1,7 +1,7 @@
 """Fault injection at planned times: failing, stalled, slow and corrupting nodes, network partitions.
 
 Each function returns one `FaultPlan`; `inject` runs plans in a world. Corruption happens below encryption, as on a
-broken line. A peer that violates the protocol is a program of its own, not a fault.
+broken cable. A peer that violates the protocol is a program of its own, not a fault.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def stall(node: str, at_s: float, for_s: float) -> FaultPlan:
 
 
 def slow(node: str, at_s: float, line: SimLine, *, for_s: float | None = None) -> FaultPlan:
-    """Change a node's line at `at_s`, and restore its first line after `for_s` unless that is None."""
+    """Change a node's access line at `at_s`, and restore its first one after `for_s` unless that is None."""
 
     async def change(world: World) -> None:
         world.net.set_line(node, line)

@@ -202,7 +202,7 @@ class MemoryListener:
 
 
 class MemoryTransport:
-    """The Transport of the programs on one node."""
+    """The in-memory Transport that the programs on one node use."""
 
     def __init__(self, net: SimNet, node: SimNode) -> None:
         self._net = net
@@ -251,7 +251,7 @@ class MemoryTransport:
         link = MemoryLink(net, here, (to, back), (source, addr))
         other = MemoryLink(net, there, (back, to), (addr, source))
         link.join(other)
-        # The third packet of TCP's hand-shake creates the link at the other node, before any data arrives.
+        # The third packet of TCP's handshake creates the link at the other node, before any data arrives.
         to.floor_s = trio.current_time() + net.delay(here, there, 1)
         net.agenda.at(to.floor_s, lambda: listener.offer(other))
         net.trace.add(here.name, "connect", there.name)

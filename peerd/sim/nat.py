@@ -5,10 +5,10 @@
     lonely = internet.home("lonely", "symmetric", resets=True)   # its router answers unexpected packets with RST
 
 Each connection request (SYN) is a packet: it creates a mapping in the sender's router, and is passed, dropped or
-refused by the other router. Behind it, it meets a request in the other direction (both then become one connection), a
-listener, or nothing. Dials use the listening port unless that pair of endpoints is in use. Data is then sent as in
-`memory`. Not modelled: the expiry of mappings (`forget` removes all mappings of a home), and that a RST blocks a
-mapping briefly.
+refused by the other router. Behind that router it finds a request in the other direction (both then become one
+connection), a listener, or nothing. Dials use the listening port unless that pair of endpoints is in use. Data is then
+sent as in `memory`. Not modelled: the expiry of mappings (`forget` removes all mappings of a home), and that a RST
+blocks a mapping briefly.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SimRouter:
 
 
 class Internet:
-    """The homes of a simulated network."""
+    """Creates the homes (machines behind routers) of a simulated network."""
 
     def __init__(self, net: SimNet) -> None:
         self.net = net

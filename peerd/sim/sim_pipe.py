@@ -1,4 +1,4 @@
-"""Lines and pipes of the simulated network: access lines that serve pipes in turn, and one-way ordered pipes.
+"""Network lines and pipes of the simulated network: access lines that serve pipes in turn, and one-way ordered pipes.
 
 A pipe accepts segments from its writer while fewer than `window_bytes` are in flight or unread (back-pressure). It
 sends each through the source's uplink, the path's own line, if it has a rate, and the target's downlink, and delivers
@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class SimulatedLine:
-    """One direction of a line: sends one segment at a time, from each waiting pipe in turn.
+    """One direction of a network line: sends one segment at a time, from each waiting pipe in turn.
 
     Calls `begun(segment, start_s, end_s)` when a segment starts, and `done(segment)` at its end.
     """
@@ -220,7 +220,7 @@ class SimPipe(Generic[N]):
     # --- in flight ---
 
     def leave(self, segment: Segment, start_s: float, end_s: float) -> None:
-        """Schedule the segment's way over the path; the uplink sends it from `start_s` to `end_s`."""
+        """Schedule the segment's transit of the path; the uplink transmits it from `start_s` to `end_s`."""
         between = self.net.bottleneck(self.source, self.target)
         if between is None:
             self.cross(segment, start_s, end_s)
@@ -229,7 +229,7 @@ class SimPipe(Generic[N]):
         self.net.agenda.at(start_s, lambda: between.offer(segment))
 
     def cross(self, segment: Segment, start_s: float, end_s: float) -> None:
-        """Schedule the segment's arrival at the downlink; the line before sends it from `start_s` to `end_s`."""
+        """Schedule the segment's arrival at the downlink; the line before transmits it from `start_s` to `end_s`."""
         end_s = max(end_s, segment.complete_s)
         size = len(segment.data)
         first_s = max(start_s + self.net.delay(self.source, self.target, size), self.floor_s)

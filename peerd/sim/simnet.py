@@ -50,7 +50,7 @@ class SimPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetConfig:
-    """Properties of the whole network."""
+    """Settings of the whole simulated network."""
 
     window_bytes: int = 1 << 20  # per link and direction, in flight or unread; beyond this the writer waits
     dial_failure: float = 0.0  # probability that a dial fails although it could succeed

@@ -30,7 +30,7 @@ class TraceEvent:
 
 
 class Trace:
-    """The events of one run."""
+    """Records the events of one simulation run."""
 
     def __init__(self, keep: int = KEPT_EVENTS) -> None:
         self.counts: Counter[str] = Counter()  # events by kind

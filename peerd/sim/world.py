@@ -44,7 +44,7 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldConfig:
-    """The network, and the default line of nodes."""
+    """Settings of the network, and the default access line of nodes."""
 
     net: NetConfig = field(default_factory=NetConfig)
     line: Callable[[random.Random], SimLine] = lambda rng: SimLine()  # draws the line of a node without a given one

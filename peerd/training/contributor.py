@@ -140,7 +140,7 @@ class Contributor(Generic[T]):
     def answer_s(self) -> float:
         """Longest recent wait, in seconds, for the answer to a report with news.
 
-        It covers the last step and this one, because the lines are saturated for a part of each step.
+        It covers the last step and this one, because the links are saturated for a part of each step.
         """
         return max(self._longest_s)
 
@@ -151,7 +151,7 @@ class Contributor(Generic[T]):
         return 0 if self.leaving or self.complete else self._work.in_flight()
 
     def tell(self) -> None:
-        """Report news now: cancel a pending report that had none."""
+        """Report news at once: cancels a pending report without news, for which the conductor delays its answer."""
         self._dirty = True
         if self._idle is not None:
             self._idle.cancel()
@@ -321,6 +321,6 @@ class Contributor(Generic[T]):
         value = encode_progress(self._work.progress())
         try:
             await self._ctx.dht.put(progress_key(self._services.run.run), value, ttl_s=_RECORD_TTL_S)
-            await self._services.publish_settings()
+            await self._services.settings.publish()
         except RemoteError as error:
             self._ctx.log.event("dht.announce_failed", level="warning", reason=str(error))

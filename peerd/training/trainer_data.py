@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class TrainerData:
-    """The text that one trainer reads."""
+    """Reads the text of one trainer, and stores the position in it."""
 
     def __init__(self, ctx: RoleContext) -> None:
         assert ctx.run is not None

@@ -1,13 +1,12 @@
-"""One peer of the averaging benchmark: reads commands from stdin, one JSON object per line, and answers on stdout.
+"""One peer of the averaging benchmark, which runs the orders of its parent process.
 
-Started with `python -m benchmarks._averager ADDRESS [RANK COUNT STORE]`: it listens at ADDRESS; STORE is the rendezvous
-file of torch's gloo peers. Without RANK, COUNT and STORE it uses neither gloo nor torch, so that 25 peers fit on a
-small machine. Times are from the machine's monotonic clock, so that the parent can compare those of several peers.
+Arguments: ADDRESS [RANK COUNT STORE]. It listens at ADDRESS; STORE is the rendezvous file of torch's gloo peers.
+Without RANK, COUNT and STORE it uses neither gloo nor torch, so that 25 peers fit on a small machine. Times are from
+the machine's monotonic clock, so that the parent can compare those of several peers.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import trio
 
-from benchmarks._far import new_stack
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import Mbs, Prepare, Prepared
@@ -27,6 +25,7 @@ from peerd.net.host.host import Host
 from peerd.net.host.line_meter import LineMeter
 from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from scripts.benchmarks._remote_process import new_stack, obey, reply
 from tests.kit.declared import ANY
 
 if TYPE_CHECKING:
@@ -37,10 +36,6 @@ T = TypeVar("T")
 PART_BYTES = AveragingSection().part_bytes
 PATIENCE_S = 60.0
 ORDER = "bench/1/prepare"  # the method by which a conductor orders a round, as in training
-
-
-def say(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
 
 
 class ThreadWorker:
@@ -67,9 +62,9 @@ class Gloo:
         torch.set_num_threads(1)
         self._group.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count)
 
-    def sum(self, order: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
+    def sum(self, count: int) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
         """Run one all-reduce. Returns its begin and end, and the sum."""
-        vector = self._torch.ones(order["count"])
+        vector = self._torch.ones(count)
         self._group.barrier()
         begin = time.monotonic()
         self._group.all_reduce(vector)
@@ -91,40 +86,39 @@ class Averager:
         self._vector = self._total = np.empty(0, dtype=np.float32)
         self._feedbacks: dict[str, ErrorFeedback | None] = {}  # by code, for the current vectors
 
-    async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
-        if order["do"] == "meet":
-            return await self.meet(order)
-        if order["do"] == "make":
-            self._vector = np.ones(order["count"], dtype=np.float32)  # for the next rounds
-            self._feedbacks.clear()
-            return {}
-        if order["do"] == "gloo":
-            assert self._gloo is not None
-            answer, self._total = await trio.to_thread.run_sync(self._gloo.sum, order)
-            return answer
-        if order["do"] == "line":
-            line = self._host.line
-            return {"up": line.up.told_bytes_per_s(), "down": line.down.told_bytes_per_s()}
-        if order["do"] == "form":
-            return await self.form(bytes.fromhex(order["attempt"]))
-        if order["do"] == "check":
-            # Without temporary arrays, whose allocation would slow down the next round.
-            furthest = max(order["sum"] - self._total.min(), self._total.max() - order["sum"])
-            return {"right": bool(furthest < 0.05 * order["sum"])}
-        return await self.sum(order)
-
-    async def meet(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Connect to all peers. Of each pair, the one with the smaller id dials."""
-        for peer, addr in sorted(order["peers"].items()):
-            if peer > self._host.id.text:
-                await self._host.connect(PeerId.parse(peer), [parse_addr(addr)])
-        self._group = tuple(sorted(order["peers"]))
+    async def make(self, count: int) -> dict[str, Any]:
+        """Use a vector of ones of this length in the next rounds."""
+        self._vector = np.ones(count, dtype=np.float32)
+        self._feedbacks.clear()
         return {}
 
-    async def form(self, attempt: bytes) -> dict[str, Any]:
+    async def gloo(self, count: int) -> dict[str, Any]:
+        assert self._gloo is not None
+        answer, self._total = await trio.to_thread.run_sync(self._gloo.sum, count)
+        return answer
+
+    async def line(self) -> dict[str, Any]:
+        """Measured rates of the peer's line."""
+        line = self._host.line
+        return {"up": line.up.told_bytes_per_s(), "down": line.down.told_bytes_per_s()}
+
+    async def check(self, sum: float) -> dict[str, Any]:
+        """Compare with the expected sum, without temporary arrays, whose allocation would slow down the next round."""
+        furthest = max(sum - self._total.min(), self._total.max() - sum)
+        return {"right": bool(furthest < 0.05 * sum)}
+
+    async def meet(self, peers: dict[str, str]) -> dict[str, Any]:
+        """Connect to all peers. Of each pair, the one with the smaller id dials."""
+        for peer, addr in sorted(peers.items()):
+            if peer > self._host.id.text:
+                await self._host.connect(PeerId.parse(peer), [parse_addr(addr)])
+        self._group = tuple(sorted(peers))
+        return {}
+
+    async def form(self, attempt: str) -> dict[str, Any]:
         """As conductor: order a round of one element per member, and wait until all members have answered."""
         begin = time.monotonic()
-        order = Prepare(bytes(16), 1, 1, attempt, b"", list(self._group), Mbs(), 1, PATIENCE_S)
+        order = Prepare(bytes(16), 1, 1, bytes.fromhex(attempt), b"", list(self._group), Mbs(), 1, PATIENCE_S)
 
         async def tell(peer: str) -> None:
             await self._rpc.call(PeerId.parse(peer), ORDER, order, Prepared, timeout_s=PATIENCE_S)
@@ -140,20 +134,26 @@ class Averager:
         await self._averaging.sum(plan, np.ones(len(plan.group), dtype=np.float32), self._worker)
         return Answer(Prepared(True, Mbs(), []))
 
-    async def sum(self, order: dict[str, Any]) -> dict[str, Any]:
+    async def sum(
+        self,
+        attempt: str,
+        code: str,
+        at: float,
+        shares: dict[str, float] | None = None,
+        part_bytes: int = PART_BYTES,
+        s_per_byte: float = 0.0,
+    ) -> dict[str, Any]:
         """Run one round with all peers, which begins at the time `at` that the parent sets.
 
         `shares` are by peer, or equal if missing. `s_per_byte` is what a conductor sends if all lines are stated. A
         coded round uses error feedback, as in training; a vector of ones stays usable with it for more rounds.
         """
-        shares, size = order.get("shares"), order.get("part_bytes", PART_BYTES)
         split = tuple(shares[peer] for peer in self._group) if shares else None
-        s_per_byte = order.get("s_per_byte", 0.0)
         plan = AveragingPlan(
-            bytes.fromhex(order["attempt"]), self._group, size, PATIENCE_S, shares=split, s_per_byte=s_per_byte
+            bytes.fromhex(attempt), self._group, part_bytes, PATIENCE_S, shares=split, s_per_byte=s_per_byte
         )
-        feedback = self._feedback(order["code"])
-        await trio.sleep(max(0.0, order["at"] - time.monotonic()))
+        feedback = self._feedback(code)
+        await trio.sleep(max(0.0, at - time.monotonic()))
         if feedback is not None:
             await self._worker.run(lambda: feedback.begin(self._vector), name="add the residual")
         self._total = await self._averaging.sum(plan, self._vector, self._worker, feedback)
@@ -170,16 +170,14 @@ class Averager:
 async def main(address: str, *place: str) -> None:
     gloo = Gloo(int(place[0]), int(place[1]), place[2]) if place else None
     stack = new_stack()
-    read: Callable[[], str] = sys.stdin.readline
     async with trio.open_nursery() as nursery:
         await nursery.start(stack.run, [parse_addr(address)])
         nursery.start_soon(
             LineMeter(stack.host, lambda link: True).run
         )  # measure links in the lab, too, whose peers are in one network
         averager = Averager(stack.host, stack.rpc, gloo)
-        say({"peer": stack.host.id.text, "addr": str(stack.host.addrs()[0])})
-        while line := await trio.to_thread.run_sync(read):
-            say(await averager.obey(json.loads(line)))
+        reply(peer=stack.host.id.text, addr=str(stack.host.addrs()[0]))
+        await obey(averager)
         nursery.cancel_scope.cancel()
     if gloo is not None:
         gloo.close()

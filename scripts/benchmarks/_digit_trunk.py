@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._expert_swarm import flown
 from peerd.compute.experts.expert_mixture import mixed
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.trunk import TrunkModule
@@ -28,6 +27,7 @@ from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
 from peerd.training.trainer_data import TrainerData
 from roles.trainer import TrainerRole
+from scripts.benchmarks._expert_swarm import flown
 
 PIXELS, CLASSES = 64, 10
 

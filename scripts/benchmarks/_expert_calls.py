@@ -8,36 +8,30 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import torch
 import trio
-import yaml
 from multiaddr import Multiaddr
-from peerd_process import PeerdProcess
-from waiting import eventually
 
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.worker import DeviceWorker, use_threads
 from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Uid
-from peerd.core.keys import Keypair
 from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
-from peerd.net.clock import RealClock
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.experts.expert_client import ExpertClient
 from peerd.service.experts.expert_directory import ExpertDirectory
-from peerd.service.peer_stack import PeerStack, peer_stack
+from peerd.service.peer_stack import PeerStack
+from scripts.benchmarks._remote_process import new_stack
+from scripts.process_swarm import ProcessSwarm
 
 WIDTH: Final = 1024
 BATCH: Final = 64
 EXPERTS: Final = 8
 CALLERS: Final = (1, 8, 32)
-START_S: Final = 60.0
 
 
 def the_run() -> RunFile:
@@ -72,36 +66,17 @@ def local_rate(seconds: float) -> float:
 
 def remote_rates(seconds: float) -> dict[str, float]:
     """Batches per second, by number of callers."""
-    with tempfile.TemporaryDirectory(prefix="peerd-bench-") as text:
-        folder = Path(text)
-        file = folder / "run.yaml"
-        file.write_text(yaml.safe_dump(msgspec.to_builtins(the_run())))
-        host = PeerdProcess("host", folder, ["join", "--role", "expert", "--model", str(file)])
-        try:
-            address = _address(host)
-            return {str(count): trio.run(_measure, address, count, seconds) for count in CALLERS}
-        finally:
-            host.popen.terminate()
-            host.popen.wait(20)
-
-
-def _address(host: PeerdProcess) -> str:
-    """Wait until the host has all experts. Returns the address at which it listens."""
-
-    def hosts_all() -> bool:
-        roles: Sequence[dict[str, Any]] = host.status().get("roles") or [{}]
-        return host.popen.poll() is not None or (roles[0].get("hosted") or 0) >= EXPERTS
-
-    eventually(hosts_all, START_S)
-    addrs = (host.status().get("peer") or {}).get("addrs")
-    if not addrs:
-        raise RuntimeError(f"the host did not start:\n{host.said[-2000:]}")
-    return str(addrs[0])
+    with (
+        tempfile.TemporaryDirectory(prefix="peerd-bench-") as folder,
+        ProcessSwarm(Path(folder), msgspec.to_builtins(the_run())) as swarm,
+    ):
+        host = swarm.join("host", "expert")
+        swarm.until(lambda: (host.role().get("hosted") or 0) >= EXPERTS, "the host has not all experts")
+        return {str(count): trio.run(_measure, host.addr(), count, seconds) for count in CALLERS}
 
 
 async def _measure(address: str, callers: int, seconds: float) -> float:
-    clock = RealClock()
-    stack = peer_stack(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
+    stack = new_stack()
     async with trio.open_nursery() as nursery, DeviceWorker("cpu", threads=1) as worker:
         await nursery.start(stack.run, [], [Multiaddr(address)])
         rate = await _call(stack, worker, callers, seconds)

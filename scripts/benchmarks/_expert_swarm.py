@@ -9,18 +9,20 @@ from __future__ import annotations
 import random
 import statistics
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import trio
 from torch import Tensor
 
-from benchmarks._report import Figure
-from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.trunk import TrunkModule
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.core.errors import Refused
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import (
@@ -36,17 +38,19 @@ from peerd.core.run.runfile import (
 )
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
-from peerd.sim.programs import swarm
+from peerd.sim.clock import run_virtual
 from peerd.sim.simnet import SimLine
-from peerd.sim.world import World, WorldConfig
 from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
+from scripts.benchmarks._report import Figure, Report
+from scripts.benchmarks._virtual_pipeline import booted
 from tests.kit.local_experts import LocalExperts
 from tests.worlds.roles.virtualroles import Roles
 
 FAILING = 0.1  # share of the requests to experts that fail
 HOSTS, TRAINERS, LAYERS = 4, 4, 2
 GRIDS = {4: [4], 16: [4, 4], 64: [8, 8]}
+LOOKS = 20  # evaluations
 TAIL = 5  # last evaluations, whose mean is the final result
 ADAM: dict[str, Any] = {"name": "adamw", "beta1": 0.0, "beta2": 0.99}  # no momentum, since stale gradients act like it
 
@@ -78,26 +82,54 @@ class Rates:
     microbatch: int
 
 
-def run_of(name: str, grid: Sequence[int], weather: Weather, rates: Rates, **sections: Any) -> RunFile:
-    """A run with an asynchronous trunk. `sections` are its model, data and `experts`; the rest is the same for all."""
-    experts = sections.pop("experts")
-    each = experts | {"grid": list(grid), "grace_s": 1.0, "checkpoint_updates": 1 << 20, "checkpoint_s": 3600.0}
-    places = 1
-    for side in grid:
-        places *= side
-    return RunFile(
-        run=name,
-        pipeline=PipelineSection(microbatch=rates.microbatch),
-        optimizer=OptimizerSection(**ADAM, lr=rates.trunk, trunk="asynchronous"),
-        batch=BatchSection(target_samples=8 * rates.microbatch),
-        evaluate=EvaluateSection(every_steps=0),
-        checkpoint=CheckpointSection(every_steps=0),
-        experts=ExpertsSection(**each, optimizer=ExpertOptimizerSection(**ADAM, lr=rates.experts)),
-        limits=LimitsSection(
-            experts=2 * LAYERS * places // HOSTS, microbatches_in_flight=weather.in_flight // TRAINERS
-        ),
-        **sections,
-    )
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """One mixture under given conditions. `microbatches` counts those of all trainers together."""
+
+    experts: int  # of each layer
+    weather: Weather
+    microbatches: int
+    seed: int = 1
+
+    def run(self, name: str, rates: Rates, experts: dict[str, Any], **sections: Any) -> RunFile:
+        """A run with an asynchronous trunk. `sections` are its model and data; the rest is the same for all."""
+        each = experts | {"grid": GRIDS[self.experts], "grace_s": 1.0}
+        each |= {"checkpoint_updates": 1 << 20, "checkpoint_s": 3600.0}
+        hosted, in_flight = 2 * LAYERS * self.experts // HOSTS, self.weather.in_flight // TRAINERS
+        return RunFile(
+            run=name,
+            seed=self.seed,
+            pipeline=PipelineSection(microbatch=rates.microbatch),
+            optimizer=OptimizerSection(**ADAM, lr=rates.trunk, trunk="asynchronous"),
+            batch=BatchSection(target_samples=8 * rates.microbatch),
+            evaluate=EvaluateSection(every_steps=0),
+            checkpoint=CheckpointSection(every_steps=0),
+            experts=ExpertsSection(**each, optimizer=ExpertOptimizerSection(**ADAM, lr=rates.experts)),
+            limits=LimitsSection(experts=hosted, microbatches_in_flight=in_flight),
+            **sections,
+        )
+
+    def learn(self, run: RunFile, judge: Judge, trainer: type[TrainerRole] = TrainerRole) -> Curve:
+        """Train in virtual time."""
+        with tempfile.TemporaryDirectory() as folder:
+            found = ExpertSwarm(run, self.weather, Path(folder), judge, trainer)
+            return run_virtual(found.learn, self.microbatches, min(LOOKS, self.microbatches), seed=self.seed)
+
+
+def learned(curve: Callable[[Mixture], Curve], mixtures: Sequence[Mixture]) -> dict[Mixture, Curve]:
+    """Curves of all mixtures, computed in two processes."""
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        return dict(zip(mixtures, pool.map(curve, mixtures), strict=True))
+
+
+def report(title: str, sections: Sequence[Sequence[Figure]], curves: Mapping[Mixture, Curve]) -> Report:
+    """The figures and, as more keys, the curves."""
+    extra = {
+        "curves": {f"{one.experts} {one.weather.text}": [found.at, found.values] for one, found in curves.items()},
+        "microbatches": next(iter(curves)).microbatches,
+    }
+    note = "in virtual time: real roles, hosts, directory and calls; a tenth of the requests to experts is refused"
+    return Report(title, sections, note, extra)
 
 
 class FailingRpc:
@@ -163,9 +195,7 @@ class ExpertSwarm:
         """Train until the trainers together have finished `microbatches`, with `looks` evaluations, shown on stderr."""
         round_trip_s = self.weather.delay_s / (2 * LAYERS)
         near, far = SimLine(latency_s=0.0025), SimLine(latency_s=round_trip_s / 2, jitter_s=round_trip_s / 10)
-        async with World(self.run.seed, swarm(), WorldConfig()).running() as world:
-            boot = await world.start("boot", line=near)
-            world.bootstrap.append(boot.full_addr)
+        async with booted(self.run.seed, near) as world:
             for number in range(HOSTS):
                 await world.start(f"host{number}", line=far, program=self.roles.program(FailingHost))
             whole = LAYERS * len(self._places())

@@ -1,12 +1,11 @@
 """The receiving process of the transport benchmark: receives bytes in three ways, echoes, and answers calls.
 
-Started with `python -m benchmarks._far`. It prints one JSON line with the addresses at which it listens, and ends when
-stdin is closed. After each bulk transfer it sends the CPU seconds that this process spent on it.
+It prints one JSON line with the addresses at which it listens, and ends when stdin is closed. After each bulk transfer
+it sends the CPU seconds that this process spent on it.
 """
 
 from __future__ import annotations
 
-import json
 import struct
 import sys
 import time
@@ -17,15 +16,9 @@ import trio
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
 from peerd.core.addr import parse_addr
-from peerd.core.keys import Keypair
-from peerd.core.messages.encoding import Message
-from peerd.net.clock import RealClock
 from peerd.net.link.cpu import has_aes
 from peerd.net.link.stream import Stream
-from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.service.peer_stack import PeerStack, peer_stack
-from peerd.service.rpc.rpc import Answer, Incoming
-from tests.kit.declared import ANY
+from scripts.benchmarks._remote_process import new_stack, reply, serve_echo
 
 READ_BYTES = 1 << 18  # most that a receiver reads at once
 FRAME_BYTES = 65535  # a Noise frame without its two bytes of length
@@ -36,18 +29,7 @@ SPENT = struct.Struct(">d")
 NONCE = struct.Struct("<4xQ")
 CIPHER = AESGCM if has_aes() else ChaCha20Poly1305  # the cipher that peerd's links use on this machine
 KEY = bytes(32)
-SINK, ECHO = "/peerd-bench/sink/1", "/peerd-bench/echo/1"
-
-
-class Blob(Message, frozen=True):
-    """A small body for calls."""
-
-    data: bytes
-
-
-def new_stack() -> PeerStack:
-    clock = RealClock()
-    return peer_stack(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
+SINK, ECHO_STREAM = "/peerd-bench/sink/1", "/peerd-bench/echo/1"
 
 
 # --- plain TCP -----------------------------------------------------------------------------------------------------
@@ -107,20 +89,16 @@ async def peerd_echo(stream: Stream) -> None:
         await stream.send(data)
 
 
-async def answer(call: Incoming[Blob]) -> Answer[Blob]:
-    return Answer(call.body)
-
-
 async def main() -> None:
     stack = new_stack()
     stack.host.handle(SINK, peerd_sink)
-    stack.host.handle(ECHO, peerd_echo)
+    stack.host.handle(ECHO_STREAM, peerd_echo)
     async with trio.open_nursery() as nursery:
         await nursery.start(stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
-        stack.rpc.serve("bench/1/echo", Blob, answer, declared=ANY)
+        serve_echo(stack.rpc)
         ports = {"sink": raw_sink, "echo": raw_echo, "frames": frame_sink}
         places = {name: await listen(serve, nursery) for name, serve in ports.items()}
-        print(json.dumps({**places, "peerd": str(stack.host.addrs()[0])}), flush=True)
+        reply(**places, peerd=str(stack.host.addrs()[0]))
         await trio.to_thread.run_sync(sys.stdin.buffer.read)
         nursery.cancel_scope.cancel()
 

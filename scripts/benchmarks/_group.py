@@ -11,27 +11,27 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks._told import Start, Told
+from scripts.benchmarks._remote_process import RemoteProcess, Start, module
 
 LEAD_S = 0.05  # from an order to the common start time
 
 
-class Peer(Told):
+class Peer(RemoteProcess):
     """The process of one peer."""
 
     def __init__(self, start: Start, *arguments: str) -> None:
-        super().__init__(start, "_averager", *arguments)
+        super().__init__(start, module("_averager", *arguments))
 
 
 def ask(members: Sequence[Peer], **order: Any) -> list[dict[str, Any]]:
     for peer in members:
-        peer.tell(**order)
-    return [peer.hear() for peer in members]
+        peer.order(**order)
+    return [peer.answer() for peer in members]
 
 
 def met(members: Sequence[Peer]) -> list[str]:
     """Connect all members with each other. Returns their peer ids, in the same order."""
-    found = [peer.hear() for peer in members]
+    found = [peer.answer() for peer in members]
     ask(members, do="meet", peers={each["peer"]: each["addr"] for each in found})
     return [each["peer"] for each in found]
 

@@ -13,10 +13,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lab import Kind, Unexpected, WideHost, WideLab
-from waiting import eventually
-
-from benchmarks._told import Told
+from scripts.benchmarks._remote_process import RemoteProcess, module
+from scripts.lab import Kind, Unexpected, WideHost, WideLab
+from scripts.waiting import eventually
 
 KINDS: dict[str, Kind] = {
     "public": "none",
@@ -66,21 +65,17 @@ class Member:
     """A peer in the lab, its host and its process."""
 
     host: WideHost
-    told: Told
+    process: RemoteProcess
     peer: str  # its id
 
-    def ask(self, **order: Any) -> dict[str, Any]:
-        self.told.tell(**order)
-        return self.told.hear()
-
     def where(self) -> dict[str, Any]:
-        return self.ask(do="where")
+        return self.process.ask(do="where")
 
 
-def started(host: WideHost, known: Sequence[str], *, relay: bool = False, dht: bool = False) -> Told:
+def started(host: WideHost, known: Sequence[str], *, relay: bool = False, dht: bool = False) -> RemoteProcess:
     """Start a peer that listens on all addresses of `host`. The caller must read its first answer."""
     kind = ("relay" if relay else "leaf", "dht" if dht else "alone")
-    return Told(host.popen, "_reach_peer", f"/ip4/0.0.0.0/tcp/{PORT}", *kind, *known)
+    return RemoteProcess(host.popen, module("_reach_peer", f"/ip4/0.0.0.0/tcp/{PORT}", *kind, *known))
 
 
 class Swarm:
@@ -93,15 +88,15 @@ class Swarm:
         self.members: dict[str, Member] = {}
         for number in range(relays):
             host = lab.host(f"relay{number}")
-            told = started(host, self.known, relay=True, dht=dht)
-            relay = Member(host, told, told.hear()["peer"])
+            process = started(host, self.known, relay=True, dht=dht)
+            relay = Member(host, process, process.answer()["peer"])
             self.relays.append(relay)
             self.known.append(f"/ip4/{host.ip}/tcp/{PORT}/p2p/{relay.peer}")
 
     def add(self, hosts: Mapping[str, WideHost]) -> None:
         """Start a peer on each host, and wait until all have started."""
         fresh = {name: started(host, self.known, dht=self._dht) for name, host in hosts.items()}
-        self.members.update({name: Member(hosts[name], told, told.hear()["peer"]) for name, told in fresh.items()})
+        self.members.update({name: Member(hosts[name], each, each.answer()["peer"]) for name, each in fresh.items()})
 
     def settled(
         self, names: Sequence[str] = (), most_s: float = SETTLED_S, relays: Container[str] | None = None
@@ -124,12 +119,12 @@ class Swarm:
         """Make `caller` call `called` periodically from now on."""
         there = self.members[called].where()
         order = {"period_s": period_s, "timeout_s": timeout_s}
-        self.members[caller].ask(do="chat", peer=there["peer"], addrs=there["addrs"], **order)
+        self.members[caller].process.ask(do="chat", peer=there["peer"], addrs=there["addrs"], **order)
 
     def chats(self, pair: tuple[str, str], since_s: float) -> list[tuple[float, float, str | None]]:
         """The finished calls of a pair that began after `since_s` (monotonic clock), as (began, took, error)."""
         caller, called = pair
-        found = self.members[caller].ask(do="chats", peer=self.members[called].peer)["chats"]
+        found = self.members[caller].process.ask(do="chats", peer=self.members[called].peer)["chats"]
         return [(began, took, error) for began, took, error in found if began >= since_s]
 
     def way_within(self, one: str, other: str, ways: Container[str], most_s: float) -> bool:
@@ -141,11 +136,11 @@ class Swarm:
         """Let these pairs (caller, called, best path) meet concurrently."""
         for caller, called, wanted in pairs:
             there = self.members[called].where()
-            self.members[caller].told.tell(
+            self.members[caller].process.order(
                 do="meet", peer=there["peer"], addrs=there["addrs"], best=wanted, patience_s=PATIENCE_S
             )
         return [
-            meeting(self.members[caller].told.hear(), self.members[called].where(), self.members[caller], wanted)
+            meeting(self.members[caller].process.answer(), self.members[called].where(), self.members[caller], wanted)
             for caller, called, wanted in pairs
         ]
 

@@ -11,12 +11,10 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from lab import WideLab
-
-from benchmarks._swarm import busy_s
-from benchmarks._told import Told, cpu_s
+from scripts.benchmarks._remote_process import RemoteProcess, module
+from scripts.lab import WideLab
+from scripts.process_usage import others_s
 
 RATE_MBIT = 500
 FOUND_S = 3.0  # from when on the rate counts
@@ -51,15 +49,16 @@ def crossed(rtt_ms: float, seconds: float = 12.0, first_calls: int = 5) -> Ocean
     """Build a lab with lines of this round-trip time, and measure."""
     with WideLab(up_mbit=RATE_MBIT, down_mbit=RATE_MBIT, delay_ms=rtt_ms / 4, queue_ms=QUEUE_MS) as lab:
         near, far = (lab.host(name) for name in ("near", "far"))
-        server = Told(far.popen, "_ocean_peer", f"/ip4/{far.ip}/tcp/{PORT}")
-        client = Told(near.popen, "_ocean_peer", f"/ip4/{near.ip}/tcp/{PORT}")
-        addr = server.hear()["addr"]
-        client.hear()
-        calls = [asked(client, do="call", addr=addr)["seconds"] for _ in range(first_calls)]
-        before, began = others_s(server, client, lab), time.monotonic()
-        found = asked(client, do="bulk", addr=addr, seconds=seconds)
+        server = RemoteProcess(far.popen, module("_ocean_peer", f"/ip4/{far.ip}/tcp/{PORT}"))
+        client = RemoteProcess(near.popen, module("_ocean_peer", f"/ip4/{near.ip}/tcp/{PORT}"))
+        addr = server.answer()["addr"]
+        client.answer()
+        calls = [client.ask(do="call", addr=addr)["seconds"] for _ in range(first_calls)]
+        own = [server.pid, client.pid, *lab.wan.pids()]
+        before, began = others_s(own), time.monotonic()
+        found = client.ask(do="bulk", addr=addr, seconds=seconds)
         rule = near.congestion_control
-        others = (others_s(server, client, lab) - before) / (time.monotonic() - began) / (os.cpu_count() or 1)
+        others = (others_s(own) - before) / (time.monotonic() - began) / (os.cpu_count() or 1)
     marks = [(at, total) for at, total in found["marks"] if at <= seconds]
     shares = [share(marks, at, at + 1.0) for at in whole_seconds(marks)]
     return Ocean(
@@ -72,16 +71,6 @@ def crossed(rtt_ms: float, seconds: float = 12.0, first_calls: int = 5) -> Ocean
         others,
         rule,
     )
-
-
-def others_s(server: Told, client: Told, lab: WideLab) -> float:
-    """Processor time that the machine has spent on everything except the processes of the benchmark."""
-    return busy_s() - server.cpu_s() - client.cpu_s() - sum(map(cpu_s, lab.wan.pids()))
-
-
-def asked(peer: Told, **order: Any) -> dict[str, Any]:
-    peer.tell(**order)
-    return peer.hear()
 
 
 def whole_seconds(marks: Sequence[tuple[float, int]]) -> list[float]:

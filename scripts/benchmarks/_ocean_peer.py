@@ -18,15 +18,10 @@ import trio
 
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.ids import PeerId
-from peerd.core.keys import Keypair
-from peerd.core.messages.encoding import Message
-from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.link.stream import Stream
-from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.service.peer_stack import peer_stack
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
-from tests.kit.declared import ANY
+from peerd.service.rpc.rpc import Rpc
+from scripts.benchmarks._remote_process import ECHO, Blob, new_stack, obey, reply, serve_echo
 
 CALL_BYTES = 100
 WRITE_BYTES = 1 << 20
@@ -34,13 +29,7 @@ READ_BYTES = 1 << 18
 MARK_S = 0.25  # between two marks of the bytes received
 QUIET_S = 3.0  # of a bulk transfer, before the calls begin
 PAUSE_S = 0.1  # between calls
-SINK, CALL = "/peerd-bench/marks/1", "bench/1/echo"
-
-
-class Blob(Message, frozen=True):
-    """A small body for calls."""
-
-    data: bytes
+SINK = "/peerd-bench/marks/1"
 
 
 async def sink(stream: Stream) -> None:
@@ -56,19 +45,14 @@ async def sink(stream: Stream) -> None:
     await stream.send(json.dumps(marks).encode())
 
 
-async def echo(call: Incoming[Blob]) -> Answer[Blob]:
-    return Answer(call.body)
-
-
 @asynccontextmanager
 async def peer(*listen: str) -> AsyncIterator[tuple[Host, Rpc]]:
     """Context with a host that has a new identity."""
-    clock = RealClock()
-    stack = peer_stack(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
+    stack = new_stack()
     stack.host.handle(SINK, sink)
     async with trio.open_nursery() as nursery:
         await nursery.start(stack.run, [parse_addr(addr) for addr in listen])
-        stack.rpc.serve(CALL, Blob, echo, declared=ANY)
+        serve_echo(stack.rpc)
         yield stack.host, stack.rpc
         nursery.cancel_scope.cancel()
 
@@ -82,38 +66,8 @@ def known(host: Host, addr: str) -> PeerId:
 
 async def call_s(rpc: Rpc, there: PeerId) -> float:
     began = time.perf_counter()
-    await rpc.call(there, CALL, Blob(os.urandom(CALL_BYTES)), Blob, timeout_s=30)
+    await rpc.call(there, ECHO, Blob(os.urandom(CALL_BYTES)), Blob, timeout_s=30)
     return time.perf_counter() - began
-
-
-async def first_call(addr: str) -> dict[str, Any]:
-    async with peer() as (host, rpc):
-        return {"seconds": await call_s(rpc, known(host, addr))}
-
-
-async def bulk(addr: str, seconds: float) -> dict[str, Any]:
-    """Send for `seconds`. Returns the receiver's marks, and the seconds of the calls made meanwhile."""
-    taken: list[float] = []
-    async with peer() as (host, rpc):
-        there = known(host, addr)
-        await call_s(rpc, there)
-        stream = await host.open_stream(there, SINK)
-        began = trio.current_time()
-
-        async def calls() -> None:
-            await trio.sleep(QUIET_S)
-            while trio.current_time() < began + seconds:
-                taken.append(await call_s(rpc, there))
-                await trio.sleep(PAUSE_S)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(calls)
-            data = os.urandom(WRITE_BYTES)
-            while trio.current_time() < began + seconds:
-                await stream.send(data)
-            await stream.close_write()
-        marks = json.loads(await received(stream))
-    return {"marks": marks, "calls": taken}
 
 
 async def received(stream: Stream) -> bytes:
@@ -123,17 +77,42 @@ async def received(stream: Stream) -> bytes:
     return b"".join(parts)
 
 
-async def obey(order: dict[str, Any]) -> dict[str, Any]:
-    if order["do"] == "call":
-        return await first_call(order["addr"])
-    return await bulk(order["addr"], order["seconds"])
+class LongLinePeer:
+    """Orders of the benchmark."""
+
+    async def call(self, addr: str) -> dict[str, Any]:
+        async with peer() as (host, rpc):
+            return {"seconds": await call_s(rpc, known(host, addr))}
+
+    async def bulk(self, addr: str, seconds: float) -> dict[str, Any]:
+        """Send for `seconds`. Returns the receiver's marks, and the seconds of the calls made meanwhile."""
+        taken: list[float] = []
+        async with peer() as (host, rpc):
+            there = known(host, addr)
+            await call_s(rpc, there)
+            stream = await host.open_stream(there, SINK)
+            began = trio.current_time()
+
+            async def calls() -> None:
+                await trio.sleep(QUIET_S)
+                while trio.current_time() < began + seconds:
+                    taken.append(await call_s(rpc, there))
+                    await trio.sleep(PAUSE_S)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(calls)
+                data = os.urandom(WRITE_BYTES)
+                while trio.current_time() < began + seconds:
+                    await stream.send(data)
+                await stream.close_write()
+            marks = json.loads(await received(stream))
+        return {"marks": marks, "calls": taken}
 
 
 async def main(listen: str) -> None:
     async with peer(listen) as (host, _):
-        print(json.dumps({"addr": str(host.addrs()[0])}), flush=True)
-        while line := await trio.to_thread.run_sync(sys.stdin.readline):
-            print(json.dumps(await obey(json.loads(line))), flush=True)
+        reply(addr=str(host.addrs()[0]))
+        await obey(LongLinePeer())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Draws the world-wide case before and after planning: the devices of each city in each stage, as SVG on stdout.
 
-cd scripts && python -m benchmarks._placement_picture > ../peerd/machine/placement/world-wide.svg
+python -m scripts.benchmarks._placement_picture > peerd/machine/placement/world-wide.svg
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from random import Random
 
-from benchmarks._placement_cases import CITIES, STAGES, cases
-from benchmarks.placement import SEED
 from peerd.machine.placement.cost import PlacementCost
 from peerd.machine.placement.problem import PlacementProblem, StagePlacement
 from peerd.machine.placement.search import SearchOptions, plan
 from peerd.machine.placement.starts import random_placement
+from scripts.benchmarks._placement_cases import CITIES, STAGES, cases
+from scripts.benchmarks.placement import SEED
 from tests.worlds.machines.placements import arranged
 
 CELL, LEFT, TOP, GAP = 26, 70, 60, 60

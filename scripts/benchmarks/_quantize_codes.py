@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks._quantize_cpu import Figures, Way, median_seconds, values
 from peerd.compute.codec import lossless
 from peerd.compute.codec.frames import decode, encode
 from peerd.compute.codec.policy import CodingPlan, PackingSpeed
 from peerd.compute.tensors import dtype_name
 from peerd.core.blockwise import CODES
+from scripts.benchmarks._quantize_cpu import Figures, Way, median_seconds, values
 
 BLOCK, OUTLIER = 64, 100.0  # one value of each BLOCK is OUTLIER times as large
 ERRORS = (

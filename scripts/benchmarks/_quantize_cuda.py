@@ -7,20 +7,27 @@ launch overhead does not count. The candidates take turns, and the median round 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
+import trio
 from torch import Tensor
 
-from benchmarks import _quantize_beside as beside
-from benchmarks._quantize_cpu import CALLS_PER_BATCH, Coded, Way, all_codes, over_copy
-from benchmarks._quantize_cpu import median_seconds as host_seconds
+from peerd.compute.codec.async_codec import AsyncCodec
 from peerd.compute.kernels import ops
+from peerd.compute.worker import DeviceWorker
 from peerd.core.blockwise import CODES
+from peerd.core.frame import TensorFrame
+from peerd.core.run.runfile import BoundarySection
+from scripts.benchmarks._quantize_cpu import CALLS_PER_BATCH, Coded, Way, all_codes, over_copy
+from scripts.benchmarks._quantize_cpu import median_seconds as host_seconds
 
 BESIDE = ("none", "bf16", "dynamic8")
+WIDTH: Final = 6144  # of the product, which takes some milliseconds in single precision
+VALUES: Final = 4 << 20  # that are encoded: 16 MiB
 
 
 def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
@@ -35,7 +42,7 @@ def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
         **rates(torch.randn(count, device=device), rounds, repeats),
         "bf16": rates(torch.randn(count, device=device, dtype=torch.bfloat16), rounds, repeats),
         "call_us": call_us(device, rounds),
-        "beside_computing": beside.measured(BESIDE, rounds),
+        "beside_computing": beside_computing(BESIDE, rounds),
     }
 
 
@@ -94,3 +101,76 @@ def median_seconds(ways: Mapping[str, Way], rounds: int, repeats: int) -> dict[s
             if number:
                 took[name].append(begin.elapsed_time(end) / 1000 / repeats)
     return {name: statistics.median(times) for name, times in took.items()}
+
+
+# --- beside computing -------------------------------------------------------------------------------------------------
+def beside_computing(
+    codes: tuple[str, ...], rounds: int, device: str = "cuda", width: int = WIDTH
+) -> dict[str, dict[str, float]]:
+    """Milliseconds, by code: of a matrix product, of encoding, of decoding, and of a product while the last one's
+    result is encoded and copied to the host (`both_ms`), by a stage peer's worker and codec. With a single CUDA stream,
+    the times would add up.
+    """
+    return {code: trio.run(_of_code, code, rounds, device, width) for code in codes}
+
+
+async def _of_code(code: str, rounds: int, name: str, width: int) -> dict[str, float]:
+    async with (
+        DeviceWorker(name) as device,
+        DeviceWorker("coding", threads=1) as coding,
+        trio.open_nursery() as nursery,
+    ):
+        coder = AsyncCodec(coding, BoundarySection(code=code), name)  # type: ignore[arg-type]
+        await nursery.start(coder.run)
+        scene = _Scene(device, coder, width)
+        await scene.prepare()
+        ways: dict[str, Callable[[], Awaitable[object]]] = {
+            "compute_ms": scene.product,
+            "encode_ms": partial(scene.encode, scene.values),
+            "decode_ms": partial(coder.decode, [scene.frame], ["values"]),
+        }
+        found = {name: await _ms_of(way, rounds) for name, way in ways.items()}
+        began = time.perf_counter()
+        async with trio.open_nursery() as beside:
+            for _ in range(rounds):
+                beside.start_soon(scene.encode, await scene.product())
+        found["both_ms"] = 1e3 * (time.perf_counter() - began) / rounds
+        nursery.cancel_scope.cancel()
+    return found
+
+
+async def _ms_of(way: Callable[[], Awaitable[object]], rounds: int) -> float:
+    began = time.perf_counter()
+    for _ in range(rounds):
+        await way()
+    return 1e3 * (time.perf_counter() - began) / rounds
+
+
+class _Scene:
+    """A matrix, values that depend on its product, and their encoded frame."""
+
+    values: Tensor
+    frame: TensorFrame
+
+    def __init__(self, device: DeviceWorker, coder: AsyncCodec, width: int) -> None:
+        self._device, self._coder, self._width = device, coder, width
+
+    async def prepare(self) -> None:
+        """Create the tensors, and run each operation once, so that one-time costs are not measured."""
+        name, width = self._device.device, self._width
+        self._factor = await self._device.run(lambda: torch.randn(width, width, device=name), name="a factor")
+        self._values = await self._device.run(lambda: torch.randn(VALUES, device=name), name="values")
+        self.values = await self.product()
+        self.frame = await self.encode(self.values)
+        await self._coder.decode([self.frame], ["values"])
+
+    async def product(self) -> Tensor:
+        return await self._device.run(lambda: self._values + (self._factor @ self._factor)[0, 0], name="a product")
+
+    async def encode(self, values: Tensor) -> TensorFrame:
+        """Encode values, and wait for the whole frame."""
+        frame = await self._coder.encode(values, name="values")
+        ready, at = frame.ready, 0
+        while ready is not None and at < memoryview(frame.payload).nbytes:
+            at = await ready.more(at)
+        return frame

@@ -13,7 +13,6 @@ addresses of running peers. Orders, one per line:
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -27,41 +26,22 @@ from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.keys import Keypair
-from peerd.core.messages.encoding import Message
 from peerd.machine.connectivity.path_selection import PathKind
-from peerd.net.clock import RealClock
-from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.service.peer_stack import peer_stack
-from peerd.service.rpc.rpc import Answer, Incoming
-from tests.kit.declared import ANY
+from scripts.benchmarks._remote_process import ECHO, Blob, new_stack, obey, reply, serve_echo
 
-ECHO = "bench/1/echo"
 PAYLOAD_BYTES = 20_000
 CALL_S = 10.0
 LOOK_S = 0.01  # between checks of the link's kind
-
-
-class Blob(Message, frozen=True):
-    """A body for calls."""
-
-    data: bytes
-
-
-async def echo(call: Incoming[Blob]) -> Answer[Blob]:
-    return Answer(call.body)
 
 
 class Leaf:
     """One peer, which runs orders."""
 
     def __init__(self, *, relay: bool, dht: bool) -> None:
-        clock = RealClock()
-        keypair = Keypair.generate(clock.secure_bytes)
-        self.stack = peer_stack(keypair, clock, [TcpTransport()])
+        self.stack = stack = new_stack()
         self.host, self.rpc, self._joins = self.stack.host, self.stack.rpc, dht
         net = (self.rpc, self.stack.dht if dht else None)
-        self.ways = Connectivity(self.host, net, clock, keypair, ConnectivityConfig(relay=relay))
+        self.ways = Connectivity(self.host, net, stack.clock, stack.keypair, ConnectivityConfig(relay=relay))
         self._chats: dict[PeerId, list[tuple[float, float, str | None]]] = {}
 
     async def run(self, listen: str, known: Sequence[str]) -> None:
@@ -69,14 +49,12 @@ class Leaf:
             self._nursery = nursery
             bootstrap = [parse_addr(addr) for addr in known] if self._joins else None
             await nursery.start(self.stack.run, [parse_addr(listen)], bootstrap)
-            self.rpc.serve(ECHO, Blob, echo, declared=ANY)
+            serve_echo(self.rpc)
             await nursery.start(self.ways.run)
             for addr in known:
                 await self.host.connect_addr(parse_addr(addr))
-            print(json.dumps(await self.where()), flush=True)
-            while line := await trio.to_thread.run_sync(sys.stdin.readline):
-                order = json.loads(line)
-                print(json.dumps(await getattr(self, order.pop("do"))(**order)), flush=True)
+            reply(**await self.where())
+            await obey(self)
             nursery.cancel_scope.cancel()
 
     async def where(self) -> dict[str, Any]:

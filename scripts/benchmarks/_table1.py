@@ -19,12 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lab import Lab, why_not
-
-from benchmarks._group import Peer, ask, met, round_s
-from benchmarks._report import Figure
-from benchmarks._swarm import busy_s
 from peerd.machine.averaging.shares import MemberLine, bound_s_per_byte, shares
+from scripts.benchmarks._group import Peer, ask, met, round_s
+from scripts.benchmarks._report import Figure
+from scripts.lab import Lab, why_not
+from scripts.process_usage import cpu_s, others_s
 
 VALUES = 1_770_000  # float32
 PART_BYTES = (1 << 20) // 10
@@ -76,8 +75,8 @@ class Spent:
 
     @classmethod
     def now(cls, peers: Sequence[Peer]) -> Spent:
-        own_s = sum(peer.cpu_s() for peer in peers)
-        return cls(own_s, busy_s() - own_s)
+        own = [peer.pid for peer in peers]
+        return cls(sum(map(cpu_s, own)), others_s(own))
 
 
 Row = dict[str, Cell]  # by way

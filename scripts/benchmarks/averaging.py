@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks._group import Peer, ask, gloo_s, group_s, met, round_s
-from benchmarks._report import Figure, Report
-from benchmarks._table1 import table1
+from scripts.benchmarks._group import Peer, ask, gloo_s, group_s, met, round_s
+from scripts.benchmarks._report import Figure, Report
+from scripts.benchmarks._table1 import table1
 
 CODED = "int8"
 FORMED = {4: 0.05, 8: 0.1}  # target of `group_s`, by number of peers

@@ -19,7 +19,6 @@ from typing import Any
 import trio
 import trio.testing
 
-from benchmarks._report import Figure, Report
 from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.swarm import Mbs, MemberAnswer, MemberSync, Seqs, TrainerAnswer, TrainerSync
@@ -29,6 +28,7 @@ from peerd.machine.swarm.events import MoveEnded, PrepareEnded, SendMove, SendPr
 from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
 from peerd.service.rpc.rpc import Incoming
+from scripts.benchmarks._report import Figure, Report
 from tests.worlds.machines.conductor_scene import OWN, RUN, Scene
 
 STAGES = 4

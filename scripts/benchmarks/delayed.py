@@ -17,23 +17,21 @@ root and iproute2.
 from __future__ import annotations
 
 import copy
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lab import Lab, why_not
+from scripts.benchmarks._report import Figure, Report
+from scripts.benchmarks._staleness import Losses, compared
+from scripts.lab import Lab, why_not
+from scripts.peerd_process import PeerdProcess
+from scripts.process_swarm import BASE, ProcessSwarm
 
-from benchmarks._report import Figure, Report
-from benchmarks._staleness import Losses, compared
-from benchmarks._swarm import BASE, Peer, Swarm
-
+WHY_NOT = why_not
 REPLICAS = 2
-CORES = os.cpu_count() or 1
 OVERHEAD = 1.05  # bytes sent per byte of gradient, with Ethernet, IP, TCP and peerd's protocols
 RUN: dict[str, Any] = BASE | {
     "run": "delayed",
@@ -89,24 +87,21 @@ def halves() -> list[dict[str, Any]]:
 
 def measured(runs: list[dict[str, Any]], rate_mbit: float | None, steps: int) -> Measured:
     with tempfile.TemporaryDirectory(prefix="peerd-delayed-") as folder, Lab() as lab:
-        swarm = Swarm(Path(folder), lab, runs[0], rate_mbit)
-        swarm.start_replicas(runs)
-        replicas = swarm.peers[1:]
+        swarm = ProcessSwarm(Path(folder), place=lambda name: lab.host(name, rate_mbit, rate_mbit))
+        swarm.start_backbone()
+        replicas = [swarm.join(f"replica-{number}", "trainer", run=run) for number, run in enumerate(runs)]
         for peer in replicas:
             swarm.wait_for_step(WARM, 120, peer)
-        before, begun = swarm.moment(), [computed(peer) for peer in replicas]
-        for peer in replicas:
-            swarm.wait_for_step(WARM + steps, 600, peer)
-        after, ended = swarm.moment(), [computed(peer) for peer in replicas]
-        ends = [swarm.steps(peer)[WARM - 1 : WARM + steps] for peer in replicas]
-    seconds = statistics.mean(times[-1] - times[0] for times in ends)
+        begun = [computed(peer) for peer in replicas]
+        found = swarm.measure(WARM, steps, 600, *replicas)
+        ended = [computed(peer) for peer in replicas]
     tokens = steps * RUN["batch"]["target_samples"] / REPLICAS * RUN["model"]["context"]  # of each
     busy = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(begun, ended, strict=True)]
     return Measured(
-        step_s=statistics.median(b - a for times in ends for a, b in pairwise(times)),
-        tokens_per_s=sum(tokens / (times[-1] - times[0]) for times in ends),
+        step_s=statistics.median(seconds for each in found for seconds in each.steps_s),
+        tokens_per_s=sum(tokens / each.seconds for each in found),
         busy=statistics.mean(busy),
-        others_share=(after.others_s - before.others_s) / seconds / CORES,
+        others_share=statistics.mean(each.others_share for each in found),
     )
 
 
@@ -125,7 +120,7 @@ def averaging_over_computing(synchronous: Measured, alone: Measured) -> float:
     return synchronous.step_s / alone.step_s - 1
 
 
-def computed(peer: Peer) -> tuple[float, float]:
+def computed(peer: PeerdProcess) -> tuple[float, float]:
     """Seconds that a replica has computed so far, and the current time."""
     status = peer.status()
     (replica,) = (role["replica"] for role in status["roles"] if "replica" in role)
@@ -133,9 +128,6 @@ def computed(peer: Peer) -> tuple[float, float]:
 
 
 def measure(full: bool) -> Report:
-    reason = why_not()
-    if reason is not None:
-        raise SystemExit(reason)
     sizes = FULL if full else QUICK
     alone = measured(halves(), None, sizes.alone)
     tried_mbit = line_mbit(alone)

@@ -16,16 +16,13 @@ import time
 import numpy as np
 import trio
 
-from benchmarks._report import Figure, Report
 from peerd.core.addr import parse_addr
 from peerd.core.ids import Key
-from peerd.core.keys import Keypair
-from peerd.net.clock import RealClock
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.dht.dht import Dht
-from peerd.service.peer_stack import peer_stack
 from peerd.sim.dht_churn import Loss, measure_loss
 from peerd.sim.dht_grid import GridPlan, GridReport, GridSwarm
+from scripts.benchmarks._remote_process import new_stack
+from scripts.benchmarks._report import Figure, Report
 
 TARGETS_MS = {100: 120.0, 1000: 200.0, 10_000: 260.0}
 PAPER_MS = {100: 317, 1000: 528, 10_000: 764}  # Learning@home, section 4.1
@@ -42,8 +39,8 @@ def _cold(full: bool) -> tuple[list[list[Figure]], dict[str, float], float]:
         cold[str(nodes)] = max(report.mean_ms for report in reports)
         most = max(most, *(report.asked_per_lookup for report in reports))
         text = f"{nodes:,} nodes (paper: {PAPER_MS[nodes]} ms)"
-        section = [Figure(f"cold_ms_{nodes}", f"top-4 of 64 samples, cold, {text}", cold[str(nodes)], "ms", 0)]
-        section = [Figure(f.key, f.text, f.value, f.unit, f.digits, at_most=target) for f in section]
+        told = f"top-4 of 64 samples, cold, {text}"
+        section = [Figure(f"cold_ms_{nodes}", told, cold[str(nodes)], "ms", 0, at_most=target)]
         sections.append(section + [figure for report in reports for figure in _details(nodes, report)])
     return sections, cold, most
 
@@ -88,10 +85,9 @@ async def _loopback(repeats: int) -> tuple[float, float]:
         nodes: list[Dht] = []
         entry = []
         for number in range(NODES):
-            clock, keypair = RealClock(), Keypair.from_seed(number.to_bytes(32, "big"))
-            stack = peer_stack(keypair, clock, [TcpTransport()])
+            stack = new_stack(number)
             await nursery.start(stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
-            dht = Dht(stack.host, stack.rpc, clock, keypair)
+            dht = Dht(stack.host, stack.rpc, stack.clock, stack.keypair)
             await nursery.start(dht.run, entry)
             entry = entry or [stack.host.addrs()[0].encapsulate(f"/p2p/{stack.host.id}")]
             nodes.append(dht)

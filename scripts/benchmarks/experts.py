@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks._blocks_afar import DELAYS_MS, SAMPLES, measure_blocks
-from benchmarks._expert_calls import CALLERS, local_rate, remote_rates
-from benchmarks._report import Figure, Report
+from scripts.benchmarks._blocks_afar import DELAYS_MS, SAMPLES, measure_blocks
+from scripts.benchmarks._expert_calls import CALLERS, local_rate, remote_rates
+from scripts.benchmarks._report import Figure, Report
 
 EFFICIENCY = {"1": 0.75, "8": 0.85, "32": 0.9}
 WORDS = {"feedforward": "feed-forward", "transformer": "transformer"}

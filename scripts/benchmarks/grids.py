@@ -9,28 +9,24 @@ time for the bytes, for each peer of a group and its parts, and for each round.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
 import trio
 
-from benchmarks._report import Figure, Report
 from peerd.core.addr import parse_addr
-from peerd.core.keys import Keypair
 from peerd.core.messages.swarm import LineInfo, Mbs, Prepare
 from peerd.machine.averaging.allreduce import AveragingPlan, MemberTerms, plan_of
 from peerd.machine.averaging.moshpit import grid_of
 from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, round_s
 from peerd.machine.averaging.work_split import WorkSplitter
-from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.averaging.allreduce import AllReduceService, Vector
-from peerd.service.peer_stack import peer_stack
+from scripts.benchmarks._remote_process import new_stack
+from scripts.benchmarks._report import Figure, Report
+from tests.worlds.machines.workers import InlineWorker
 
-T = TypeVar("T")
 TERMS = MemberTerms(part_bytes=4 << 20, patience_s=60.0)
 MODELLED = (8, 16, 32, 64, 128, 192)
 VECTOR_BYTES = 8 << 20
@@ -38,14 +34,6 @@ MEASURED = ((10_000, False), (200_000, True), (1_000_000, False))  # number of v
 COUNTS = (8, 16)
 LINES_MBIT_S = (100, 1000)
 BYTES_PER_MBIT = 125_000
-
-
-class Inline:
-    """Worker that runs jobs in the caller's thread. Fine here, since processor time is measured."""
-
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
-        await trio.lowlevel.checkpoint()
-        return job()
 
 
 class Peers:
@@ -59,8 +47,7 @@ class Peers:
 
     async def start(self, count: int) -> None:
         for number in range(count):
-            clock = RealClock()
-            stack = peer_stack(Keypair.from_seed(number.to_bytes(32, "big")), clock, [TcpTransport()])
+            stack = new_stack(number)
             await self._nursery.start(stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
             self._hosts.append(stack.host)
             self._averaging[stack.host.id.text] = AllReduceService(stack.rpc, stack.host.id)
@@ -95,7 +82,7 @@ class Peers:
                     nursery.start_soon(self._sum, name, plan_of(order, name, TERMS), have)
 
     async def _sum(self, name: str, plan: AveragingPlan, have: dict[str, Vector]) -> None:
-        have[name] = await self._averaging[name].sum(plan, have[name], Inline())
+        have[name] = await self._averaging[name].sum(plan, have[name], InlineWorker())  # processor time is measured
 
     def _order(self, one: OrderedGroup, attempt: bytes) -> Prepare:
         meeting, split = one.meeting, one.split

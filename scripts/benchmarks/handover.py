@@ -23,22 +23,20 @@ from typing import Any, Final
 
 import torch
 import trio
-from lab import WideLab, why_not_wide
 
-from benchmarks._far_swarm import FarSwarm
-from benchmarks._report import Figure, Report
-from benchmarks._swarm import BASE
-from benchmarks.pipeline import LayerDevice, start_stage
 from peerd.core.decoders import convert
 from peerd.core.run.runfile import RunFile
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
 from peerd.sim.sim_pipe import PACKET_BYTES
 from peerd.sim.simnet import SimLine
-from peerd.sim.world import World, WorldConfig
+from peerd.sim.world import WorldConfig
 from roles.trainer import TrainerRole
+from scripts.benchmarks._report import Figure, Report
+from scripts.benchmarks._virtual_pipeline import LayerDevice, booted, in_virtual_time, start_stage
+from scripts.lab import WideLab, why_not_wide
+from scripts.process_swarm import BASE, ProcessSwarm
 from tests.worlds.roles.virtualroles import Roles
 
+WHY_NOT = why_not_wide
 STAGES: Final = 3
 RATE_MBIT: Final = 100.0
 STATED_MBIT: Final = 97.0  # in the run files; below the rate, so that queues do not fill and drop packets
@@ -52,7 +50,6 @@ ACTIVATION_BYTES: Final = 4 * SAMPLES * CONTEXT * WIDTH
 STEP_TOKENS: Final = MICROBATCHES * SAMPLES * CONTEXT
 HEADER_BYTES: Final = 20 + 32  # of a packet, as counted by limits: IP, and TCP with timestamps
 WARM_STEPS: Final = 2  # until the trainer knows how many microbatches fill the stages
-PATIENCE_S: Final = 240.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +84,11 @@ def in_the_lab(steps: int, queue_ms: float, stated: bool) -> Measured:
         tempfile.TemporaryDirectory(prefix="peerd-handover-") as folder,
         WideLab(up_mbit=RATE_MBIT, down_mbit=RATE_MBIT, delay_ms=RTT_MS / 4, queue_ms=queue_ms) as lab,
     ):
-        swarm = FarSwarm(Path(folder), lab, run, None)
-        swarm.start()
-        swarm.wait_for_step(WARM_STEPS, PATIENCE_S)
-        before = swarm.moment()
-        swarm.wait_for_step(WARM_STEPS + steps, PATIENCE_S)
-        after = swarm.moment()
-        ends = swarm.steps()[WARM_STEPS - 1 : WARM_STEPS + steps]
+        swarm = ProcessSwarm(Path(folder), run, lab.host)
+        swarm.start_pipeline()
+        (found,) = swarm.measure(WARM_STEPS, steps)
         device_s = SAMPLES / swarm.peer("stage-1").role()["samples_per_s"]
-    sent = sum(after.traffic[name].since(before.traffic[name]).sent for name in before.traffic)
-    return _measured(ends, sent, device_s)
+    return _measured(found.ends, found.sent, device_s)
 
 
 def _median_of(steps: int, queue_ms: float, stated: bool, runs: int) -> Measured:
@@ -111,35 +103,28 @@ def _measured(ends: Sequence[float], sent: float, device_s: float) -> Measured:
 
 
 def simulated(steps: int, device_s: float) -> Measured:
-    with tempfile.TemporaryDirectory(prefix="peerd-handover-") as folder:
-        run = convert(run_file(steps, stated=True), RunFile)
-        return run_virtual(_simulated, run, Path(folder), steps, device_s, seed=1)
+    run = convert(run_file(steps, stated=True), RunFile)
+    found: Measured = in_virtual_time(_simulated, run, steps, device_s)
+    return found
 
 
-async def _simulated(run: RunFile, folder: Path, steps: int, device_s: float) -> Measured:
+async def _simulated(run: RunFile, steps: int, device_s: float, folder: Path) -> Measured:
     mbit_s = STATED_MBIT * PACKET_BYTES / (PACKET_BYTES + HEADER_BYTES)
     line = SimLine(latency_s=RTT_MS / 4e3, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
-    async with World(1, swarm(), WorldConfig(line=lambda rng: line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
-        nodes = [boot]
+    async with booted(config=WorldConfig(line=lambda rng: line)) as world:
         for stage in range(STAGES):
-            _, node = await start_stage(world, run, folder, stage, LayerDevice(device_s), line)
-            nodes.append(node)
+            await start_stage(world, run, folder, stage, LayerDevice(device_s), line)
         roles = Roles(run, folder)
-        nodes.append(await world.start("trainer", program=roles.program(TrainerRole)))
+        await world.start("trainer", program=roles.program(TrainerRole))
         ends, sent = list[float](), list[int]()
         for step in range(WARM_STEPS, WARM_STEPS + steps + 1):
             await world.until(lambda step=step: roles.live["trainer"].status()["step"] >= step, within_s=1e4)
             ends.append(trio.current_time())
-            sent.append(sum(node.host.traffic().bytes_out for node in nodes))
+            sent.append(sum(node.host.traffic().bytes_out for node in world.living()))
     return _measured(ends, sent[-1] - sent[0], device_s)
 
 
 def measure(full: bool) -> Report:
-    reason = why_not_wide()
-    if reason is not None:
-        raise SystemExit(reason)
     torch.set_num_threads(1)
     steps, runs = 8, (3 if full else 1)
     real, unstated, short, short_unstated = (

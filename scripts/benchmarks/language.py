@@ -8,58 +8,34 @@ models compute the same amount; in the smallest mixture each sample uses all fou
 
 from __future__ import annotations
 
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from benchmarks._expert_swarm import FAR, GRIDS, LAYERS, NEAR, Curve, ExpertSwarm, Rates, Weather, flown, run_of
-from benchmarks._report import Figure, Report
 from peerd.compute.data.stream import samples_of
 from peerd.core.run.runfile import DataSection, ModelSection, RunFile
-from peerd.sim.clock import run_virtual
+from scripts.benchmarks._expert_swarm import FAR, GRIDS, LAYERS, NEAR, Curve, Mixture, Rates, flown, learned, report
+from scripts.benchmarks._report import Figure, Report
 
 MICROBATCHES = 600  # of all trainers together
 MICROBATCHES_FULL: Final = 4000
-LOOKS: Final = 20
 HELD_OUT: Final = 64  # samples
 RATES: Final = Rates(trunk=1e-3, experts=1e-3, microbatch=8)
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """One model under given conditions. `microbatches` counts those of all trainers together."""
-
-    experts: int
-    weather: Weather
-    microbatches: int
-    seed: int = 1
-
-    def run(self) -> RunFile:
-        """The run file of the model."""
-        sections: dict[str, Any] = {
-            "seed": self.seed,
-            "model": ModelSection(d_model=64, heads=4, layers=LAYERS, context=64),
-            "data": DataSection(path="stdlib", shuffle_buffer=1000),
-            "experts": {"block": "ffn1", "hidden": 64, "balance": 0.02},
-        }
-        return run_of("language", GRIDS[self.experts], self.weather, RATES, **sections)
+def run_of(mixture: Mixture) -> RunFile:
+    model = ModelSection(d_model=64, heads=4, layers=LAYERS, context=64)
+    experts = {"block": "ffn1", "hidden": 64, "balance": 0.02}
+    return mixture.run("language", RATES, experts, model=model, data=DataSection(path="stdlib", shuffle_buffer=1000))
 
 
 def curve(mixture: Mixture) -> Curve:
-    """Train one model. Returns the curve of its held-out loss in nats per byte."""
+    """Train one mixture. Returns the curve of its held-out loss in nats per byte."""
     torch.set_num_threads(1)
-    run = mixture.run()
-    samples = samples_of(run, "judge", "validation").take(HELD_OUT).long()
-    with tempfile.TemporaryDirectory() as folder:
-        swarm = ExpertSwarm(run, mixture.weather, Path(folder), partial(_loss, run, samples))
-        return run_virtual(swarm.learn, mixture.microbatches, min(LOOKS, mixture.microbatches), seed=mixture.seed)
+    run = run_of(mixture)
+    return mixture.learn(run, partial(_loss, run, samples_of(run, "judge", "valid").take(HELD_OUT).long()))
 
 
 @torch.no_grad()
@@ -69,18 +45,10 @@ def _loss(run: RunFile, samples: Tensor, trunk: Any, experts: Any) -> float:
 
 def measure(full: bool) -> Report:
     microbatches = MICROBATCHES_FULL if full else MICROBATCHES
-    mixtures = [Mixture(experts, FAR, microbatches) for experts in GRIDS]
-    mixtures.append(Mixture(max(GRIDS), NEAR, microbatches))
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        curves = dict(zip(mixtures, pool.map(curve, mixtures), strict=True))
-    figures = []
+    mixtures = [*(Mixture(experts, FAR, microbatches) for experts in GRIDS), Mixture(max(GRIDS), NEAR, microbatches)]
+    figures, curves = [], learned(curve, mixtures)
     for mixture, found in curves.items():
         key = f"dmoe{mixture.experts}_{mixture.weather.in_flight}"
         text = f"DMoE-{mixture.experts}, {mixture.weather.text}: held-out loss"
         figures += [Figure(f"{key}_loss", text, found.end, "nats", 3), *found.staleness(key)]
-    extra = {
-        "curves": {f"{one.experts} {one.weather.text}": [found.at, found.values] for one, found in curves.items()},
-        "microbatches": microbatches,
-    }
-    note = "in virtual time: real roles, hosts, directory and calls; a tenth of the requests to experts is refused"
-    return Report("a language model under delay", [figures], note, extra)
+    return report("a language model under delay", [figures], curves)

@@ -11,22 +11,18 @@ the fast runs. Needs Linux, root and iproute2.
 from __future__ import annotations
 
 import copy
-import itertools
-import os
-import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab import Lab, why_not
+from scripts.benchmarks._report import Figure, Report
+from scripts.lab import Lab, why_not
+from scripts.process_swarm import BASE, CORES, ProcessSwarm
 
-from benchmarks._report import Figure, Report
-from benchmarks._swarm import BASE, Swarm
-
+WHY_NOT = why_not
 RATE_MBIT = 100.0
-CORES = os.cpu_count() or 1
 RUN: dict[str, Any] = BASE | {
     "run": "lines",
     "model": {"d_model": 48, "heads": 1, "layers": 3, "context": 32},
@@ -74,29 +70,33 @@ def measured(code: str, sizes: Sizes, rate_mbit: float = RATE_MBIT) -> Measured:
     """Measure one run with this code, from its start to the final loss."""
     run = run_file(code, sizes.warm_steps + sizes.steps + 1)
     with tempfile.TemporaryDirectory(prefix="peerd-lines-") as folder, Lab() as lab:
-        swarm = Swarm(Path(folder), lab, run, rate_mbit)
-        swarm.start()
-        swarm.wait_for_step(sizes.warm_steps, 120)
-        before = swarm.moment()
-        swarm.wait_for_step(sizes.warm_steps + sizes.steps, 180)
-        after = swarm.moment()
-        ends = swarm.steps()
-        loss = swarm.last_loss(sizes.warm_steps + sizes.steps + 1, 60)
-    ends = ends[sizes.warm_steps - 1 : sizes.warm_steps + sizes.steps]
-    median_s = statistics.median(end - begin for begin, end in itertools.pairwise(ends))
-    seconds = ends[-1] - ends[0]
-    crossed = {name: after.traffic[name].since(before.traffic[name]) for name in before.traffic}
+        swarm = ProcessSwarm(Path(folder), run, lambda name: lab.host(name, rate_mbit, rate_mbit))
+        swarm.start_pipeline()
+        (found,) = swarm.measure(sizes.warm_steps, sizes.steps)
+        loss = last_loss(swarm, sizes.warm_steps + sizes.steps + 1)
     step_tokens = run["batch"]["target_samples"] * run["model"]["context"]
-    tokens = sizes.steps * step_tokens
-    busiest = max(max(each.sent, each.received) for each in crossed.values())
+    busiest = max(max(each.sent, each.received) for each in found.crossed.values())
     return Measured(
-        tokens_per_s=step_tokens / median_s,
-        wire_bytes_per_token=sum(each.sent for each in crossed.values()) / tokens,
-        line_share=busiest * 8e-6 / seconds / rate_mbit,
-        cpu_share=(after.cpu_s - before.cpu_s) / seconds / CORES,
-        others_share=(after.others_s - before.others_s) / seconds / CORES,
+        tokens_per_s=step_tokens / found.median_s,
+        wire_bytes_per_token=found.sent / sizes.steps / step_tokens,
+        line_share=busiest * 8e-6 / found.seconds / rate_mbit,
+        cpu_share=found.cpu_share,
+        others_share=found.others_share,
         loss=loss,
     )
+
+
+def last_loss(swarm: ProcessSwarm, step: int) -> float:
+    """Validation loss after the run's last step."""
+    found: list[float] = []
+
+    def evaluated() -> bool:
+        events = [event for peer in swarm.peers for event in peer.events()]
+        found[:] = [e["loss"] for e in events if e["name"] == "trainer.evaluated" and e["step"] == step]
+        return bool(found)
+
+    swarm.until(evaluated, f"no loss was logged after step {step}")
+    return found[0]
 
 
 def section(code: str, found: Measured, base: Measured, target: bool) -> list[Figure]:
@@ -118,9 +118,6 @@ def section(code: str, found: Measured, base: Measured, target: bool) -> list[Fi
 
 
 def measure(full: bool) -> Report:
-    reason = why_not()
-    if reason is not None:
-        raise SystemExit(reason)
     sizes = FULL if full else QUICK
     found = {code: measured(code, sizes) for code in sizes.codes}
     base = found[sizes.codes[0]]

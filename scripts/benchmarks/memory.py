@@ -11,26 +11,23 @@ may keep the activations of one microbatch. Linux only.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import contextlib
+import signal
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
-from benchmarks._memory_watch import MemoryWatch, Span, longest
-from benchmarks._peers import ROOT, Peer, Peers
-from benchmarks._report import Figure, Report
-from benchmarks._swarm import BASE
 from peerd.core.decoders import convert
 from peerd.core.model.model_size import stage_sizes
 from peerd.core.run.runfile import RunFile
+from scripts.benchmarks._report import Figure, Report
+from scripts.plain_torch import alone
+from scripts.process_swarm import BASE, ProcessSwarm
+from scripts.process_usage import Look, look_at
 
 MICROBATCH, MICROBATCHES = 4, 4
 CHECKPOINT_STEPS: Final = 4
@@ -45,6 +42,7 @@ MOST_OFF: Final = 0.1  # relative difference of measured and predicted
 PATIENCE_S: Final = 600.0
 IDLE_S: Final = 20.0
 SEEN_S: Final = 0.5  # for samples of memory after each step: steps of the tiny model take milliseconds
+_LOOK_S: Final = 0.1
 
 
 def run_file(kind: str, model: dict[str, int], layers: int) -> dict[str, Any]:
@@ -58,23 +56,69 @@ def run_file(kind: str, model: dict[str, int], layers: int) -> dict[str, Any]:
     }
 
 
+class MemoryWatch:
+    """Samples processes periodically in a thread. `looks` has the samples of each process by name."""
+
+    def __init__(self) -> None:
+        self.looks: dict[str, list[Look]] = {}
+        self._pids: dict[str, int] = {}
+        self._over = threading.Event()
+
+    def add(self, name: str, pid: int) -> None:
+        self.looks[name] = []
+        self._pids = {**self._pids, name: pid}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            for name, pid in self._pids.items():
+                with contextlib.suppress(OSError, StopIteration):  # the process has ended
+                    self.looks[name].append(look_at(pid))
+
+    def between(self, name: str, begin: float, end: float) -> Span:
+        """Memory of a process between two times in Unix seconds."""
+        found = [look for look in self.looks[name] if begin <= look.at <= end]
+        return Span(max(look.peak for look in found), min(look.private for look in found))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Memory of a process in a period, in bytes: the highest resident size, and the lowest private size."""
+
+    peak: int
+    rest: int
+
+    def beside(self, base: Span) -> Span:
+        """The difference to `base`, which is usually a process without a model."""
+        return Span(self.peak - base.peak, self.rest - base.rest)
+
+
+def longest(spans: Mapping[str, Span]) -> Span:
+    """The largest values of several processes."""
+    return Span(max(span.peak for span in spans.values()), max(span.rest for span in spans.values()))
+
+
 @dataclass(slots=True)
-class Local(Peers):
+class WatchedSwarm(ProcessSwarm):
     """A swarm's processes on this machine, and the memory of each."""
 
-    kind: str
-    run: dict[str, Any]
     watch: MemoryWatch = field(default_factory=MemoryWatch, init=False)
-    entry: str = field(default="", init=False)
 
     def measured(self, newcomer: bool) -> dict[str, Span]:
         """Run the swarm. Returns the largest memory of any of its processes, by phase."""
-        backbone = self._start("backbone", "backbone", "--listen", "/ip4/127.0.0.1/tcp/0")
-        self.until(lambda: bool(backbone.addr()), "the backbone does not listen")
-        self.entry = backbone.addr()
-        names = [self._join(number) for number in range(4 if self.kind == "stage" else 2)]
-        if self.kind == "stage":
-            self._start_role("trainer", "trainer", self.run)
+        self.start_backbone()
+        names = [self._join(number) for number in range(4 if self._staged else 2)]
+        if self._staged:
+            self.join("trainer", "trainer")
         saved = CHECKPOINT_STEPS
         first, before, after = [self._stepped(names, step) for step in (1, saved - 1, saved + 1)]
         found = {
@@ -86,20 +130,17 @@ class Local(Peers):
             one = self._join(len(names))
             end = self._stepped([one], saved + 3)  # at least one step of its own
             found |= {"giving": self._most(names, after, end), "newcomer": self._most([one], 0.0, end)}
-            if self.kind == "stage":
+            if self._staged:
                 found["rest"] = self._idle(names)
         return found
 
-    def end(self) -> None:
-        for peer in self.peers:
-            peer.popen.kill()
-            peer.popen.wait()
+    @property
+    def _staged(self) -> bool:
+        return bool(self.run["pipeline"]["stages"] > 1)
 
     def _idle(self, names: list[str]) -> Span:
         """Memory of the stage peers some time after the last trainer has left."""
-        trainer = next(peer for peer in self.peers if peer.name == "trainer")
-        trainer.popen.terminate()
-        trainer.popen.wait()
+        self.end(self.peer("trainer"), signal.SIGTERM)
         time.sleep(IDLE_S)
         return self._most(names, time.time() - SEEN_S, time.time())
 
@@ -108,7 +149,7 @@ class Local(Peers):
 
     def _stepped(self, names: list[str], step: int) -> float:
         """Wait until all have made `step`. Returns the time."""
-        peers = [peer for peer in self.peers if peer.name in names]
+        peers = [self.peer(name) for name in names]
 
         def done() -> bool:
             return all(int(peer.role().get("step") or 0) >= step for peer in peers)
@@ -118,52 +159,22 @@ class Local(Peers):
         return time.time()
 
     def _join(self, number: int) -> str:
-        if self.kind == "stage":
-            limits = {"stage": number % 2, "activations_mb": ACTIVATIONS_MB}
-            return self._start_role(f"stage-{number}", "stage", {**self.run, "limits": limits})
-        return self._start_role(f"replica-{number}", "trainer", self.run)
-
-    def _start_role(self, name: str, role: str, run: dict[str, Any]) -> str:
-        file = self.folder / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(run))
-        listen = ("--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1")
-        self._start(name, "join", "--role", role, "--model", str(file), "--bootstrap", self.entry, *listen)
-        return name
-
-    def _start(self, name: str, *arguments: str) -> Peer:
-        peer = self.start_peer(_Here(), name, *arguments)  # type: ignore[arg-type]
-        self.watch.add(name, peer.popen.pid)
-        return peer
-
-
-class _Here:
-    """This machine, on which processes are started."""
-
-    def popen(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(argv, **options)
+        if self._staged:
+            peer = self.join(f"stage-{number}", "stage", stage=number % 2, activations_mb=ACTIVATIONS_MB)
+        else:
+            peer = self.join(f"replica-{number}", "trainer")
+        self.watch.add(peer.name, peer.popen.pid)
+        return peer.name
 
 
 def swarm_of(kind: str, model: dict[str, int], layers: int, newcomer: bool) -> dict[str, Span]:
-    with tempfile.TemporaryDirectory(prefix="peerd-memory-") as folder:
-        swarm = Local(Path(folder), kind, run_file(kind, model, layers))
-        try:
-            with swarm.watch.watching():
-                return swarm.measured(newcomer)
-        finally:
-            swarm.end()
-
-
-def torch_of(kind: str, model: dict[str, int], layers: int, stage: int) -> tuple[Span, int]:
-    """Memory of plain torch for one stage, and the number of its parameters."""
-    with tempfile.TemporaryDirectory(prefix="peerd-memory-") as folder:
-        file = Path(folder) / "run.yaml"
-        file.write_text(yaml.safe_dump(run_file(kind, model, layers)))
-        argv = [sys.executable, "-m", "benchmarks._memory_torch", str(file), str(stage)]
-        paths = os.pathsep.join(filter(None, [str(ROOT / "scripts"), str(ROOT), *sys.path]))
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        told = subprocess.run(argv, check=True, capture_output=True, env=env, text=True).stdout
-    found = json.loads(told.splitlines()[-1])
-    return Span(found["peak"], found["rest"]), found["parameters"]
+    run = run_file(kind, model, layers)
+    with (
+        tempfile.TemporaryDirectory(prefix="peerd-memory-") as folder,
+        WatchedSwarm(Path(folder), run, options=("--threads", "1")) as swarm,
+        swarm.watch.watching(),
+    ):
+        return swarm.measured(newcomer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +198,15 @@ class Kind:
 def measure_kind(kind: str) -> Kind:
     layers, stages = LAYERS[kind], 2 if kind == "stage" else 1
     base = swarm_of(kind, NOTHING, stages, newcomer=False)["rest"]  # the same in all phases
-    plain_base = torch_of(kind, NOTHING, stages, 0)[0]
-    plain = [torch_of(kind, MODEL, layers, stage) for stage in range(stages)]
+    plain_base = alone(run_file(kind, NOTHING, stages), 0)
+    plain = [alone(run_file(kind, MODEL, layers), stage) for stage in range(stages)]
     found = swarm_of(kind, MODEL, layers, newcomer=True)
-    most = longest({str(index): span for index, (span, _) in enumerate(plain)})
+    most = Span(max(one.peak for one in plain), max(one.rest for one in plain))
     spans = {phase: span.beside(base) for phase, span in found.items()}
     sizes = stage_sizes(convert(run_file(kind, MODEL, layers), RunFile), VOCAB_SIZE)
     foretold = max(size.memory_bytes for size in sizes)
-    return Kind(max(count for _, count in plain), spans, most.beside(plain_base), foretold)
+    most = most.beside(Span(plain_base.peak, plain_base.rest))
+    return Kind(max(one.parameters for one in plain), spans, most, foretold)
 
 
 def measure(full: bool) -> Report:

@@ -9,30 +9,22 @@ busy. Since a machine's speed changes within minutes, torch is measured before a
 
 from __future__ import annotations
 
-import itertools
-import os
 import statistics
-import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import yaml
-from torch.nn.functional import cross_entropy
 
-from benchmarks._peers import Peers
-from benchmarks._report import Figure, Report
-from benchmarks._swarm import BASE
 from peerd.compute.data.stream import samples_of
-from peerd.compute.model.partition import whole_model
 from peerd.core.decoders import convert
 from peerd.core.run.runfile import RunFile
+from scripts.benchmarks._report import Figure, Report
+from scripts.plain_torch import PlainTraining, median_step_s
+from scripts.process_swarm import BASE, CORES, ProcessSwarm
 
-CORES: Final = os.cpu_count() or 1
 MODELS: Final[dict[str, dict[str, int]]] = {
     "small": {"d_model": 96, "heads": 3, "layers": 2, "context": 128},
     "large": {"d_model": 336, "heads": 6, "layers": 4, "context": 128},
@@ -40,7 +32,6 @@ MODELS: Final[dict[str, dict[str, int]]] = {
 MICROBATCH, MICROBATCHES = 4, 8
 WARM_STEPS: Final = 3
 LEAST: Final = 0.8  # target for the larger model, relative to torch's speed
-PATIENCE_S: Final = 120.0
 
 
 def run_file(model: str, stages: int) -> dict[str, Any]:
@@ -57,9 +48,6 @@ def step_tokens(model: str) -> int:
     return MICROBATCH * MICROBATCHES * MODELS[model]["context"]
 
 
-# --- plain torch --------------------------------------------------------------------------------------------------
-
-
 def torch_tokens_s(model: str, steps: int) -> float:
     """Tokens per second of one process on all cores, by its median step, with the faster way to compute a batch."""
     run = convert(run_file(model, 1), RunFile)
@@ -68,79 +56,10 @@ def torch_tokens_s(model: str, steps: int) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(CORES)
     try:
-        times = [_median_step_s(run, batches, parts, steps) for parts in (MICROBATCHES, 1)]
+        times = [median_step_s(PlainTraining(run), batches, parts, WARM_STEPS, steps) for parts in (MICROBATCHES, 1)]
     finally:
         torch.set_num_threads(before)
     return step_tokens(model) / min(times)
-
-
-def _median_step_s(run: RunFile, batches: list[torch.Tensor], parts: int, steps: int) -> float:
-    model = whole_model(run)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.optimizer.lr)
-    times = []
-    for step in range(WARM_STEPS + steps):
-        began = time.perf_counter()
-        optimizer.zero_grad()
-        for samples in batches[step % len(batches)].long().chunk(parts):
-            out = model(samples[:, :-1])
-            (cross_entropy(out.flatten(0, 1), samples[:, 1:].flatten()) / parts).backward()
-        optimizer.step()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[WARM_STEPS:])
-
-
-# --- the swarm ----------------------------------------------------------------------------------------------------
-
-
-class Here:
-    """This machine, with the same interface as a host of a lab."""
-
-    def popen(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(argv, **options)
-
-
-@dataclass(slots=True)
-class Local(Peers):
-    """A swarm's processes on this machine."""
-
-    def run_measured(self, model: str, kind: str, steps: int) -> Measured:
-        """Start a swarm of this kind, and measure `steps` steps after warm-up."""
-        backbone = self._start("backbone", "backbone", "--listen", "/ip4/127.0.0.1/tcp/0")
-        self.until(lambda: bool(backbone.addr()), "the backbone does not listen")
-        run = run_file(model, 2 if kind == "pipeline" else 1)
-        if kind == "pipeline":
-            for stage in range(2):
-                self._join(f"stage-{stage}", "stage", backbone.addr(), {**run, "limits": {"stage": stage}})
-        for number in range(1 if kind == "pipeline" else 2):
-            self._join(f"trainer-{number}", "trainer", backbone.addr(), run, "--log-level", "debug")
-        self._wait_for(WARM_STEPS)
-        busy_s, began = sum(peer.cpu_s() for peer in self.peers), time.monotonic()
-        first = len(self._ends())
-        self._wait_for(first + steps)
-        cores = (sum(peer.cpu_s() for peer in self.peers) - busy_s) / (time.monotonic() - began)
-        ends = self._ends()[first - 1 :]
-        median_s = statistics.median(end - begin for begin, end in itertools.pairwise(ends))
-        return Measured(step_tokens(model) / median_s, cores)
-
-    def end(self) -> None:
-        for peer in self.peers:
-            peer.popen.kill()
-            peer.popen.wait()
-
-    def _ends(self) -> list[float]:
-        return [event["time"] for event in self.peers[-1].events() if event["name"] == "trainer.stepped"]
-
-    def _wait_for(self, steps: int) -> None:
-        self.until(lambda: len(self._ends()) >= steps, f"step {steps} was never done", PATIENCE_S)
-
-    def _join(self, name: str, role: str, entry: str, run: dict[str, Any], *more: str) -> None:
-        file = self.folder / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(run))
-        listen = ("--listen", "/ip4/127.0.0.1/tcp/0")
-        self._start(name, "join", "--role", role, "--model", str(file), "--bootstrap", entry, *listen, *more)
-
-    def _start(self, name: str, *arguments: str) -> Any:
-        return self.start_peer(Here(), name, *arguments)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +71,20 @@ class Measured:
 
 
 def swarm_of(model: str, kind: str, steps: int) -> Measured:
-    with tempfile.TemporaryDirectory(prefix="peerd-onemachine-") as folder:
-        swarm = Local(Path(folder))
-        try:
-            return swarm.run_measured(model, kind, steps)
-        finally:
-            swarm.end()
+    """Start a swarm of this kind, and measure `steps` steps after warm-up."""
+    run = run_file(model, 2 if kind == "pipeline" else 1)
+    with (
+        tempfile.TemporaryDirectory(prefix="peerd-onemachine-") as folder,
+        ProcessSwarm(Path(folder), run) as swarm,
+    ):
+        if kind == "pipeline":
+            swarm.start_pipeline()
+        else:
+            swarm.start_backbone()
+            for number in range(2):
+                swarm.join(f"trainer-{number}", "trainer")
+        (found,) = swarm.measure(WARM_STEPS, steps)
+    return Measured(step_tokens(model) / found.median_s, CORES * found.cpu_share)
 
 
 def measure(full: bool) -> Report:

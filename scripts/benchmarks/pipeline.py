@@ -10,46 +10,26 @@ as the bubble. The trainer's line is unlimited.
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-import msgspec
 import torch
 import trio
 
-from benchmarks._report import Figure, Report
-from peerd.core.run.runfile import (
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    EvaluateSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-)
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
+from peerd.core.run.runfile import RunFile
 from peerd.sim.simnet import NetConfig, SimLine
-from peerd.sim.world import Node, World, WorldConfig
-from roles.stage import StageRole
+from peerd.sim.world import WorldConfig
 from roles.trainer import TrainerRole
-from tests.worlds.roles.inline_worker import InlineWorker
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.benchmarks._report import Figure, Report
+from scripts.benchmarks._virtual_pipeline import LayerDevice, booted, in_virtual_time, small_run, start_stage
 from tests.worlds.roles.virtualroles import Roles
-
-T = TypeVar("T")
 
 STAGES: Final = 3
 CONTEXT: Final = 96
 WIDTH: Final = 128
 ACTIVATION_BYTES: Final = 4 * CONTEXT * WIDTH
-FORWARD: Final = 1 / 3.5  # share of a microbatch's device time; the rest is the backward pass with recomputation
 RTT_MS: Final = (0, 10, 50, 100, 200)
 LAYERS: Final = {"base": (6.7, 30.5), "xxlarge": (57.0, 120.6), "gpt3": (470.0, 102.5), "ours": (700.0, 82.0)}  # t, c
 PAPER: Final = {  # Table 1, in percent
@@ -62,18 +42,6 @@ LEAST: Final = {100: 0.97, 200: 0.95}  # targets by round trip, relative to the 
 LEAST_WINDOW_BYTES: Final = 64 << 10  # of a connection
 PATIENCE_S: Final = 3_000.0
 FROM, TO = 0.3, 0.9  # shares of a step's microbatches between which the pipeline is full
-
-
-class LayerDevice(InlineWorker):
-    """Simulated device with `microbatch_s` per microbatch, which the last stage spends in the backward call only."""
-
-    def __init__(self, microbatch_s: float) -> None:
-        super().__init__()
-        self.microbatch_s, self.is_last = microbatch_s, False
-
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
-        share = {"forward": FORWARD, "backward": 1.0 if self.is_last else 1.0 - FORWARD}.get(name, 0.0)
-        return await super().run(job, name=name, cost_s=cost_s + share * self.microbatch_s, urgent=urgent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,28 +68,14 @@ class Measured:
     wire_over_payload: float
 
 
-def run_of(cell: Cell, folder: Path) -> RunFile:
-    """A run of a small model with very large steps, on text written to `folder`."""
-    for number in range(4):
-        text = bytes((7 * number + 13 * at * at + at // 3) % 251 or 251 for at in range(40_000))
-        (folder / f"text{number}.txt").write_bytes(text)
-    return RunFile(
-        run="pipeline",
-        seed=5,
-        model=ModelSection(d_model=WIDTH, heads=2, layers=STAGES, context=CONTEXT),
-        pipeline=PipelineSection(stages=STAGES, microbatch=1),
-        optimizer=OptimizerSection(name="sgd", lr=0.1),
-        batch=BatchSection(target_samples=cell.microbatches),
-        data=DataSection(path=str(folder / "*.txt"), holdout=0.1),
-        evaluate=EvaluateSection(every_steps=0),
-        checkpoint=CheckpointSection(every_steps=0),
-    )
+def run_of(folder: Path, microbatches: int) -> RunFile:
+    return small_run(folder, "pipeline", STAGES, microbatches, WIDTH, CONTEXT)
 
 
 async def _cell(cell: Cell, folder: Path) -> Measured:
     """Measure the second of two steps, when the trainer knows how many microbatches fill the stages."""
     t, c = LAYERS[cell.layers]
-    run = run_of(cell, folder)
+    run = run_of(folder, cell.microbatches)
     mbit_s = 2 * ACTIVATION_BYTES * 8 / (c / 1e3) / 1e6
     line = SimLine(latency_s=cell.rtt_ms / 4e3, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
     free = SimLine(latency_s=cell.rtt_ms / 4e3)
@@ -129,9 +83,7 @@ async def _cell(cell: Cell, folder: Path) -> Measured:
     window = LEAST_WINDOW_BYTES + round(
         mbit_s * 1e6 / 8 * cell.rtt_ms / 1e3
     )  # large enough for one connection to fill the line
-    async with World(1, swarm(), WorldConfig(net=NetConfig(window_bytes=window))).running() as world:
-        boot = await world.start("boot", line=free)
-        world.bootstrap.append(boot.full_addr)
+    async with booted(line=free, config=WorldConfig(net=NetConfig(window_bytes=window))) as world:
         stages = []
         for stage in range(STAGES):
             devices[stage] = device = LayerDevice(t / 1e3)
@@ -161,25 +113,9 @@ async def _cell(cell: Cell, folder: Path) -> Measured:
     return Measured(utilization, 1.0 - (batch * t / 1e3 / utilization) / step_s, (end[2] - begun[2]) / payload)
 
 
-async def start_stage(
-    world: World, run: RunFile, folder: Path, stage: int, device: LayerDevice, line: SimLine, name: str = ""
-) -> tuple[Roles, Node]:
-    """Start a peer of `stage` that computes on `device`."""
-    device.is_last = stage == run.pipeline.stages - 1
-    own = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
-    roles = Roles(own, folder, _worker_source(device))
-    return roles, await world.start(name or f"stage{stage}", line=line, program=roles.program(StageRole))
-
-
-def _worker_source(device: LayerDevice) -> Callable[[], Any]:
-    """Source of workers for a role: the first one that it opens is `device`."""
-    opened = iter([device])
-    return lambda: next(opened, None) or InlineWorker()
-
-
 def measured(cell: Cell) -> Measured:
-    with tempfile.TemporaryDirectory(prefix="peerd-pipeline-") as folder:
-        return run_virtual(_cell, cell, Path(folder), seed=1)
+    found: Measured = in_virtual_time(_cell, cell)
+    return found
 
 
 def measure(full: bool) -> Report:

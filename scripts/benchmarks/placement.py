@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._placement_baselines import Partitions, genetic, kernighan_lin
-from benchmarks._placement_cases import cases, large
-from benchmarks._report import Figure, Report
 from peerd.machine.placement.problem import PlacementProblem
 from peerd.machine.placement.search import Plan, SearchOptions, plan
 from peerd.machine.placement.starts import random_placement
+from scripts.benchmarks._placement_baselines import Partitions, genetic, kernighan_lin
+from scripts.benchmarks._placement_cases import cases, large
+from scripts.benchmarks._report import Figure, Report
 from tests.worlds.machines.placements import arranged
 
 SEED = 1

@@ -20,29 +20,20 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 
-from benchmarks._placed_cost import WorkBytes, paper_s, paths_s
-from benchmarks._placement_cases import ACTIVATION_BYTES, GRADIENT_BYTES, Case, cases
-from benchmarks._report import Figure, Report
 from peerd.compute.model.partition import build
-from peerd.core.run.runfile import (
-    AveragingSection,
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    EvaluateSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-)
+from peerd.core.run.runfile import AveragingSection, RunFile
 from peerd.machine.placement.cost import CostKind
 from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
 from peerd.machine.placement.search import SearchOptions, plan
 from peerd.machine.placement.starts import random_placement
-from peerd.sim.clock import run_virtual
+from scripts.benchmarks._placed_cost import WorkBytes, paper_s, paths_s
+from scripts.benchmarks._placement_cases import ACTIVATION_BYTES, GRADIENT_BYTES, Case, cases
+from scripts.benchmarks._report import Figure, Report
+from scripts.benchmarks._virtual_pipeline import in_virtual_time, small_run
 from tests.worlds.roles.placed import PlacedRun, placed_world, step_times
 from tests.worlds.roles.virtualroles import Roles
 
@@ -76,21 +67,8 @@ class Measured:
 
 def run_file(folder: Path) -> RunFile:
     """A run of a small model in STAGES stages, on text written to `folder`."""
-    for number in range(4):
-        text = bytes((7 * number + 13 * at * at + at // 3) % 251 or 251 for at in range(20_000))
-        (folder / f"text{number}.txt").write_bytes(text)
-    return RunFile(
-        run="placed",
-        seed=5,
-        model=ModelSection(d_model=WIDTH, heads=2, layers=STAGES, context=CONTEXT),
-        pipeline=PipelineSection(stages=STAGES, microbatch=SAMPLES),
-        optimizer=OptimizerSection(name="sgd", lr=0.1),
-        batch=BatchSection(target_samples=PIPELINES * MICROBATCHES * SAMPLES),
-        averaging=AveragingSection(sender_timeout_s=120.0),
-        data=DataSection(path=str(folder / "*.txt"), holdout=0.1),
-        evaluate=EvaluateSection(every_steps=0),
-        checkpoint=CheckpointSection(every_steps=0),
-    )
+    run = small_run(folder, "placed", STAGES, PIPELINES * MICROBATCHES, WIDTH, CONTEXT, SAMPLES)
+    return msgspec.structs.replace(run, averaging=AveragingSection(sender_timeout_s=120.0))
 
 
 def work_of(run: RunFile) -> WorkBytes:
@@ -125,17 +103,15 @@ def random_routes(problem: PlacementProblem, rng: Random) -> StagePlacement:
     return replace(placement, follows=tuple(follows))
 
 
-async def _simulate(placed: PlacedRun, roles: Roles, steps: int) -> float:
+async def _simulate(placed: PlacedRun, steps: int, folder: Path) -> float:
+    roles = Roles(run_file(folder), folder)
     async with placed_world(placed, roles, 1) as world:
         times = await step_times(world, roles, WARM + steps)
     return (times[-1] - times[WARM - 1]) / steps
 
 
 def measured(placed: PlacedRun, work: WorkBytes, steps: int) -> Measured:
-    with tempfile.TemporaryDirectory(prefix="peerd-placed-") as text:
-        folder = Path(text)
-        step_s = run_virtual(_simulate, placed, Roles(run_file(folder), folder), steps, seed=1)
-    return Measured(step_s, paths_s(placed, work), paper_s(placed, work))
+    return Measured(in_virtual_time(_simulate, placed, steps), paths_s(placed, work), paper_s(placed, work))
 
 
 def measure(full: bool) -> Report:

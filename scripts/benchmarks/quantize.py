@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import _quantize_codes as codes
-from benchmarks import _quantize_cpu as cpu
-from benchmarks import _quantize_cuda as cuda
-from benchmarks._report import Figure, Report
 from peerd.compute.kernels import native
 from peerd.core.blockwise import CODES
+from scripts.benchmarks import _quantize_codes as codes
+from scripts.benchmarks import _quantize_cpu as cpu
+from scripts.benchmarks import _quantize_cuda as cuda
+from scripts.benchmarks._report import Figure, Report
 
 TARGETS = {
     ("dynamic8", "quantize"): 0.45,

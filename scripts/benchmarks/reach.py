@@ -12,12 +12,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lab import Unexpected, why_not_wide
+from scripts.benchmarks._matrix import KINDS, Matrix, best, matrix, of_all_kinds
+from scripts.benchmarks._ocean import Ocean, crossed
+from scripts.benchmarks._report import Figure, Report
+from scripts.lab import Unexpected, why_not_wide
 
-from benchmarks._matrix import KINDS, Matrix, best, matrix, of_all_kinds
-from benchmarks._ocean import Ocean, crossed
-from benchmarks._report import Figure, Report
-
+WHY_NOT = why_not_wide
 NOTE = (
     "Way of a pair: direct, punched, relayed or failed, the worse of what both sides see. Round trips between hosts of "
     "the matrix take 40 ms. Share of the rate: one stream, from 3 s after its beginning."
@@ -27,9 +27,6 @@ PUNCHED_S = 3.0
 
 
 def measure(full: bool) -> Report:
-    reason = why_not_wide()
-    if reason is not None:
-        raise SystemExit(reason)
     oceans = [crossed(rtt_ms, seconds=20.0 if full else 12.0) for rtt_ms in (100, 300)]
     settled: dict[str, dict[str, float]] = {}
     found: dict[str, Matrix] = {}

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from benchmarks._queue_rule import QueuedLoad, QueueRule
-from benchmarks._report import Figure, Report
 from peerd.machine.rebalance.loads import PeerLoad, StageLoads, Transfer
 from peerd.machine.rebalance.ordered_moves import OrderedMoves, PostView
-from peerd.machine.rebalance.rebalancer import RebalanceConfig
+from peerd.machine.rebalance.rebalance_rule import RebalanceConfig
+from scripts.benchmarks._queue_rule import QueuedLoad, QueueRule
+from scripts.benchmarks._report import Figure, Report
 
 HOUR_S: Final = 3600.0
 HOURS: Final = 32

@@ -27,7 +27,6 @@ import pytest
 import torch
 import trio
 
-from benchmarks._report import Figure, Report
 from peerd.core.run.runfile import BatchSection, PipelineSection, RunFile
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.mux.stream import YamuxConfig
@@ -36,11 +35,12 @@ from peerd.net.link.config import LinkConfig
 from peerd.service.dht.dht import DhtConfig
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
+from peerd.sim.world import World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from scripts.benchmarks._report import Figure, Report
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
-from tests.worlds.network.world import home_line
+from tests.worlds.network.world import home_world
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
 STAGES: Final = 4
@@ -109,9 +109,7 @@ class Simulation:
 
     async def run(self, batches: Batches) -> None:
         """Run the simulation. `batches` records the batches of all steps."""
-        async with World(self._live.seed, swarm(), WorldConfig(line=home_line)).running() as world:
-            boot = await world.start("boot")
-            world.bootstrap.append(boot.full_addr)
+        async with home_world(self._live.seed) as world:
             for _ in range(self._live.peers):
                 await self._join(world)
             await world.start("trainer", program=self._roles.program(TrainerRole, QUIET))

@@ -17,44 +17,30 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
-import msgspec
 import numpy as np
 import torch
 import trio
 
-from benchmarks._placement_cases import CITIES, cases
-from benchmarks._report import Figure, Report
-from benchmarks._routing_flow import FlowRoutes
-from benchmarks.pipeline import LayerDevice, _worker_source
 from peerd.core.messages.handover import Hop
-from peerd.core.run.runfile import (
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    EvaluateSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-)
 from peerd.machine.dht.node_state import KademliaConfig
-from peerd.machine.pipeline.route_flow import RouteFlow
+from peerd.machine.pipeline.cheapest_route import CheapestRoute
 from peerd.machine.pipeline.route_policy import Cut, Options, RoutePolicy, Sent
 from peerd.service.dht.dht import DhtConfig
 from peerd.service.pipeline import direct
-from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimPath
 from peerd.sim.world import Node, World, WorldConfig
-from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from scripts.benchmarks._placement_cases import CITIES, cases
+from scripts.benchmarks._report import Figure, Report
+from scripts.benchmarks._routing_flow import FlowRoutes
+from scripts.benchmarks._virtual_pipeline import LayerDevice, booted, in_virtual_time, small_run, start_stage
 from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.roles.virtualroles import Roles
 
@@ -172,13 +158,13 @@ class Swarm:
         self._present: list[Node] = []
         self._roles: list[tuple[str, Roles]] = []
         self.left = 0
-        self.run = run_of(scene, folder)
+        self.run = small_run(folder, "routing", scene.stages, scene.microbatches, WIDTH, CONTEXT, SAMPLES)
         self.policy = Block({policy: self._policy(policy) for policy in POLICIES})
 
     def _policy(self, policy: str) -> RoutePolicy:
         if policy == "flow":
             return FlowRoutes(self.scene.microbatches, self._cost, lambda p: self._peers[p].speed, self.scene.seed)
-        return InTurn() if policy == "swarm" else RouteFlow(random.Random(self.scene.seed))
+        return InTurn() if policy == "swarm" else CheapestRoute(random.Random(self.scene.seed))
 
     def _cost(self, one: str, other: str) -> float:
         """GWTF's d_ij in seconds. Links have the same delay and rate in both directions."""
@@ -187,8 +173,6 @@ class Swarm:
         return computing_s + float(self._delay_s[a.place, b.place] + ACTIVATION_BYTES / self._rate[a.place, b.place])
 
     async def start(self, world: World) -> None:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
         self._add("trainer", Seat(-1, 0, 0.0), world)
         for seat in seats_of(self.scene, self._rng):
             await self._join(world, seat)
@@ -205,11 +189,9 @@ class Swarm:
         name = f"peer{len(self._devices)}"
         self._add(name, seat, world)
         device = LayerDevice(SLOWEST_S / seat.speed)
-        device.is_last = seat.stage == self.scene.stages - 1
-        limits = msgspec.structs.replace(self.run.limits, stage=seat.stage)
-        roles = Roles(msgspec.structs.replace(self.run, limits=limits), self._folder, _worker_source(device))
         self._devices.append((device, seat.speed))
-        node = await world.start(name, program=roles.program(StageRole, swarm(dht_config=QUIET)))
+        network = swarm(dht_config=QUIET)
+        roles, node = await start_stage(world, self.run, self._folder, seat.stage, device, name=name, network=network)
         self._peers[node.id.text] = seat
         self._present.append(node)
         self._roles.append((name, roles))
@@ -238,30 +220,12 @@ class Swarm:
         return sum(device.busy_s * speed / SLOWEST_S for device, speed in self._devices)
 
 
-def run_of(scene: Scene, folder: Path) -> RunFile:
-    """A run of a small model with the scene's stages, on text written to `folder`."""
-    for number in range(4):
-        text = bytes((7 * number + 13 * at * at + at // 3) % 251 or 251 for at in range(40_000))
-        (folder / f"text{number}.txt").write_bytes(text)
-    return RunFile(
-        run="routing",
-        seed=5,
-        model=ModelSection(d_model=WIDTH, heads=2, layers=scene.stages, context=CONTEXT),
-        pipeline=PipelineSection(stages=scene.stages, microbatch=SAMPLES),
-        optimizer=OptimizerSection(name="sgd", lr=0.1),
-        batch=BatchSection(target_samples=scene.microbatches * SAMPLES),
-        data=DataSection(path=str(folder / "*.txt"), holdout=0.1),
-        evaluate=EvaluateSection(every_steps=0),
-        checkpoint=CheckpointSection(every_steps=0),
-    )
-
-
 async def _measured(scene: Scene, folder: Path) -> dict[str, Measured]:
     """Measure all policies, one after another with the same peers. Policies do not share what they learn."""
     one, found, first = Swarm(scene, folder), dict[str, Measured](), 0
     config = WorldConfig(net=NetConfig(window_bytes=WINDOW_BYTES))
     policy_of_trainer = patch.object(direct, "RouteFlow", lambda rng: one.policy)
-    async with World(scene.seed, swarm(dht_config=QUIET), config).running() as world:
+    async with booted(scene.seed, config=config, program=swarm(dht_config=QUIET)) as world:
         with policy_of_trainer:
             await one.start(world)
         first_one = scene.seed % len(POLICIES)
@@ -289,8 +253,8 @@ async def _block(world: World, one: Swarm, first: int) -> Measured:
 
 
 def measured(scene: Scene) -> dict[str, Measured]:
-    with tempfile.TemporaryDirectory(prefix="peerd-routing-") as folder:
-        return run_virtual(_measured, scene, Path(folder), seed=scene.seed)
+    found: dict[str, Measured] = in_virtual_time(_measured, scene, seed=scene.seed)
+    return found
 
 
 def least_s(scene: Scene) -> float:

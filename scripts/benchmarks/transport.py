@@ -7,25 +7,26 @@ reliable. CPU seconds are those of both processes. Calls have 100 bytes there an
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import trio
 
-from benchmarks._far import (
+from peerd.core.addr import parse_addr
+from peerd.core.ids import PeerId
+from peerd.net.host.host import Host
+from peerd.service.rpc.rpc import Rpc
+from scripts.benchmarks._far import (
     CALL_BYTES,
     CIPHER,
-    ECHO,
+    ECHO_STREAM,
     FRAME_BYTES,
     KEY,
     NONCE,
@@ -33,14 +34,9 @@ from benchmarks._far import (
     SPENT,
     TAG_BYTES,
     TOTAL,
-    Blob,
-    new_stack,
 )
-from benchmarks._report import Figure, Report
-from peerd.core.addr import parse_addr
-from peerd.core.ids import PeerId
-from peerd.net.host.host import Host
-from peerd.service.rpc.rpc import Rpc
+from scripts.benchmarks._remote_process import ECHO, Blob, RemoteProcess, module, new_stack
+from scripts.benchmarks._report import Figure, Report
 
 WRITE_BYTES = 1 << 20
 BATCH_FRAMES = 17  # frames per send of the baseline: a whole write, which was the fastest
@@ -157,12 +153,12 @@ async def raw_round_trip_ms(port: int, count: int) -> float:
 
 
 async def one_call(near: Near) -> None:
-    await near.rpc.call(near.peer, "bench/1/echo", Blob(bytes(CALL_BYTES)), Blob, timeout_s=10)
+    await near.rpc.call(near.peer, ECHO, Blob(bytes(CALL_BYTES)), Blob, timeout_s=10)
 
 
 async def one_stream(near: Near) -> None:
     """Open a stream, echo 100 bytes, and close it: a call without the RPC layer."""
-    stream = await near.host.open_stream(near.peer, ECHO)
+    stream = await near.host.open_stream(near.peer, ECHO_STREAM)
     await stream.send(bytes(CALL_BYTES))
     await stream.receive_exactly(CALL_BYTES)
     await stream.aclose()
@@ -187,41 +183,27 @@ async def flood_per_s(once: Callable[[], Awaitable[object]], seconds: float) -> 
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
-@dataclass(slots=True)
-class Rounds:
-    """Results of all rounds."""
-
-    raw: list[Bulk]
-    frames: list[Bulk]
-    peerd: list[Bulk]
-    raw_ms: list[float]
-    call_ms: list[float]
-    stream_ms: list[float]
-    calls_per_s: list[float]
-
-
-async def run_rounds(near: Near, sizes: Sizes) -> Rounds:
+async def run_rounds(near: Near, sizes: Sizes) -> dict[str, list[Any]]:
+    """Measurements of all rounds, by candidate. The candidates take turns."""
     data = memoryview(os.urandom(WRITE_BYTES))
-    rounds = Rounds([], [], [], [], [], [], [])
+    ways: dict[str, Callable[[], Awaitable[Any]]] = {
+        "raw": partial(timed, partial(raw_transfer, near.ports["sink"]), data, sizes),
+        "frames": partial(timed, partial(frame_transfer, near.ports["frames"]), data, sizes),
+        "peerd": partial(timed, partial(peerd_transfer, near), data, sizes),
+        "raw_ms": partial(raw_round_trip_ms, near.ports["echo"], sizes.calls),
+        "call_ms": partial(median_ms, partial(one_call, near), sizes.calls),
+        "stream_ms": partial(median_ms, partial(one_stream, near), sizes.calls),
+        "calls_per_s": partial(flood_per_s, partial(one_call, near), sizes.flood_s),
+    }
+    taken: dict[str, list[Any]] = {name: [] for name in ways}
     for number in range(sizes.rounds + 1):
-        raw = await timed(partial(raw_transfer, near.ports["sink"]), data, sizes)
-        frames = await timed(partial(frame_transfer, near.ports["frames"]), data, sizes)
-        peerd = await timed(partial(peerd_transfer, near), data, sizes)
-        raw_ms = await raw_round_trip_ms(near.ports["echo"], sizes.calls)
-        call_ms = await median_ms(partial(one_call, near), sizes.calls)
-        stream_ms = await median_ms(partial(one_stream, near), sizes.calls)
-        calls_per_s = await flood_per_s(partial(one_call, near), sizes.flood_s)
-        if number:  # the first round warms up
-            for values, value in zip((rounds.raw, rounds.frames, rounds.peerd), (raw, frames, peerd), strict=True):
-                values.append(value)
-            rounds.raw_ms.append(raw_ms)
-            rounds.call_ms.append(call_ms)
-            rounds.stream_ms.append(stream_ms)
-            rounds.calls_per_s.append(calls_per_s)
-    return rounds
+        for name, way in ways.items():
+            found = await way()
+            taken[name] += [found] if number else []  # the first round warms up
+    return taken
 
 
-async def with_peerd(places: dict[str, Any], sizes: Sizes) -> Rounds:
+async def with_peerd(places: dict[str, Any], sizes: Sizes) -> dict[str, list[Any]]:
     stack = new_stack()
     async with trio.open_nursery() as nursery:
         await nursery.start(stack.run)
@@ -231,23 +213,22 @@ async def with_peerd(places: dict[str, Any], sizes: Sizes) -> Rounds:
     return rounds
 
 
-def measured(sizes: Sizes) -> Rounds:
-    scripts = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(scripts), str(scripts.parent)])}
-    command = [sys.executable, "-m", "benchmarks._far"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as far:
-        assert far.stdout is not None
-        return trio.run(with_peerd, json.loads(far.stdout.readline()), sizes)
+def measured(sizes: Sizes) -> dict[str, list[Any]]:
+    far = RemoteProcess(subprocess.Popen, module("_far"))
+    try:
+        return trio.run(with_peerd, far.answer(), sizes)
+    finally:
+        far.end()
 
 
 def measure(full: bool) -> Report:
     sizes = FULL if full else QUICK
     rounds = measured(sizes)
-    bulks = (rounds.raw, rounds.frames, rounds.peerd)
+    bulks = [rounds[name] for name in ("raw", "frames", "peerd")]
     raw, frames, peerd = (statistics.median(bulk.mb_s for bulk in each) for each in bulks)
     cpu_raw, cpu_frames, cpu_peerd = (statistics.median(bulk.cpu_s_per_gb for bulk in each) for each in bulks)
-    call_ms, raw_ms = statistics.median(rounds.call_ms), statistics.median(rounds.raw_ms)
-    stream_ms, calls_per_s = statistics.median(rounds.stream_ms), statistics.median(rounds.calls_per_s)
+    names = ("call_ms", "raw_ms", "stream_ms", "calls_per_s")
+    call_ms, raw_ms, stream_ms, calls_per_s = (statistics.median(rounds[name]) for name in names)
     bulk = [
         Figure("stream_mb_s", "one peerd stream", peerd, "MB/s", 0),
         Figure("raw_tcp_mb_s", "plain trio TCP", raw, "MB/s", 0),
@@ -266,14 +247,7 @@ def measure(full: bool) -> Report:
         Figure("raw_round_trip_ms_median", "plain trio TCP, 100 B there and back", raw_ms, "ms", 3),
         Figure("call_over_raw_round_trip", "call / plain round trip", call_ms / raw_ms),
         Figure("stream_call_ms_median", "new stream, 100 B there and back", stream_ms, "ms", 3),
-        Figure(
-            "calls_per_s_64",
-            "calls a second, 64 in flight",
-            calls_per_s,
-            "",
-            0,
-            at_least=6000,
-        ),
+        Figure("calls_per_s_64", "calls a second, 64 in flight", calls_per_s, "", 0, at_least=6000),
     ]
     note = f"two processes on loopback, 1 MiB writes, median of {sizes.rounds} alternating rounds"
     return Report("transport", [bulk, cpu, calls], note)

@@ -8,23 +8,20 @@ lower if the stage's peers do not finish together.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import torch
 import trio
 
-from benchmarks._report import Figure, Report
-from benchmarks.pipeline import ACTIVATION_BYTES, STAGES, Cell, LayerDevice, Roles, run_of, start_stage
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
-from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
+from scripts.benchmarks._report import Figure, Report
+from scripts.benchmarks._virtual_pipeline import LayerDevice, booted, in_virtual_time, start_stage
+from scripts.benchmarks.pipeline import ACTIVATION_BYTES, STAGES, run_of
+from tests.worlds.roles.virtualroles import Roles
 
 SLOWER: Final = 4.0
 DEVICE_S: Final = 0.1  # of a microbatch
@@ -55,14 +52,10 @@ def possible(kind: str) -> float:
 
 
 async def _measured(kind: str, folder: Path) -> Unequal:
-    cell = Cell("ours", RTT_MS)
-    run = run_of(cell, folder)
-    run = msgspec.structs.replace(run, batch=msgspec.structs.replace(run.batch, target_samples=MICROBATCHES))
+    run = run_of(folder, MICROBATCHES)
     mbit_s = 2 * ACTIVATION_BYTES * 8 / LINE_S / 1e6
     free = SimLine(latency_s=RTT_MS / 4e3)
-    async with World(1, swarm(), WorldConfig()).running() as world:
-        boot = await world.start("boot", line=free)
-        world.bootstrap.append(boot.full_addr)
+    async with booted(line=free) as world:
         posts = []
         for stage in range(STAGES):
             for number, (slow, thin) in enumerate(KINDS[kind] if stage == 1 else ((1.0, 1.0), (1.0, 1.0))):
@@ -89,8 +82,8 @@ def _rate(earlier: tuple[float, int], later: tuple[float, int]) -> float:
 
 
 def measured(kind: str) -> Unequal:
-    with tempfile.TemporaryDirectory(prefix="peerd-unequal-") as folder:
-        return run_virtual(_measured, kind, Path(folder), seed=1)
+    found: Unequal = in_virtual_time(_measured, kind)
+    return found
 
 
 def measure(full: bool) -> Report:

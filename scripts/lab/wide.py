@@ -20,6 +20,7 @@ import struct
 from typing import Any
 
 from .nat import KINDS, ROUTED, Kind, Unexpected, forgotten, forwarded, renumbered, rules
+from .rates import Traffic
 from .space import Ground, Space, cable
 from .wan import Line, Quality, Wan
 
@@ -37,6 +38,9 @@ class WideHost(Space):
     line: Line  # the one that leads to it: its own or its router's
     ip: str  # its own address
     public_ip: str  # what the WAN sees
+
+    def traffic(self) -> Traffic:
+        return self.line.traffic()
 
 
 class Router(Space):

@@ -154,7 +154,7 @@ def test_evaluate_prints_loss_and_perplexity(folder: Path, tmp_path: Path, capsy
         ("export peers --out empty.txt", "--out empty.txt: Not a directory"),
         ("export peers --out .", "is the folder that you are in"),
         ("export peers --out new --step 4", "steps that all have: 3, 5"),
-        ("export peers --out new --run other", "contains no checkpoint of run 'other', but of out"),
+        ("export peers --out new --run other", "contains no checkpoint of run 'other', only of out"),
     ],
 )
 def test_each_mistake_is_one_sentence(

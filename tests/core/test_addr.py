@@ -177,8 +177,8 @@ def test_each_name_that_a_peer_sends_is_refused_or_printed_and_read_again(name: 
         ("a" * 64, "parts of 1 to 63"),
         ("-a", "letters, digits and '-'"),
         (".".join("abcdefgh" for _ in range(29)), "is not a host name"),
-        ("ab--c", "'ab--c' is not taken as a host name: it has '--', and is no valid 'xn--' name"),
-        ("tcp", "'tcp' is not taken as a host name: it names a protocol: write 'tcp.' or its IP"),
+        ("ab--c", "'ab--c' is not accepted as a host name: it has '--', and is no valid 'xn--' name"),
+        ("tcp", "'tcp' is not accepted as a host name: it names a protocol: write 'tcp.' or its IP"),
     ],
 )
 def test_a_name_that_no_machine_can_have_is_refused_with_one_reason(name: str, why: str) -> None:

@@ -75,7 +75,7 @@ CASES = [
     # The command line.
     Case("no such command", "jion", 2, ("No such command 'jion'",)),
     Case("no such flag", "join --role stage --rolle x", 2, ("No such option",)),
-    Case("no role", "join", 2, ("nothing to join; pass a line like peerd://HOST:PORT/PEER/RUN, or --role ROLE",)),
+    Case("no role", "join", 2, ("nothing to join; pass a link like peerd://HOST:PORT/PEER/RUN, or --role ROLE",)),
     Case("steps below one", "demo --steps 0", 2, ("--steps",)),
     Case("a word for a number", "join --role stage --seed many", 2, ("--seed",)),
     Case("unknown role", "join --role stagee", 2, ("role 'stagee' is unknown; did you mean stage?",)),
@@ -111,7 +111,7 @@ CASES = [
     yaml_case("several mistakes", "sede: 1\nmodel: 3\n", "has 3 mistakes", "sede", "model is 3", "run is missing"),
     # Access by tokens.
     yaml_case("tokens of nobody", "run: tiny\naccess: {allow: tokens}\n", "line 2: access.organizer is empty; with"),
-    yaml_case("a token for everyone", "run: tiny\naccess: {token: x}\n", "access.token has no meaning without allow"),
+    yaml_case("a token for everyone", "run: tiny\naccess: {token: x}\n", "access.token has no effect without allow"),
     token_case("no token", None, "run tiny admits members by token, and there is none in {tmp}/data/access.token; ask"),
     token_case("not a token", "hello", "{tmp}/data/access.token has no valid token: a text that does not begin with"),
     token_case("half a token", TOKEN[:120], "{tmp}/data/access.token has no valid token", "copy the whole text again"),
@@ -284,7 +284,7 @@ def test_doctor_tells_a_healthy_bootstrap_from_one_with_another_identity(
         bare = addr.partition("/p2p/")[0]
         assert invoke(["doctor", *options, f"{bare}/p2p/{PEER}"]) == 1
         told = capsys.readouterr().out
-        assert "another peer answers there: ask the organizer for the new join line" in told
+        assert "another peer answers there: ask the organizer for the new join link" in told
         assert invoke(["doctor", *options, bare, "--json"]) == 0
         assert "the address has no peer id" in capsys.readouterr().out
 

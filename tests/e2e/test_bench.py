@@ -14,15 +14,20 @@ import pytest
 import torch
 
 from peerd.core.blockwise import CODES
+from scripts import bench
+from scripts.benchmarks import (
+    _quantize_cuda,
+    digits,
+    gradients,
+    grids,
+    language,
+    quantize,
+    transport,
+)
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 Run = Callable[[str], dict[str, Any]]
 TRANSPORT = {"stream_mb_s", "raw_tcp_mb_s", "noise_frames_mb_s", "cpu_s_per_gb", "call_ms_median", "calls_per_s_64"}
-
-
-@pytest.fixture(autouse=True)
-def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
 @pytest.fixture
@@ -30,8 +35,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Runs a benchmark: its figures, and under "printed" the table that people read."""
 
     def run(name: str) -> dict[str, Any]:
-        import bench
-
         monkeypatch.setattr("sys.argv", ["bench.py", name, "--json"])
         assert bench.main() == 0
         printed = capsys.readouterr()
@@ -53,8 +56,6 @@ def test_the_list_of_benchmarks_loads_each_of_them_in_any_folder(tmp_path: Path)
 @pytest.mark.socket
 @pytest.mark.alone
 def test_the_transport_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    from benchmarks import transport
-
     few = transport.Sizes(rounds=1, bulk_bytes=4 << 20, calls=5, flood_s=0.05)
     monkeypatch.setattr(transport, "QUICK", few)
     found = run("transport")
@@ -68,8 +69,6 @@ def test_the_transport_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPa
 @pytest.mark.socket
 @pytest.mark.alone
 def test_the_grids_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    from benchmarks import grids
-
     monkeypatch.setattr(grids, "COUNTS", (5,))
     monkeypatch.setattr(grids, "MEASURED", ((1000, False), (1000, True)))
     found = run("grids")
@@ -80,8 +79,6 @@ def test_the_grids_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 def test_the_digits_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    from benchmarks import digits
-
     monkeypatch.setattr(digits, "SIZES", (4,))
     monkeypatch.setattr(digits, "MICROBATCHES", 60)
     found = run("digits")
@@ -97,8 +94,6 @@ def test_the_digits_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_the_language_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    from benchmarks import language
-
     monkeypatch.setattr(language, "GRIDS", {4: [4]})
     monkeypatch.setattr(language, "MICROBATCHES", 40)
     found = run("language")
@@ -116,8 +111,6 @@ def absent(_count: int, _rounds: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_quantize_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    from benchmarks import quantize
-
     cpu = {"rounds": 2, "large": 1 << 15, "small": 1 << 12, "small_repeats": 1, "slow_rounds": 1, "call_batches": 2}
     few = quantize.Sizes(**cpu, coded=1 << 15, gpu=1 << 20, gpu_rounds=1, gpu_repeats=1)
     monkeypatch.setattr(quantize, "QUICK", few)
@@ -136,7 +129,6 @@ def test_the_quantize_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPat
 
 def test_the_quantize_benchmark_holds_a_gpu_to_the_bytes_that_must_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arithmetic, on a CPU and with made-up times: a device that moves 1 GB/s whatever it does."""
-    from benchmarks import _quantize_beside, _quantize_cuda, quantize
 
     def times(ways: dict[str, Any], _rounds: int, _repeats: int) -> dict[str, float]:
         for way in ways.values():
@@ -149,7 +141,7 @@ def test_the_quantize_benchmark_holds_a_gpu_to_the_bytes_that_must_move(monkeypa
     assert found["dynamic8"]["quantize_gb_s"] == pytest.approx(0.8)
     assert found["dynamic8"]["dequantize_over_bound"] == pytest.approx((1 + 1 / 4 + 1 / 256) / 1.25)
     assert found["int4"]["quantize_over_bound"] == pytest.approx((1 + 1 / 8 + 1 / 64) / 2.5)
-    beside = _quantize_beside.measured(("int8",), 1, "cpu", 64)
+    beside = _quantize_cuda.beside_computing(("int8",), 1, "cpu", 64)
     calls = _quantize_cuda.call_us(torch.device("cpu"), 1)
     section = quantize.gpu_section({**found, "bf16": found, "call_us": calls, "beside_computing": beside})
     met = {figure.key: figure.met for figure in section if figure.met is not None}
@@ -163,8 +155,6 @@ def test_the_quantize_benchmark_holds_a_gpu_to_the_bytes_that_must_move(monkeypa
 
 @pytest.mark.slow
 def test_the_gradients_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    from benchmarks import gradients
-
     monkeypatch.setattr(gradients, "QUICK", gradients.Sizes(rounds=1, steps=3, samples=8, valid_samples=8))
     found = run("gradients")
     names = ["none", "int8", "int4", "powersgd_1", "powersgd_4", "powersgd_16"]
@@ -173,15 +163,3 @@ def test_the_gradients_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPa
     vectors = [found[f"powersgd_{rank}_bytes"] for rank in (1, 4, 16)]
     assert vectors[1] - vectors[0] == 3 * (vectors[2] - vectors[1]) / 12  # each column costs the same
     assert all(1.0 < found[f"{name}_loss"] < 6.0 for name in names)
-
-
-def test_the_benchmarks_are_listed_with_what_they_measure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import bench
-
-    monkeypatch.setattr("sys.argv", ["bench.py"])
-    assert bench.main() == 0
-    printed = capsys.readouterr().out
-    assert "transport " in printed
-    assert "quantize " in printed

@@ -57,16 +57,16 @@ def backbone(text: bytes) -> Iterator[str]:
 HOSTILE = {
     "code": (
         b'{"run":"r","data":{"sources":[],"kind":"dataset","path":"decoy_installed:docs"}}',
-        "data.path is 'decoy_installed:docs': code of the run's own, which never comes over the network; allowed: a",
+        "data.path is 'decoy_installed:docs': code of the run, which is never sent over the network; allowed: a",
     ),
     "hidden file": (
         b'{"run":"r","data":{"sources":[],"path":".e*","holdout":0},"evaluate":{"every_steps":0}}',
         "data.path is '.e*': the run trains on files; add --data PATH",
     ),
-    "disk": (b'{"run":"r","checkpoint":{"keep":1000000000}}', "checkpoint.keep is 1000000000; allowed in a run that"),
+    "disk": (b'{"run":"r","checkpoint":{"keep":1000000000}}', "checkpoint.keep is 1000000000; allowed by a join"),
     "cloud": (
         b'{"run":"r","data":{"path":"http://169.254.169.254/latest","digest":"' + b"0" * 64 + b'"}}',
-        "data.path is 'http://169.254.169.254/latest': an address without https; allowed: stdlib, https://, or text",
+        "data.path is 'http://169.254.169.254/latest': an address without https; allowed: stdlib, https://, or your",
     ),
     "type": (b'{"run":"r","model":{"layers":"2"}}', "Expected `int`, got `str` - at `$.model.layers`"),
 }

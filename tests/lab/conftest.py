@@ -1,4 +1,4 @@
-"""Tests in this folder run in a network lab (scripts/lab.py), and are skipped where there can be none."""
+"""Tests in this folder run in a network lab (scripts/lab), and are skipped where there can be none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lab() -> Iterator[Lab]:
         yield lab
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def _needs_a_wide_lab() -> None:
     reason = why_not_wide()
     if reason is not None:

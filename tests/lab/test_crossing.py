@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lab import WideLab, why_not_wide
+from scripts.lab import WideLab
 
 ROOT = Path(__file__).parents[2]
 TIMES = 4
 DELAY_MS = 25.0  # 100 ms there and back: time enough for both to have dialed
 
-pytestmark = [pytest.mark.lab, pytest.mark.socket, pytest.mark.slow]
+pytestmark = [
+    *(pytest.mark.lab, pytest.mark.socket, pytest.mark.slow),
+    pytest.mark.usefixtures("_needs_a_wide_lab"),
+]
 
 
 def test_dials_that_cross_become_one_connection_with_one_initiator() -> None:
-    reason = why_not_wide()
-    if reason is not None:
-        pytest.skip(reason)
     with WideLab(delay_ms=DELAY_MS) as lab:
         hosts = {name: lab.host(name) for name in ("a", "b")}
         sides = []

@@ -11,21 +11,22 @@ from typing import Any
 
 import pytest
 
-from scripts.lab import why_not_wide
+from scripts.lab import WideLab
+from scripts.process_swarm import BASE, ProcessSwarm
 from scripts.waiting import eventually
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 FOUND_OUT_S = 10.0
 WATCHED_S = 8.0
 CUT_S = 20.0
 BREAK_S = 3.0  # a longer time between two steps is no pace
 
-pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    *(pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)),
+    pytest.mark.usefixtures("_needs_a_wide_lab"),
+]
 
 
 def run_file() -> dict[str, Any]:
-    from benchmarks._swarm import BASE
-
     return BASE | {
         "run": "cut-off",
         "model": {"d_model": 32, "heads": 1, "layers": 2, "context": 32},
@@ -42,23 +43,48 @@ def passed(seconds: float) -> tuple[float, float]:
     return began, began + seconds
 
 
-@contextmanager
-def far_swarm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Two peers of each of two stages, and a trainer, that have made some steps."""
-    if (reason := why_not_wide()) is not None:
-        pytest.skip(reason)
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import lab
-    from benchmarks._far_swarm import FarSwarm
+class FarSwarm(ProcessSwarm):
+    """A swarm in a lab, where pairs of hosts can be cut off."""
 
-    with lab.WideLab(delay_ms=5) as wide:
-        swarm = FarSwarm(folder, wide, run_file(), None)
-        swarm.start_pairs()
+    lab: WideLab
+
+    def cut(self, one: str, other: str) -> None:
+        """Drop all packets between two hosts, until `mend`."""
+        rules = [
+            "add table ip cut",
+            "add chain ip cut in { type filter hook input priority 0; }",
+            "add chain ip cut out { type filter hook output priority 0; }",
+            f"add rule ip cut in ip saddr {self.hosts[other].ip} drop",
+            f"add rule ip cut out ip daddr {self.hosts[other].ip} drop",
+        ]
+        self.lab.hosts[one].run(["nft", "-f", "-"], input="\n".join(rules), text=True)
+
+    def mend(self, one: str) -> None:
+        """Stop dropping packets from and to this host."""
+        self.lab.hosts[one].run(["nft", "delete", "table", "ip", "cut"])
+
+    def restart_trainer(self) -> None:
+        """End the trainer and start another one, which measures the current lines."""
+        self.end(self.peers.pop())
+        self.join("trainer", "trainer")
+
+    def rate(self, since: float, until: float) -> float:
+        """Steps per second between two times in Unix seconds."""
+        return sum(since <= at < until for at in self.steps()) / (until - since)
+
+
+@contextmanager
+def far_swarm(folder: Path) -> Iterator[FarSwarm]:
+    """Two peers of each of two stages, and a trainer, that have made some steps."""
+    with WideLab(delay_ms=5) as lab:
+        swarm = FarSwarm(folder, run_file(), lambda name: lab.hosts.get(name) or lab.host(name))
+        swarm.lab = lab
+        swarm.start_pipeline(replicas=2)
         swarm.wait_for_step(3, 120)
         yield swarm
 
 
-def goes_on(swarm: Any, since: float) -> float:
+def goes_on(swarm: FarSwarm, since: float) -> float:
     """Waits until steps follow each other again; returns when the first of them was made."""
 
     def at_a_pace() -> list[float]:
@@ -69,16 +95,14 @@ def goes_on(swarm: Any, since: float) -> float:
     return at_a_pace()[0]
 
 
-def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with far_swarm(tmp_path, monkeypatch) as swarm:
+def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(tmp_path: Path) -> None:
+    with far_swarm(tmp_path) as swarm:
         usual = swarm.rate(*passed(WATCHED_S))
-        follower = next(n for n in ("stage-0-a", "stage-0-b") if not swarm.peer(n).role()["conducts"])
+        follower = next(n for n in ("stage-0", "stage-2") if not swarm.peer(n).role()["conducts"])
         swarm.cut("trainer", follower)  # whoever conducts is needed by everybody
         passed(FOUND_OUT_S)
         without_one = swarm.rate(*passed(WATCHED_S))
-        for name in ("stage-1-a", "stage-1-b"):
+        for name in ("stage-1", "stage-3"):
             swarm.cut("trainer", name)
         passed(CUT_S)
         swarm.mend("trainer")
@@ -96,18 +120,15 @@ def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(
     assert len(told) <= 4, told
 
 
-def test_a_trainer_that_reaches_no_stage_peer_directly_goes_on_over_a_relay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_reaches_no_stage_peer_directly_goes_on_over_a_relay(tmp_path: Path) -> None:
     """The backbone relays; the conductor is among those that are cut off.
 
     What the relay allows is what a trainer reaches that finds no other way from its start.
     """
-    with far_swarm(tmp_path, monkeypatch) as swarm:
+    with far_swarm(tmp_path) as swarm:
         usual = swarm.rate(*passed(WATCHED_S))
-        for stage in range(2):
-            for which in "ab":
-                swarm.cut("trainer", f"stage-{stage}-{which}")
+        for number in range(4):
+            swarm.cut("trainer", f"stage-{number}")
         cut = time.time()
         on_s = goes_on(swarm, since=cut) - cut
         over_a_relay = swarm.rate(*passed(WATCHED_S))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from scripts.benchmarks import delayed as bench
+
 BUSY = 0.25  # of the processor, by others: then it is not the lines that are waited for
 
 pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_delayed_run_is_faster_than_a_synchronous_one_on_slow_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from benchmarks import delayed as bench
-
     monkeypatch.setitem(bench.RUN, "batch", {"target_samples": 256})
     alone = bench.measured(bench.halves(), None, 3)
     rate_mbit = bench.line_mbit(alone)

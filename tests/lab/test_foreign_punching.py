@@ -6,18 +6,17 @@ be dialed, and only if our router lets strangers in. The prepared p2pd does not 
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from scripts.lab import WideHost, WideLab, why_not_wide
+from scripts.benchmarks._matrix import Swarm
+from scripts.benchmarks._remote_process import RemoteProcess
+from scripts.lab import WideLab
 from scripts.waiting import eventually
 from tests.worlds.processes.foreign import command_line, require
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 PORT = 4001
 PATIENCE_S = 60.0
 
@@ -31,31 +30,10 @@ pytestmark = [
 
 
 @pytest.fixture
-def wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[WideLab]:
-    reason = why_not_wide()
-    if reason is not None:
-        pytest.skip(reason)
+def wide(_needs_a_wide_lab: None) -> Iterator[WideLab]:
     require("js")
-    monkeypatch.syspath_prepend(str(SCRIPTS))
     with WideLab(delay_ms=10) as lab:
         yield lab
-
-
-class Js:
-    """A js peer in the lab; it ends with the lab."""
-
-    def __init__(self, host: WideHost, *flags: str) -> None:
-        pipe = subprocess.PIPE
-        self._process = host.popen(command_line("js", flags), stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        assert self._process.stdout is not None
-        self.peer: str = json.loads(self._process.stdout.readline())["ready"]
-
-    def end(self) -> None:
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-        self._process.wait()
 
 
 def until(what: Callable[[], object]) -> bool:
@@ -71,17 +49,17 @@ def is_past_the_relay(way: str | None, seen: list[str]) -> bool:
 
 
 def test_js_behind_our_relay_is_reached_and_dials_us_then(wide: WideLab) -> None:
-    from benchmarks._matrix import Swarm
-
     swarm = Swarm(wide, relays=1)
     (relay,) = swarm.known
-    js = Js(wide.host("js", "port-restricted"), f"behind={relay}", f"listen=/ip4/0.0.0.0/tcp/{PORT}", "dcutr")
+    argv = command_line("js", (f"behind={relay}", f"listen=/ip4/0.0.0.0/tcp/{PORT}", "dcutr"))
+    js = RemoteProcess(wide.host("js", "port-restricted").popen, argv, stderr=subprocess.DEVNULL)
+    peer = js.answer()["ready"]
     try:
         assert until(lambda: swarm.relays[0].where()["status"]["carries"]["reservations"] == 1)
-        swarm.known.append(f"{relay}/p2p-circuit/p2p/{js.peer}")  # ours dials it as it starts
+        swarm.known.append(f"{relay}/p2p-circuit/p2p/{peer}")  # ours dials it as it starts
         swarm.add({"ours": wide.host("ours", "full-cone")})
         ours, ways = swarm.members["ours"], list[str]()
-        assert until(lambda: is_past_the_relay(ours.where()["ways"].get(js.peer), ways)), ways
+        assert until(lambda: is_past_the_relay(ours.where()["ways"].get(peer), ways)), ways
         assert "relayed" in ways  # that was the beginning
     finally:
         js.end()

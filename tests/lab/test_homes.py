@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
 
 from scripts.lab import Kind, Unexpected, WideLab
-
-if TYPE_CHECKING:
-    from scripts.benchmarks._peers import Peer, Peers
+from scripts.process_swarm import ProcessSwarm
 
 ROOT = Path(__file__).parents[2]
 HOMES: dict[str, tuple[Kind, Unexpected]] = {
@@ -22,104 +21,81 @@ HOMES: dict[str, tuple[Kind, Unexpected]] = {
     "trainer": ("port-restricted", "drop"),
 }
 CONES = [name for name, (kind, _) in HOMES.items() if kind == "port-restricted"]
+LOGGED = ("--log-level", "debug")
 PATIENCE_S = 300.0  # for what takes some seconds on a machine with nothing else to do
 
 pytestmark = [pytest.mark.lab, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-class Village:
+class Village(ProcessSwarm):
     """Two public backbones, which relay, and the homes."""
 
-    def __init__(self, lab: WideLab, peers: Peers, steps: int) -> None:
-        self.lab, self.peers = lab, peers
-        self.run: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text("utf-8"))
+    def start_homes(self, steps: int) -> None:
+        self.run = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text("utf-8"))
         self.run["optimizer"]["total_steps"] = steps
         self.run["bootstrap"] = []
         for number in range(2):
             self._backbone(f"backbone-{number}")
-        for number, (name, (kind, unexpected)) in enumerate(HOMES.items()):
-            run = self.run if name == "trainer" else {**self.run, "limits": {"stage": number % 2}}
-            file = peers.folder / f"{name}.yaml"
-            file.write_text(yaml.safe_dump(run))
-            role = name.partition("-")[0]
-            join = ("join", "--role", role, "--model", str(file), "--log-level", "debug")
-            peers.start_peer(lab.host(name, kind, unexpected), name, *join)
+        for number, name in enumerate(HOMES):
+            limits = {} if name == "trainer" else {"stage": number % 2}
+            self.join(name, name.partition("-")[0], **limits)
 
     def _backbone(self, name: str) -> None:
-        host = self.lab.host(name)
         entry = [word for addr in self.run["bootstrap"] for word in ("--bootstrap", addr)]
-        peer = self.peers.start_peer(host, name, "backbone", "--listen", "/ip4/0.0.0.0/tcp/4001", *entry)
-        self.peers.until(lambda: "peer" in peer.status(), f"{name} does not start", PATIENCE_S)
-        self.run["bootstrap"].append(f"/ip4/{host.ip}/tcp/4001/p2p/{peer.status()['peer']['id']}")
-
-    @property
-    def trainer(self) -> Peer:
-        return self.peers.peers[-1]
-
-    def steps(self) -> int:
-        return sum(event["name"] == "trainer.stepped" for event in self.trainer.events())
-
-    def wait_for_step(self, step: int) -> None:
-        self.peers.until(lambda: self.steps() >= step, f"step {step} was never done", PATIENCE_S)
+        peer = self.start(name, "backbone", "--listen", "/ip4/0.0.0.0/tcp/4001", *entry)
+        self.until(lambda: "peer" in peer.status(), f"{name} does not start", PATIENCE_S)
+        self.run["bootstrap"].append(f"/ip4/{self.hosts[name].ip}/tcp/4001/p2p/{peer.status()['peer']['id']}")
 
     def wait_for_all(self, step: int) -> None:
         """Until every stage peer has done it: then each stage's state is held twice."""
-        stages = [peer for peer in self.peers.peers if peer.name.startswith("stage")]
+        stages = [peer for peer in self.peers if peer.name.startswith("stage")]
 
         def there() -> bool:
             return all(role.get("step", 0) >= step for peer in stages for role in peer.status().get("roles", [{}]))
 
-        self.peers.until(there, f"step {step} was not done by all", PATIENCE_S)
+        self.until(there, f"step {step} was not done by all", PATIENCE_S)
 
     def ways(self, name: str) -> dict[str, str]:
         """Name of another peer -> the way in which this peer reaches it now."""
-        told = {peer.name: peer.status() for peer in self.peers.peers}
+        told = {peer.name: peer.status() for peer in self.peers}
         names = {status["peer"]["id"]: name for name, status in told.items() if status}
         return {names[row["peer"]]: row["way"] for row in told[name]["network"]["peers"] if row["peer"] in names}
 
-    def kill(self, name: str) -> None:
-        peer = next(peer for peer in self.peers.peers if peer.name == name)
-        self.peers.peers.remove(peer)
-        peer.popen.kill()
-        peer.popen.wait()
-
     def finish(self) -> dict[str, Any]:
         """The trainer's last event, once it has ended."""
-        self.peers.until(lambda: self.trainer.popen.poll() == 0, "the trainer never ended", PATIENCE_S)
+        self.until(lambda: self.trainer.popen.poll() == 0, "the trainer never ended", PATIENCE_S)
         return next(event for event in self.trainer.events() if event["name"] == "trainer.finished")
 
 
 @pytest.fixture
-def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Peers:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from benchmarks._peers import Peers
-
-    return Peers(tmp_path)
+def village(wide: WideLab, tmp_path: Path) -> Village:
+    return Village(tmp_path, place=lambda name: wide.host(name, *HOMES.get(name, ("none", "drop"))), options=LOGGED)
 
 
-def test_a_swarm_of_homes_trains_over_the_best_ways_and_survives_its_relay(wide: WideLab, peers: Peers) -> None:
-    village = Village(wide, peers, steps=120)  # the others do not wait for the one that looks for another relay
-    village.wait_for_step(10)
+def test_a_swarm_of_homes_trains_over_the_best_ways_and_survives_its_relay(village: Village) -> None:
+    village.start_homes(steps=120)  # the others do not wait for the one that looks for another relay
+    village.wait_for_step(10, PATIENCE_S)
     # Stage peers of one stage talk when they average, trainers with all; the two may not have met otherwise.
     to_homes = village.ways("trainer")
     assert {to_homes[name] for name in CONES if name != "trainer"} == {"punched"}, to_homes
     assert (to_homes["stage-2"], to_homes["stage-3"]) == ("relayed", "direct")
     (relay,) = _relays(village)
-    village.kill(f"backbone-{relay}")
+    village.peers.remove(backbone := village.peer(f"backbone-{relay}"))
+    village.end(backbone, signal.SIGKILL)
 
     def found_the_other() -> bool:
         return _relays(village) == [1 - relay] and village.ways("trainer").get("stage-2") == "relayed"
 
-    peers.until(found_the_other, "the other relay is not used", PATIENCE_S)
+    village.until(found_the_other, "the other relay is not used", PATIENCE_S)
     told = village.finish()
     assert (told["step"], told["counted"], told["lost"]) == (120, 960, 0)
 
 
 def test_a_swarm_of_homes_goes_on_when_routers_forget_and_when_a_line_is_dead_for_a_while(
-    wide: WideLab, peers: Peers
+    wide: WideLab, village: Village
 ) -> None:
-    village = Village(wide, peers, steps=40)
-    village.wait_for_step(5)
+    village.start_homes(steps=40)
+    village.wait_for_step(5, PATIENCE_S)
     for router in wide.routers.values():
         router.forget()
     village.wait_for_all(12)

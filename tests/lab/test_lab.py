@@ -38,7 +38,7 @@ for _ in range(int(sys.argv[2])):
 FORSAKEN = """\
 import signal, sys
 sys.path.insert(0, sys.argv[1])
-from lab import Lab
+from scripts.lab import Lab
 with Lab() as lab:
     sleeper = lab.host("a").popen(["sleep", "1000"])
     print(sleeper.pid, *lab.labels(), flush=True)
@@ -117,7 +117,7 @@ def test_nothing_is_left_after_a_lab_whatever_its_processes_do() -> None:
 
 
 def test_the_next_lab_removes_what_an_owner_that_was_killed_left() -> None:
-    argv = [sys.executable, "-c", FORSAKEN, str(Path(module.__file__).parents[1])]
+    argv = [sys.executable, "-c", FORSAKEN, str(Path(module.__file__).parents[2])]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         sleeper, *left = owner.stdout.readline().split()

@@ -5,27 +5,21 @@ The aims are the benchmark's (`scripts/bench.py reach`): the bounds here leave r
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from scripts.lab import why_not_wide
+from scripts.benchmarks._ocean import crossed
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 BUSY = 0.25  # of the processor, by others: then it is not the line that is waited for
 SHARES = {100: 0.85, 300: 0.7}  # of 500 Mb/s, from 6 s on
 
-pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    *(pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)),
+    pytest.mark.usefixtures("_needs_a_wide_lab"),
+]
 
 
 @pytest.mark.parametrize("rtt_ms", SHARES)
-def test_one_stream_takes_most_of_500_megabits_and_calls_pass_it(rtt_ms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = why_not_wide()
-    if reason is not None:
-        pytest.skip(reason)
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from benchmarks._ocean import crossed
-
+def test_one_stream_takes_most_of_500_megabits_and_calls_pass_it(rtt_ms: int) -> None:
     found = crossed(rtt_ms)
     fast, quick = found.late_share >= SHARES[rtt_ms], found.call_ms <= 1.5 * rtt_ms + 20
     if not (fast and quick) and found.others_share > BUSY:

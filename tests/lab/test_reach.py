@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from scripts.lab import Kind, why_not_wide
+from scripts.benchmarks import _matrix
+from scripts.benchmarks._matrix import KINDS, Swarm, best, matrix
+from scripts.lab import Kind, WideLab
 from scripts.waiting import eventually
-
-if TYPE_CHECKING:
-    from scripts.benchmarks._matrix import Swarm
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 VERDICTS = {
@@ -26,24 +25,15 @@ VERDICT_S = 5.0
 PUNCHED_S = 3.0
 PATIENCE_S = 10.0
 
-pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _needs_a_wide_lab() -> Iterator[None]:
-    reason = why_not_wide()
-    if reason is not None:
-        pytest.skip(reason)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.syspath_prepend(str(SCRIPTS))
-        yield
+pytestmark = [
+    *(pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)),
+    pytest.mark.usefixtures("_needs_a_wide_lab"),
+]
 
 
 @pytest.fixture(scope="module", params=["drop", "reset"])
-def of_all_kinds(request: pytest.FixtureRequest) -> Iterator[Swarm]:
+def of_all_kinds(request: pytest.FixtureRequest, _needs_a_wide_lab: None) -> Iterator[Swarm]:
     """Two peers of each kind, behind routers that drop or refuse what they did not expect; none has met another."""
-    from benchmarks import _matrix
-
     with _matrix.of_all_kinds(request.param) as swarm:
         swarm.settled()
         yield swarm
@@ -63,10 +53,7 @@ def judged(swarm: Swarm) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["full-cone", "port-restricted", "symmetric"])
 def test_neighbours_behind_one_router_meet_on_their_lan(kind: Kind) -> None:
-    import lab
-    from benchmarks._matrix import Swarm
-
-    with lab.WideLab() as wide:
+    with WideLab() as wide:
         swarm = Swarm(wide)
         home = wide.router("home", kind)
         swarm.add({name: wide.host(name, home) for name in ("one", "other")})
@@ -78,8 +65,6 @@ def test_neighbours_behind_one_router_meet_on_their_lan(kind: Kind) -> None:
 
 
 def test_the_verdict_is_right_within_five_seconds_whatever_the_router(of_all_kinds: Swarm) -> None:
-    from benchmarks._matrix import KINDS
-
     told = judged(of_all_kinds)
     relays = [relay.where()["status"]["verdict"] for relay in of_all_kinds.relays]
     assert {name: status["verdict"] for name, status in told.items()} == {
@@ -94,8 +79,6 @@ def test_the_verdict_is_right_within_five_seconds_whatever_the_router(of_all_kin
 
 
 def test_each_pair_of_kinds_ends_on_the_best_way_there_is(of_all_kinds: Swarm) -> None:
-    from benchmarks._matrix import KINDS, best, matrix
-
     found = matrix(of_all_kinds)
     wanted = {f"{one}/{other}": best(one, other) for one in KINDS for other in KINDS}
     said = {pair: met.text for pair, met in found.items() if met.way != wanted[pair]}
@@ -120,14 +103,10 @@ def test_each_pair_of_kinds_ends_on_the_best_way_there_is(of_all_kinds: Swarm) -
 def test_the_best_way_depends_on_whether_somebody_is_open_and_both_ports_are_known(
     one: str, other: str, way: str
 ) -> None:
-    from benchmarks._matrix import best
-
     assert best(one, other) == best(other, one) == way
 
 
 def test_the_table_for_people_has_the_best_way_of_each_pair() -> None:
-    from benchmarks._matrix import KINDS, best
-
     lines = (SCRIPTS / "README.md").read_text("utf-8").splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("| caller \\ called |"))
     head, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[begin : begin + 7])

@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from pathlib import Path
 
 import pytest
 
 from peerd.core.messages.swarm import LineInfo
 from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.averaging.work_split import WorkSplitter
+from scripts.benchmarks import _table1
+from scripts.benchmarks._group import ask, round_s
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 RATES = (40.0, 40.0, 40.0, 160.0)  # Mb/s: the fast one sums everything, each slow one moves one vector
 VALUES = 1_000_000
 BUSY = 0.25  # of the processor, by others: then it is not the lines that are waited for
@@ -26,10 +26,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_shares_by_bandwidth_beat_equal_ones_and_come_near_to_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from benchmarks import _table1
-
+def test_shares_by_bandwidth_beat_equal_ones_and_come_near_to_the_bound() -> None:
     found = _table1.row(RATES, {"allreduce": 1, "ps": 1, "ours": 2}, VALUES)
     equal, ours = found["allreduce"], found["ours"]
     assert equal.bound_s == pytest.approx(1.5 * ours.bound_s), "the model of this test is wrong"
@@ -45,13 +42,7 @@ def test_shares_by_bandwidth_beat_equal_ones_and_come_near_to_the_bound(monkeypa
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_lines_that_nobody_states_are_measured_and_shares_become_right_by_themselves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from benchmarks import _table1
-    from benchmarks._group import ask, round_s
-
+def test_lines_that_nobody_states_are_measured_and_shares_become_right_by_themselves() -> None:
     grouping = GroupTopology(lines := WorkSplitter(), 0)
     seconds, fast = list[float](), list[float]()
     with _table1.in_lab(RATES) as (peers, ids):
@@ -84,9 +75,6 @@ def test_lines_that_nobody_states_are_measured_and_shares_become_right_by_themse
 
 
 def test_where_there_can_be_no_lab_the_table_is_null_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from benchmarks import _table1
-
     monkeypatch.setattr(_table1, "why_not", lambda: "a network lab needs root")
     sections, keys, note = _table1.table1({"allreduce": 1, "ps": 1, "ours": 1})
     assert (sections, keys["table1"], keys["table1_why"]) == ([], None, "a network lab needs root")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from scripts.benchmarks import lines
+
 RATE_MBIT = 40.0  # of a line: so slow that the processor is not what is waited for, also with coded activations
 BUSY = 0.25  # of the processor, by others: then it is not the lines that are waited for
 
 pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_pipeline_on_slow_lines_is_faster_with_dynamic8_and_keeps_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from benchmarks import lines
-
+def test_a_pipeline_on_slow_lines_is_faster_with_dynamic8_and_keeps_its_loss() -> None:
     few = lines.Sizes(("none", "dynamic8"), warm_steps=1, steps=3)
     plain, coded = (lines.measured(code, few, RATE_MBIT) for code in few.codes)
     assert plain.wire_bytes_per_token / coded.wire_bytes_per_token > 3.3, (plain, coded)

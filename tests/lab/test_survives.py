@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from scripts.lab import Kind, why_not_wide
+from scripts.benchmarks._matrix import Swarm
+from scripts.lab import Kind, WideLab
 from scripts.waiting import eventually
 
-if TYPE_CHECKING:
-    from benchmarks._matrix import Swarm
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 PERIOD_S = 0.25  # between calls
 TIMEOUT_S = 5.0  # of a call
 LATE_S = 2.0  # what a busy machine may add
@@ -31,23 +26,15 @@ pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mar
 
 
 @pytest.fixture(scope="module")
-def chatting() -> Iterator[Swarm]:
+def chatting(_needs_a_wide_lab: None) -> Iterator[Swarm]:
     """Four peers that call each other, behind relays of which one is to spare: what one test breaks is whole again."""
-    reason = why_not_wide()
-    if reason is not None:
-        pytest.skip(reason)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.syspath_prepend(str(SCRIPTS))
-        import lab
-        from benchmarks._matrix import Swarm
-
-        with lab.WideLab(delay_ms=10) as wide:
-            made = Swarm(wide, dht=True)
-            made.add({name: wide.host(name, kind) for name, kind in KINDS.items()})
-            assert set(made.settled()) == set(KINDS)
-            for caller, called in PAIRS:
-                made.chat(caller, called, period_s=PERIOD_S, timeout_s=TIMEOUT_S)
-            yield made
+    with WideLab(delay_ms=10) as wide:
+        made = Swarm(wide, dht=True)
+        made.add({name: wide.host(name, kind) for name, kind in KINDS.items()})
+        assert set(made.settled()) == set(KINDS)
+        for caller, called in PAIRS:
+            made.chat(caller, called, period_s=PERIOD_S, timeout_s=TIMEOUT_S)
+        yield made
 
 
 @pytest.fixture

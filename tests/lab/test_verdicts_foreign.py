@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.lab import Kind, Unexpected, WideHost, WideLab, why_not_wide
+from scripts.benchmarks._matrix import Swarm, started
+from scripts.benchmarks._remote_process import RemoteProcess
+from scripts.lab import Kind, Unexpected, WideHost, WideLab
 from scripts.waiting import eventually
 from tests.worlds.processes.foreign import command_line, require
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 PORT = 31337
 GO_WAITS_S = 90.0  # go-libp2p lets some time pass before it asks
 
@@ -23,46 +22,17 @@ pytestmark = [pytest.mark.lab, pytest.mark.interop, pytest.mark.socket, pytest.m
 
 
 @pytest.fixture(autouse=True)
-def _needs_a_wide_lab_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = why_not_wide()
-    if reason is not None:
-        pytest.skip(reason)
+def _needs_a_wide_lab_and_go(_needs_a_wide_lab: None) -> None:
     require("go")
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-
-class Go:
-    """p2pd on a host of the lab, driven as in tests/worlds/processes/foreign.py."""
-
-    def __init__(self, host: WideHost, *flags: str) -> None:
-        argv = command_line("go", [f"-hostAddrs=/ip4/{host.ip}/tcp/{PORT}", *flags])
-        pipe = subprocess.PIPE
-        self._process = host.popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
-        ready = self._hear()
-        self.addr = f"/ip4/{host.ip}/tcp/{PORT}/p2p/{ready['ready']}"
-
-    def ask(self, **command: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"id": 1, **command}) + "\n")
-        self._process.stdin.flush()
-        return self._hear()
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(20)
-
-    def _hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
 
 
 @contextmanager
-def go(host: WideHost, *flags: str) -> Iterator[Go]:
-    made = Go(host, *flags)
+def go(host: WideHost, *flags: str) -> Iterator[tuple[RemoteProcess, str]]:
+    """p2pd on a host of the lab, driven as in tests/worlds/processes/foreign.py, and its address."""
+    argv = command_line("go", [f"-hostAddrs=/ip4/{host.ip}/tcp/{PORT}", *flags])
+    made = RemoteProcess(host.popen, argv, stderr=subprocess.DEVNULL)
     try:
-        yield made
+        yield made, f"/ip4/{host.ip}/tcp/{PORT}/p2p/{made.answer()['ready']}"
     finally:
         made.end()
 
@@ -72,16 +42,13 @@ def go(host: WideHost, *flags: str) -> Iterator[Go]:
     [("none", "drop", "reachable"), ("port-restricted", "reset", "port-restricted"), ("firewall", "reset", "firewall")],
 )
 def test_go_libp2p_is_a_judge_for_our_peers(kind: Kind, unexpected: Unexpected, verdict: str) -> None:
-    from benchmarks._matrix import started
-
-    with WideLab(delay_ms=5) as lab, go(lab.host("go"), "-autonat", "-forceReachabilityPublic") as judge:
-        leaf = started(lab.host("leaf", kind, unexpected), [judge.addr])
-        leaf.hear()
+    with WideLab(delay_ms=5) as lab, go(lab.host("go"), "-autonat", "-forceReachabilityPublic") as (_, judge):
+        leaf = started(lab.host("leaf", kind, unexpected), [judge])
+        leaf.answer()
         status: dict[str, Any] = {}
 
         def is_known() -> bool:
-            leaf.tell(do="where")
-            status.update(leaf.hear()["status"])
+            status.update(leaf.ask(do="where")["status"])
             return status["verdict"] != "unknown"
 
         eventually(is_known, 30)
@@ -90,10 +57,8 @@ def test_go_libp2p_is_a_judge_for_our_peers(kind: Kind, unexpected: Unexpected, 
 
 
 def test_go_libp2p_asks_our_peers_and_is_dialed_back() -> None:
-    from benchmarks._matrix import Swarm
-
     with WideLab(delay_ms=5) as lab:
         [ours] = (swarm := Swarm(lab, relays=1)).relays  # alone, so that nobody else asks it
-        with go(lab.host("go"), "-autonat") as asker:
-            asker.ask(do="dial", addr=swarm.known[0])
+        with go(lab.host("go"), "-autonat") as (asker, _):
+            asker.ask(id=1, do="dial", addr=swarm.known[0])
             assert eventually(lambda: ours.where()["status"]["dialed_back"]["through"], GO_WAITS_S) > 0

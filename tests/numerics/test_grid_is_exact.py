@@ -18,7 +18,7 @@ from peerd.compute.model.stage_module import StageModule
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import AveragingSection, BatchSection, RunFile
 from peerd.machine.averaging.allreduce import AveragingPlan
-from peerd.machine.batch.ledger import Counted
+from peerd.machine.batch.batch_ledger import Counted
 from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.pipeline import direct
 from peerd.service.rpc.call_stream import CallStream

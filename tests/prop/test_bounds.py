@@ -55,7 +55,7 @@ from peerd.core.run.runfile import (
 )
 from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.averaging.work_split import WorkSplitter
-from peerd.machine.batch.ledger import Ledger
+from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.trainer_ledger import told_at_once
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.conductor.member_list import MemberList
@@ -88,7 +88,7 @@ def sent(message: M, body_bytes: int = limits.RPC_BODY_BYTES) -> M:
 
 def batch(microbatches: int, trainers: int, apart: int) -> list[Mb]:
     """Microbatches whose numbers never follow each other, of as many trainers as a batch admits."""
-    ledger = Ledger(1, min(microbatches, MAX_MICROBATCHES))
+    ledger = BatchLedger(1, min(microbatches, MAX_MICROBATCHES))
     session = LAST_SEQ - apart * (microbatches + 1)
     for number in range(microbatches):
         ledger.admit(Mb(name(number % max(1, trainers)), session + apart * number), 0.0)

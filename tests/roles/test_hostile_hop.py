@@ -105,7 +105,7 @@ async def test_a_forged_grant_beside_a_good_ticket_counts_against_who_shows_it(s
     for number in (0, 0, 0, 1, 2, 3):  # one that is shown again is known, and costs nothing
         assert "not of a conductor" in await shown(number)
     assert book.used(Resource.UNPROVEN) == 4
-    assert "showed a proof that does not hold: this peer has 4" in await shown(4)
+    assert "had an invalid proof: this peer has 4" in await shown(4)
     assert book.used(Resource.UNPROVEN) == 4
     answer = await s.call("trainer", "a0", s.body(0, "trainer", s.ticket("trainer", 5, *ROUTE)), inputs)
     assert [hop.peer for hop in answer.body.hops] == list(map(text, ROUTE))

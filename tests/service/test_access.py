@@ -26,7 +26,7 @@ from peerd.core.messages.progress import (
 )
 from peerd.core.messages.swarm import Position
 from peerd.core.messages.token import revoked_key
-from peerd.machine.swarm.placement import Arrival
+from peerd.machine.swarm.stage_choice import Arrival
 from peerd.screen.units import known
 from peerd.service.access import Present, Presented
 from peerd.service.run_services import RunServices
@@ -76,8 +76,8 @@ async def test_members_call_each_other_after_one_exchange_of_tokens(club: Club) 
         (lambda peer: Papers(token(peer, run="other")), "the token shown is for run other"),
         (lambda peer: Papers(token(peer, by=STRANGER)), "the token shown is not signed by this run's organizer"),
         (lambda peer: Papers(token(peer)[:-1] + b"\x11"), "the token shown is not signed by this run's organizer"),
-        (lambda peer: Papers(token(peer)[:-1]), "what was shown is not a token"),
-        (lambda peer: Papers(b"garbage"), "what was shown is not a token"),
+        (lambda peer: Papers(token(peer)[:-1]), "the data shown is not a token"),
+        (lambda peer: Papers(b"garbage"), "the data shown is not a token"),
         (lambda peer: Papers(token(peer, number=7)), "the token shown was revoked by the organizer"),
     ],
     ids=["none", "another's", "expired", "another run's", "forged", "changed", "cut off", "garbage", "revoked"],
@@ -110,7 +110,7 @@ async def test_calls_of_a_peer_that_shows_no_token_are_refused_whatever_they_are
     a = await club.member()
     outsider = await club.start(lambda peer: Papers())
     for method in ("stage/6/forward", "average/2/part", "other/1/ask"):
-        assert "none was shown that counts now" in await refused(outsider, a, method)
+        assert "none was shown that is valid now" in await refused(outsider, a, method)
     waits = outsider.dht.status()["waits_for"]  # shown to its user, who has a run file without `access`
     assert waits.startswith(f"bootstrap {a.node.full_addr}: it refuses us: no valid token for run tiny")
     frame = TensorFrame("uint8", (1 << 20,), bytes(1 << 20))

@@ -21,7 +21,7 @@ from peerd.contents import with_digests
 from peerd.core.errors import ConfigError
 from peerd.core.messages.settings import PublishedSettings
 from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile, shared_text
-from peerd.service.run_services import RunServices
+from peerd.service.conductor.settings_check import SettingsCheck
 from peerd.service.swarm.directory import Directory, SettingsTold
 from peerd.training.trainer_data import TrainerData
 from roles.stage import StageRole
@@ -130,7 +130,7 @@ async def test_another_large_text_is_a_warning_once_it_was_read_through_and_ends
         return await digests(data)
 
     monkeypatch.setattr(TrainerData, "digests", digests_late)
-    monkeypatch.setattr(RunServices, "has_tokens", property(lambda services: tokens))
+    monkeypatch.setattr(SettingsCheck, "has_tokens", property(lambda services: tokens))
     roles = paced(run, tmp_path / "peers")
     async with replica_world(roles, 1, step=1) as world:
         await world.start("candidate", program=roles.program(Candidate, run=with_text(run, other)))

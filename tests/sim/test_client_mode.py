@@ -72,7 +72,7 @@ async def test_a_stage_peer_and_a_trainer_that_only_dial_take_their_part(run: Ru
         hidden_role = roles.live["hidden"]
         assert hidden_role._services.following.conductor == roles.live["stage0"]._services.following.own
         assert hidden_role.post._rounds.line().mode == "client"
-        assert own_line(roles.live["stage0"]._services.carries(), "node").mode == "node"
+        assert own_line(roles.live["stage0"]._services.line_speeds(), "node").mode == "node"
         for name in ("trainer", "shy"):
             assert roles.live[name].status()["microbatches"]["lost"] == 0
         assert hidden.host.listen_addrs() == []

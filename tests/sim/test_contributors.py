@@ -84,7 +84,7 @@ async def test_a_slow_line_rests_says_why_and_costs_the_others_next_to_nothing(t
         told = str(roles.live["slow"].replica.status()["waits_for"])
         print(told)
         assert told.startswith("this peer rests: a step takes ")
-        assert "it would contribute with a line of " in told
+        assert "it would contribute with a connection of " in told
         assert "(it carries 0.25 Mb/s)" in told
         assert roles.live["slow"].replica.step < roles.replica_step()
         assert [note for note in roles.conductor_notes() if "rests" in note]

@@ -193,4 +193,4 @@ async def test_a_lone_peer_that_lies_drops_a_bounded_number_and_is_named(
         by_step[event["step"]] = by_step.get(event["step"], 0) + 1
     assert by_step
     assert max(by_step.values()) <= 8
-    assert any("alone calls over 8 microbatches not finite" in r.getMessage() for r in caplog.records), waits
+    assert any("alone reports over 8 microbatches as not finite" in r.getMessage() for r in caplog.records), waits

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from benchmarks import routing
-from benchmarks._routing_flow import FlowRoutes
-
-from peerd.machine.pipeline.route_flow import RouteFlow
+from peerd.machine.pipeline.cheapest_route import CheapestRoute
 from peerd.machine.pipeline.route_policy import RoutePolicy
+from scripts.benchmarks import routing
+from scripts.benchmarks._routing_flow import FlowRoutes
 from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.machines.routesim import RouteSim
 
@@ -62,7 +57,7 @@ def seconds(scene: routing.Scene, policy: str, *, lines: bool) -> float:
     policies: dict[str, RoutePolicy] = {
         "swarm": InTurn(),
         "flow": FlowRoutes(scene.microbatches, cost, lambda name: seats[name].speed, scene.seed),
-        "ours": RouteFlow(random.Random(1)),
+        "ours": CheapestRoute(random.Random(1)),
     }
     if lines:
         sim = RouteSim(stages, policies[policy], computing_s, far_s, line_s=tensor_s)

@@ -66,7 +66,7 @@ async def test_whose_line_is_slower_than_the_steps_says_so_and_does_not_fetch_st
         assert await world.until(lambda: bool(events("stage.too_slow")), within_s=WATCHED_S), roles.story()
         print(f"after {trio.current_time() - began:.0f} s: {events('stage.too_slow')[0]['reason']}")
         said = str(roles.live["slow"].status()["replica"]["waits_for"])
-        assert said.startswith("a faster line: a state has 961 kB and each step adds 320 kB, "), said
+        assert said.startswith("a faster connection: a state has 961 kB and each step adds 320 kB, "), said
         assert "steps a minute, so that this peer never catches up" in said
         await trio.sleep(max(0.0, began + WATCHED_S - trio.current_time()))
         fetched = len(events("stage.downloaded")) + len(events("stage.download_failed"))

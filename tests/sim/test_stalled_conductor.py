@@ -42,7 +42,7 @@ async def test_a_delayed_run_goes_on_after_its_conductor_stood_still(tmp_path: P
             await trio.sleep(rng.random() * 3)
             await inject(world, [stall(name, 0.0, STALL_S) for name in roles.conductors()[:1]])
         await goes_on()
-    handed_on = [note for note in roles.conductor_notes() if "hands the conductor's duty on" in note]
+    handed_on = [note for note in roles.conductor_notes() if "hands over the conductor's duty" in note]
     assert len(handed_on) >= STALLS, "it was taken over each time, and whoever had stood still gave it up"
 
 

@@ -86,4 +86,4 @@ def test_a_residual_that_the_disk_cannot_take_lies_in_memory_and_the_log_says_so
     room = room_for_residual(limited(0), tmp_path / "missing", LARGE, 90)
     assert room is not None
     assert not room._is_file
-    assert "missing cannot take it: No such file" in caplog.text
+    assert "missing: No such file" in caplog.text

@@ -14,7 +14,7 @@ from trio.testing import MockClock
 from peerd.core.messages.swarm import Mbs, Prepare
 from peerd.core.run.runfile import AveragingSection, RunFile
 from peerd.service.averaging.allreduce import AllReduceService, Vector
-from peerd.service.run_services import LineSpeeds
+from peerd.service.network.line_speeds import LineSpeeds
 from peerd.training.stage.averaging import AveragingRounds, SumAbsent, Total
 from tests.service.averaging.test_allreduce import Node, group
 from tests.worlds.machines.workers import InlineWorker
@@ -28,7 +28,7 @@ class Services:
 
     averaging: AllReduceService
 
-    def carries(self) -> LineSpeeds:
+    def line_speeds(self) -> LineSpeeds:
         return LineSpeeds(0.0, 0.0, True, True, True)
 
 

@@ -93,7 +93,7 @@ def data_dir_checks(path: Path, has_run: bool) -> Iterator[CheckResult]:
         free = shutil.disk_usage(place).free
         small = CheckVerdict.FAIL if free < _DISK_FAIL_BYTES else CheckVerdict.WARN
         verdict = CheckVerdict.OK if free >= _DISK_WARN_BYTES else small
-        advice = "" if verdict == CheckVerdict.OK else "checkpoints need room: free some, or choose another --data-dir"
+        advice = "" if verdict == CheckVerdict.OK else "checkpoints need space: free some, or choose another --data-dir"
         yield CheckResult("free disk", verdict, f"{free / 1e9:.1f} GB", advice)
     if not (place / IDENTITY_FILE).exists():
         yield CheckResult("identity", CheckVerdict.OK, "none yet; created at the first start, or by `peerd identity`")

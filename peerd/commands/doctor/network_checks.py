@@ -61,7 +61,7 @@ class NetworkTarget:
 
 @dataclass(slots=True)
 class _Observations:
-    """What the bootstrap peers showed: results by address, clock samples, and whether one refused to send its time."""
+    """Observed at the bootstrap peers: results by address, clock samples, whether one refused to send its time."""
 
     findings: dict[str, list[CheckResult]]
     clocks: ClockSkew
@@ -180,7 +180,7 @@ async def _router(listen: Sequence[str]) -> list[CheckResult]:
         CheckResult(
             "router",
             CheckVerdict.OK if maps else CheckVerdict.WARN,
-            maps or f"maps no port: {'; '.join(told)}",
+            maps or f"did not map a port: {'; '.join(told)}",
             advice,
         )
     ]
@@ -269,7 +269,7 @@ _ADVICE: Final = {
     "refused": "nothing listens there: is the backbone running, and is the port right?",
     "no answer": "a firewall or router drops the packets: open the port there, and check the address",
     "timed out": "a firewall or router drops the packets: open the port there, and check the address",
-    "another peer answers there": "another peer answers there: ask the organizer for the new join line",
+    "another peer answers there": "another peer answers there: ask the organizer for the new join link",
     NO_PEERD: "the program that answers there is not a peerd daemon: check the port",
     "no valid token": "ask the organizer for a token: see `peerd token --help`",
     "resolved": "check the name, and this machine's DNS",

@@ -31,7 +31,9 @@ def plan(
     ] = None,
     before: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="The current placement: start there, and charge for moves."),
+        typer.Option(
+            "--from", metavar="FILE", help="The current placement: the search starts there, and moves cost time."
+        ),
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", metavar="N", help="Seconds to search.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Makes the search repeatable.")] = 0,
@@ -46,14 +48,14 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the placement to this file.")] = None,
     speed: Annotated[
         float | None,
-        typer.Option(metavar="TFLOPS", help="Without LINKS: speed of a device, to compute its line. [default: 10]"),
+        typer.Option(
+            metavar="TFLOPS",
+            help="Without LINKS: device speed for which the needed link rate is computed. [default: 10]",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
-    """Plan which device serves which stage.
-
-    Without LINKS: what each stage needs of a device and its line.
-    """
+    """Plan which device serves which stage."""
     if links is None:
         _tell_sizes(model, before or out, DEFAULT_TFLOPS if speed is None else speed, as_json)
         return

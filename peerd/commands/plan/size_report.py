@@ -18,7 +18,7 @@ _TERA = 1e12
 
 
 def size_view(run: RunFile, sizes: Sequence[StageSize], speed: float) -> RenderableType:
-    """The report as tables and text. `speed` is the device's FLOP/s, for which the needed line is computed.
+    """The report as tables and text. `speed` is the device's FLOP/s, for which the needed link rate is computed.
 
     Without `sizes`, as for a model of the user's own, whose code is not run, the report has the boundaries only.
     """
@@ -37,7 +37,7 @@ def size_view(run: RunFile, sizes: Sequence[StageSize], speed: float) -> Rendera
     if len(sizes) > 1:
         total, flops = sum(one.parameters for one in sizes), sum(one.flops for one in sizes)
         rows.append(["all", "", f"{total:,}", operations(flops), "", "", ""])
-    heads = ("stage", "layers", "parameters", "FLOPs", "averages", "memory", f"line at {_tflops(speed)}")
+    heads = ("stage", "layers", "parameters", "FLOPs", "averages", "memory", f"link at {_tflops(speed)}")
     table = Columns(heads, rows, set(range(7)) - {1}, whole=range(7))
     parts += [Text(""), table.table(), Text(""), *_notes(run, sizes, speed)]
     return Group(*parts)
@@ -69,10 +69,10 @@ def _notes(run: RunFile, sizes: Sequence[StageSize], speed: float) -> list[Text]
         notes.insert(0, f"A layer has {first.layer_parameters:,} parameters, about 12 x {width:,}².")
     if len(sizes) > 1:
         notes.append(
-            f"line: rate, each way, with which a device of {_tflops(speed)} (--speed) never waits for the network. "
+            f"link: rate, each way, with which a device of {_tflops(speed)} (--speed) never waits for the network. "
             "Stages send activations to each other, and keep their inputs and results for the backward pass; if there "
             "is no memory for that (limits.activations_mb), they recompute the forward pass. Twice the width needs "
-            "half the line: work grows with its square, bytes do not (square-cube law)."
+            "half the rate: work grows with its square, bytes do not (square-cube law)."
         )
     if run.limits.offload:
         most = max(one.footprint.held("cuda")[0] for one in sizes)

@@ -1,4 +1,4 @@
-"""Formats the network's part of a snapshot: a matrix if all peers fit into 80 columns, else the worst lines.
+"""Formats the network's part of a snapshot: a matrix if all peers fit into 80 columns, else the worst links.
 
 Text in a snapshot may come from untrusted peers: it is printed as plain text, never as markup.
 """
@@ -85,11 +85,11 @@ def _name(peer: str, names: Mapping[str, str]) -> str:
 
 
 def _worst(network: NetworkStatus, names: Mapping[str, str]) -> Columns:
-    """Table of the slowest and the farthest lines."""
+    """Table of the slowest and the farthest links."""
 
     def row(kind: str, source: str, target: str, mbit: float | None, rtt_ms: float | None) -> Row:
         return [kind, _name(source, names), _name(target, names), _figure(mbit), _figure(rtt_ms)]
 
     rows = [row("slowest", line.source, line.target, line.mbit, line.rtt_ms) for line in network.slowest]
     rows += [row("farthest", pair.one, pair.other, None, pair.rtt_ms) for pair in network.farthest]
-    return Columns(("worst lines", "from", "to", "Mb/s", "ms"), rows, {3, 4})
+    return Columns(("worst links", "from", "to", "Mb/s", "ms"), rows, {3, 4})

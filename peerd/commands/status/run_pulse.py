@@ -95,7 +95,7 @@ class LossHistory:
 
 
 class ContributionShares:
-    """Shares of the peers in what all contributed since the first `note`; until that grows, shares in the totals."""
+    """Each peer's share of all contributions since the first `note`; until there are any, its share of the totals."""
 
     def __init__(self) -> None:
         self._first: dict[str, float] = {}

@@ -121,7 +121,7 @@ Lines = Iterator[tuple[str, str]]  # text, style
 
 
 def _ways(net: TrafficStatus) -> Lines:
-    """The kinds of connections."""
+    """Line with the number of connections of each kind."""
     kinds = Counter(peer.way for peer in net.peers if peer.way)
     if kinds:
         told = ", ".join(f"{count} {_WAYS.get(kind, kind)}" for kind, count in sorted(kinds.items()))
@@ -141,10 +141,10 @@ def _reach(reached: ReachableStatus) -> Lines:
 
 
 def _line(net: TrafficStatus) -> Lines:
-    """The internet line, in each direction whose limit or rate is known."""
+    """The internet connection, in each direction whose limit or rate is known."""
     told = [_direction(name, net.line[name]) for name in ("up", "down") if name in net.line]
     if any(told):
-        yield f"line: {'; '.join(filter(None, told))}", "dim"
+        yield f"internet: {'; '.join(filter(None, told))}", "dim"
 
 
 def _direction(name: str, rate: RateStatus) -> str:

@@ -81,7 +81,7 @@ def seen(swarm: SwarmStatus) -> str:
 
 
 def peers(swarm: SwarmStatus) -> Columns:
-    """Table with a row for each stage peer and trainer; for screens without room for all, a row for each stage."""
+    """Table with a row for each stage peer and trainer; if a screen is too small for all, a row for each stage."""
     heads, names, rows = ("stage", "peer", "step", "held", "can do", "device", "waits"), swarm.names(), list[Row]()
     for stage in swarm.stages:
         if not stage.peers:

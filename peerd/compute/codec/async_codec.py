@@ -1,6 +1,6 @@
 """Asynchronous tensor codec: encodes tensors into frames and decodes frames into tensors, on a thread of its own.
 
-Neither the trio loop nor the device's thread does this work, except that small uncoded frames are decoded in place. A
+Neither the trio loop nor the device's thread does this work; only small uncoded frames are decoded in the trio loop. A
 large tensor is encoded in chunks of about 1 MiB: its frame is available after the first chunk, and is sent while the
 other chunks are encoded (`TensorFrame.ready`). The sender chooses the coding (`policy`); received frames are validated
 here, in any coding.

@@ -1,10 +1,10 @@
 """Error feedback: the coding error of one gradient is added to the next gradient, so that no part of it is lost.
 
-A peer keeps a residual as long as its flat gradient: the values that it meant to send minus the values that the
-receivers decode. It covers the parts that it sent and the sums that it returned. The gradient is encoded with the
-residual added ("1-Bit Stochastic Gradient Descent", Seide et al. 2014, and "Error Feedback Fixes SignSGD", Karimireddy
-et al. 2019, which shows convergence). Over a run, the sum of all decoded gradients therefore differs from the true sum
-only by the last residuals, however coarse the code and whichever peer owns which part.
+A peer keeps a residual, a vector of the length of its flat gradient: the values that it meant to send minus the values
+that the receivers decode. It covers the parts that it sent and the sums that it returned. The gradient is encoded with
+the residual added ("1-Bit Stochastic Gradient Descent", Seide et al. 2014, and "Error Feedback Fixes SignSGD",
+Karimireddy et al. 2019, which shows convergence). Over a run, the sum of all decoded gradients therefore differs from
+the true sum only by the last residuals, however coarse the code and whichever peer owns which part.
 
 A new residual takes effect once its round has succeeded (`settle`). A failed round leaves no residual, and encoding the
 same gradient again gives the same bits. The residual of a peer that dies is lost, which amounts to one rounding error.

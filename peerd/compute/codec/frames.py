@@ -1,9 +1,8 @@
 """Encoding of tensors into frames, and decoding: codings, blockwise quantization, packing. Synchronous.
 
-`begin` creates a frame whose payload has its final place and size at once and is filled chunk by chunk by `advance`, so
-that encoding overlaps sending; `encode` does all of it. Payloads are not copied: codes are written into the buffer that
-is sent, and the frame of an uncoded CPU tensor shares its memory (so the tensor must not change while the frame is
-sent).
+`begin` allocates the whole payload of a frame, and `advance` fills it chunk by chunk, so that encoding overlaps
+sending; `encode` does both at once. Payloads are not copied: codes are written into the buffer that is sent, and the
+frame of an uncoded CPU tensor shares its memory (so the tensor must not change while the frame is sent).
 
 Values that a blockwise code cannot represent (NaN, infinity) raise `NotFinite`, which names the tensor, before a byte
 is sent. Uncoded and half-precision frames do carry such values; pass `finite` to `decode` to reject them.
@@ -152,9 +151,10 @@ def from_frame(
 
 
 def encode_missing(values: Tensor, plan: CodingPlan, beside: CodingOutputs, *, name: str = "a tensor") -> TensorFrame:
-    """Like `encode`, for a flat CPU tensor, and also fill `beside`; one pass over the values if the code is blockwise.
+    """Like `encode`, for a flat CPU tensor; also writes the coding error and the decoded values to `beside`.
 
-    If NotFinite is raised, the contents of `beside` are undefined.
+    For a blockwise code, one pass over the values does both. If NotFinite is raised, the contents of `beside` are
+    undefined.
     """
     dtype, count = dtype_name(values.dtype), values.numel()
     plan = _settled(plan, dtype, name)

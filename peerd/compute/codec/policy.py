@@ -117,18 +117,18 @@ def choose(
 def _by_line(rate: float | None, sample: TensorSummary | None, dtype: str) -> tuple[str, str]:
     line = f"a link of {rate / 1e6:.3g} MB/s" if rate is not None else "a link of unknown speed"
     if rate is not None and rate >= EXACT_FROM_BYTES_PER_S:
-        return "none", f"{line} needs no code"
+        return "none", f"uncoded on {line}"
     if DTYPES[dtype].itemsize > 4:
-        return "bf16", f"{line} carries bf16; {dtype} has no code of 8 bits"
+        return "bf16", f"bf16 on {line}, because {dtype} has no code of 8 bits"
     if rate is not None and rate >= BF16_FROM_BYTES_PER_S:
         coding = "bf16" if DTYPES[dtype].itemsize > 2 else "none"
-        return coding, f"{line} carries 2 bytes for each value"
+        return coding, f"2 bytes per value on {line}"
     if sample is None:
-        return "dynamic8", f"{line} takes 8 bits; dynamic8 because the values were not sampled"
+        return "dynamic8", f"8 bits per value on {line}; dynamic8 because the values were not sampled"
     error = f"int8 would have an error of {100 * sample.int8_error:.2f} %"
     if sample.int8_error <= DYNAMIC8_ERROR:
-        return "int8", f"{line} takes 8 bits; {error}, dynamic8 of {100 * DYNAMIC8_ERROR:.2f} %"
-    return "dynamic8", f"{line} takes 8 bits; outliers: {error}, dynamic8 of {100 * DYNAMIC8_ERROR:.2f} %"
+        return "int8", f"8 bits per value on {line}; {error}, dynamic8 of {100 * DYNAMIC8_ERROR:.2f} %"
+    return "dynamic8", f"8 bits per value on {line}; outliers: {error}, dynamic8 of {100 * DYNAMIC8_ERROR:.2f} %"
 
 
 def packing_of(coding: str, dtype: str) -> PackingSpeed:

@@ -108,7 +108,7 @@ class PowerSgd:
         return found
 
     def begin(self, gradient: Vector) -> Vector:
-        """Begin a round: returns this member's part of the first sum. `gradient` is flat, and may be reused then."""
+        """Begin a round: returns this member's part of the first sum. The flat `gradient` may be reused afterwards."""
         flat = torch.from_numpy(gradient)
         first = torch.empty(self.elements[0], dtype=self._dtype)
         self._sent, self._spare = self._with_residuals(flat), None
@@ -195,7 +195,7 @@ def rights_outline(layout: FlatLayout, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def sort_out(layout: FlatLayout, rank: int) -> tuple[list[Matrix], list[UncompressedPiece], tuple[int, int]]:
-    """Divide the tensors into those sent as factors and those sent whole; also returns the lengths of both vectors.
+    """Divide the tensors into those sent as factors and those sent uncompressed. Also returns both vectors' lengths.
 
     A tensor of more than two dimensions is a matrix of its first dimension by all others.
     """
@@ -235,7 +235,7 @@ def orthonormal(columns: Vector, instead: Vector | None = None) -> Vector:
 
 
 def _made_unit(rows: Vector, k: int) -> bool:
-    """Orthonormalize row `k` against the rows before it; False, and zeros, if it depends linearly on them."""
+    """Orthonormalize row `k` against the previous ones. If it depends on them linearly, zero it and return False."""
     row, before = rows[k], rows[:k]
     largest = np.abs(row).max(initial=0.0)
     if largest > 0:

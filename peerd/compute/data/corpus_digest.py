@@ -37,7 +37,7 @@ _CHECKED: Final = 10_000  # files that are opened before joining; the others whe
 
 @dataclass(slots=True)
 class FileDigests:
-    """SHA-256 of files, cached in the file `memory`. `go_on` is called between pieces; if False, raises Interrupted."""
+    """SHA-256 of files, cached in the file `memory`. `go_on`: called between pieces; if False, raises Interrupted."""
 
     memory: Path | None = None
     go_on: Callable[[], bool] = lambda: True
@@ -75,7 +75,7 @@ class FileDigests:
         return known[-1] if isinstance(known, list) and known and isinstance(known[-1], str) else None
 
     def remember(self, index: str, with_pieces: str) -> None:
-        """Cache that digest."""
+        """Cache the digest of an index with pieces. `index`: the digest of the same files' index without pieces."""
         self._known[f"index {index}"] = [with_pieces]
         self._learnt = True
 
@@ -102,7 +102,7 @@ def _seal(files: object) -> str:
 
 
 class Interrupted(Exception):
-    """The digest is no longer needed."""
+    """Raised because the digest is no longer needed."""
 
 
 def takes_long(run: RunFile, digests: FileDigests) -> bool:

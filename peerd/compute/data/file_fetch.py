@@ -26,7 +26,7 @@ STREAMS: Final = os.name == "posix"  # other systems cannot rename an open file
 
 
 class FetchEnded(Exception):
-    """The file is no longer needed."""
+    """Raised in a fetch whose file is no longer needed."""
 
 
 class FileFetch:
@@ -179,7 +179,7 @@ class CheckedPieces:
         return self._at
 
     def seek(self, at: int) -> int:
-        """Start again: `at` is 0."""
+        """Start again at the beginning of the file; `at` must be 0."""
         assert at == 0
         self._at, self._hash = 0, hashlib.sha256()
         return 0
@@ -219,7 +219,7 @@ class CheckedPieces:
             if self._damaged == number:
                 raise ConfigError(self._fault(number))
             self._damaged = number
-            raise TransientError("what arrived has another SHA-256")
+            raise TransientError("the received bytes have another SHA-256")
         if number >= self._right:
             self._file.flush()
             self._right = number + 1

@@ -80,7 +80,7 @@ class TransientError(Exception):
 
 
 class HttpFetcher:
-    """Fetches addresses. `in_turn`: wraps each read; `public_only`: allow only https to hosts on the public internet.
+    """Fetches addresses. `in_turn`: wraps reads to limit their rate; `public_only`: allow only https to public hosts.
 
     The other arguments are for tests: an opener, a clock, a pause.
     """
@@ -111,7 +111,7 @@ class HttpFetcher:
                     raise ConfigError(f"{url}: its SHA-256 is not {wanted.sha256}, as {wanted.told_by} says")
                 damaged = True
                 _empty(sink)
-                raise TransientError("what arrived has another SHA-256")
+                raise TransientError("the received bytes have another SHA-256")
             except TransientError as failure:
                 if pause_s is None:
                     raise DataUnavailable(f"{url}: {failure} (tried {len(PAUSES_S) + 1} times)") from failure
@@ -136,8 +136,8 @@ class HttpFetcher:
             if error.code == 416:  # the server has no more bytes than `sink`: start again
                 _empty(sink)
             if error.code in PASSING_STATUS:
-                raise TransientError(f"the server says {error.code} {error.reason}", _asked_pause(error)) from error
-            raise ConfigError(f"{url}: the server says {error.code} {error.reason}") from error
+                raise TransientError(f"the server answered {error.code} {error.reason}", _asked_pause(error)) from error
+            raise ConfigError(f"{url}: the server answered {error.code} {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
             raise _reason(url, error) from error
 
@@ -176,7 +176,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         fp.close()  # otherwise the redirect's body would be read to its end, however long
         allowed = {"https"} if req.type == "https" else {"http", "https"}
         if urlsplit(newurl).scheme not in allowed:
-            raise ConfigError(f"{req.full_url}: the server points to {newurl[:200]}; allowed: {' or '.join(allowed)}")
+            raise ConfigError(f"{req.full_url}: redirects to {newurl[:200]}; allowed: {' or '.join(allowed)}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
@@ -213,7 +213,7 @@ def _fits(wanted: ExpectedContent, sink: IO[bytes] | FetchSink) -> bool:
 
 
 def _goes_on(answer: Any, have: int) -> bool:
-    """True if this is the requested part; a server may also send everything again."""
+    """True if the answer continues after `have` bytes, as requested; a server may also send everything again."""
     return answer.status == 206 and str(answer.headers.get("Content-Range", "")).startswith(f"bytes {have}-")
 
 

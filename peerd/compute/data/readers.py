@@ -36,7 +36,7 @@ class Field(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """A place in one file: `at` counts bytes (text, JSONL) or rows (Parquet), `line` counts the lines before it
+    """A position in one file: `at` counts bytes (text, JSONL) or rows (Parquet), `line` counts the lines before it
     (JSONL).
     """
 

@@ -87,7 +87,7 @@ class RemoteFileCache:
         raise ConfigError(f"{path}: was deleted by another process each time; the cache is too small for its users")
 
     def fetch_ahead(self, url: str, file: IndexedFile) -> None:
-        """Start to fetch a file that will be read next, if there is room beside the files being read.
+        """Start to fetch a file that will be read next, if the cache has space beside the files being read.
 
         At most one such fetch exists; it runs after fetches that readers wait for. A failed one is retried, and
         reported, when the file is opened.
@@ -105,7 +105,9 @@ class RemoteFileCache:
 
     def _check_size(self, url: str, file: IndexedFile, key: str) -> None:
         if file.bytes > self.most_bytes:
-            raise ConfigError(f"{key}.path: {url} has {file.bytes} bytes, the cache {self.folder} {self.most_bytes}")
+            raise ConfigError(
+                f"{key}.path: {url} has {file.bytes} bytes; the cache {self.folder} may hold {self.most_bytes}"
+            )
 
     def _fetch(self, url: str, file: IndexedFile) -> FileFetch:
         """The fetch of a file that a reader needs: a running one or a new one."""
@@ -132,7 +134,7 @@ class RemoteFileCache:
         return fetch
 
     def _run_ahead(self, url: str, file: IndexedFile, fetch: FileFetch, others: list[FileFetch]) -> None:
-        """Thread of a fetch ahead."""
+        """Body of a thread that fetches a file ahead: first waits for the fetches `others`."""
         for other in others:
             other.wait_over(unless=fetch)
             fetch.checked(0)
@@ -149,7 +151,7 @@ class RemoteFileCache:
         return [fetch for fetch in list(self._fetches.values()) if fetch is not mine and not fetch.is_over]
 
     def _run(self, url: str, file: IndexedFile, fetch: FileFetch) -> None:
-        """Thread of a fetch."""
+        """Body of a thread that fetches a file into the cache."""
         try:
             part = tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False)  # noqa: SIM115
         except OSError as error:
@@ -169,7 +171,7 @@ class RemoteFileCache:
         self._fetches = {digest: fetch for digest, fetch in self._fetches.items() if not fetch.is_over}
 
     def _end_those_ahead(self) -> None:
-        """End fetches ahead to free their room; does not wait long for one whose server sends nothing."""
+        """End fetches ahead, to free their space in the cache; does not wait long for a server that sends nothing."""
         ended = {digest: fetch for digest, fetch in self._fetches.items() if fetch.is_ahead}
         for fetch in ended.values():
             fetch.end()

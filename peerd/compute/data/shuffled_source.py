@@ -7,8 +7,8 @@ so there is never a long wait, and at most two blocks are in memory. The first b
 long, and the next ones double in size, so the first sample is available quickly. After the last file a new epoch starts
 in a new order, so a small source can supply any number of samples.
 
-The name of the random numbers determines the samples: equal names give equal samples. A position is a few numbers: the
-start of the current block and how many of its samples were taken. Resuming reads that block again (at most
+The random numbers depend on a name (`SampleCutter.name`), so equal names give equal samples. A position is a few
+numbers: the start of the current block and how many of its samples were taken. Resuming reads that block again (at most
 `block_samples`), not the stream from its start. ConfigErrors name file and line.
 """
 
@@ -186,7 +186,7 @@ class SourceStream:
             self._at += len(part)
 
     def _locate(self) -> None:
-        """Move to the next run if the current one has no tokens left."""
+        """Move to the next piece of text if the current one has no tokens left."""
         while self._at >= len(self._run.tokens):
             self._at -= len(self._run.tokens)
             self._run = next(self._runs)

@@ -92,7 +92,7 @@ def build_block(run: RunFile, uid: Uid) -> nn.Module:
 
 
 def block_outline(run: RunFile) -> nn.Module:
-    """A block on the meta device, without memory. A user's own block that fails there is built with values."""
+    """Build a block on the meta device, without memory. A user's own block that fails there is built with values."""
     section = _section(run)
     if not is_function(section.block):
         return _outline(run, section)

@@ -4,10 +4,12 @@
     y = x + layer(x)
     loss = task_loss(y) + layer.balance_loss
 
-The module's only parameters are those of the gate. It is independent of the network: `caller` makes its calls, and
-blocks the thread until they end. Any number of threads may run a forward at the same time. Experts update their weights
-during `backward`, in the order in which calls arrive. Gradients flow to the input and the gate through the answers that
-arrived; an expert whose backward failed counts as a constant.
+The module's only parameters are those of the product-key gate: an expert's score is the sum of the scores of its
+coordinates, and a beam search finds the best experts alive (`machine/experts/product_key_beam`). The module is
+independent of the network: `caller` makes its calls, and blocks the thread until they end. Any number of threads may
+run a forward at the same time. Experts update their weights during `backward`, in the order in which calls arrive.
+Gradients flow to the input and the gate through the answers that arrived; an expert whose backward failed counts as a
+constant.
 
 A sample has the shape `experts.input`; the batch may have any number of axes before that. The gate sees the mean over a
 sample's own axes except the last.

@@ -1,4 +1,4 @@
-"""Exchange of one batch with experts: groups rows by expert into frames, and puts the answers back into place.
+"""Exchange of one batch with experts: groups rows by expert into frames, and sorts the answers by sample.
 
 All samples that chose the same expert are sent in one call (in several if `experts.max_batch` is smaller), encoded as
 the run file sets. Synchronous and independent of the network: the caller of this class makes the calls. An exchange is
@@ -29,7 +29,7 @@ from peerd.core.run.runfile import ExpertsSection, RunFile
 
 @dataclass(slots=True)
 class _Call:
-    """One call. `slots`: for each of its samples, the slot of this expert among the sample's experts."""
+    """One call to an expert. `slots`: for each of its samples, the slot of this expert among the sample's experts."""
 
     ask: ExpertCall
     samples: Tensor  # int64 [rows]
@@ -38,7 +38,7 @@ class _Call:
 
 
 class Exchange:
-    """The calls for one batch. `came` [N, K] marks the outputs that have arrived."""
+    """The calls to experts for one batch. `came` [N, K] marks the outputs that have arrived."""
 
     def __init__(self, run: RunFile, chosen: Sequence[Sequence[Uid]], device: torch.device | str = "cpu") -> None:
         """`chosen`: the experts of each sample, best first. `device`: of samples, outputs and gradients."""

@@ -175,7 +175,7 @@ class HostedExpert:
 
 
 def optimizer_section(section: ExpertOptimizerSection) -> OptimizerSection:
-    """The same optimizer as a section of the run; an expert's updates are its steps."""
+    """Convert an expert's optimizer section to a run's OptimizerSection; each update of the expert counts as a step."""
     return OptimizerSection(
         name=section.name,
         lr=section.lr,

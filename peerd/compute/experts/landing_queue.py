@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peerd.compute.experts.flight import TrunkMicrobatch
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class LandedFlights:
 
     @torch.no_grad()
     def join(self, other: LandedFlights) -> None:
-        """Add the microbatches of another one to this slot."""
+        """Add the microbatches of `other` to this slot."""
         sums = {number: self.gradients[number] + gradient for number, gradient in other.gradients.items()}
         self.gradients |= sums  # all at once, so that a lack of memory changes nothing
         self.oldest = min(self.oldest, other.oldest)

@@ -74,7 +74,7 @@ def experts_that_fit(run: RunFile, device: str = "cpu", hosted: int = 0) -> int:
     """Number of experts that this peer can host in addition to its `hosted` ones.
 
     It is set by `limits.experts`, or else by memory: limits.memory_gb minus the memory that the process uses now, or
-    without that limit a share of the free memory. At most the number of the grid.
+    without that limit a share of the free memory. Never more than the grid has places.
     """
     grid = grid_of(run)
     most = grid.layers * grid.places - hosted

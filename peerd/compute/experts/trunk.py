@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peerd.compute.experts.era import EarlierParameters, Era, Snapshot, TooOld, new_load
+from peerd.compute.experts.earlier_parameters import EarlierParameters, Era, Snapshot, TooOld, new_load
 from peerd.compute.experts.expert_mixture import imbalance, mixed
 from peerd.compute.gpu import free_bytes, is_gpu
 from peerd.compute.model.footprint import spare_bytes
@@ -77,7 +77,7 @@ class TrunkModule(StageModule):
 
     @property
     def era(self) -> Era:
-        """The current parameters."""
+        """The era of a microbatch that begins now: the current parameters."""
         if not self.asynchronous:
             return Era(self.step, self.loads)
         snapshot = self._snapshot() if self._snapshot is not None else None

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.landing_queue import GradientQueue, LandedFlights
 from peerd.compute.experts.trunk import TrunkModule
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.model.microbatch_books import KeptMicrobatch, Stale
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.messages.swarm import Mb
@@ -26,7 +26,7 @@ class TrunkStage(ServedStage):
         super().__init__(run, 0, device, self.trunk)
 
     def flight(self, step: int | None, tokens: Tensor, targets: Tensor) -> TrunkMicrobatch:
-        """Start a microbatch of `step`. With None it is one for evaluation, which uses the current parameters.
+        """Start a microbatch of `step`, or, if that is None, one for evaluation, which uses the current parameters.
 
         Raises ValueError if the tensors are not those of a microbatch.
         """

@@ -37,7 +37,7 @@ _FIELD: Final = Field("text", "the field that is read")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Results so far. `nats`: sum over the predicted tokens."""
+    """Results of an evaluation so far. `nats`: sum over the predicted tokens."""
 
     nats: float
     tokens: int  # predicted

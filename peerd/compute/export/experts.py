@@ -118,7 +118,7 @@ def _parameters(one: SavedExpert, wanted: dict[str, tuple[int, ...]]) -> dict[st
         raise ValueError(f"{one.path} is damaged: {error}") from None
     found = {name.removeprefix(_PARAMETER): tensor for name, tensor in state.items() if name.startswith(_PARAMETER)}
     if {name: tuple(tensor.shape) for name, tensor in found.items()} != wanted:
-        raise ValueError(f"{one.path} is of another block than the run's")
+        raise ValueError(f"{one.path} has another block than the run")
     if any(tensor.dtype != torch.float32 for tensor in found.values()):
         raise ValueError(f"{one.path} has parameters that are not float32")
     return found

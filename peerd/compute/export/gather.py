@@ -31,7 +31,7 @@ _LISTED: Final = 8  # steps listed in a message
 
 
 class Place(NamedTuple):
-    """A position: equal steps of two runs without a common past have different lineages."""
+    """Position of a checkpoint: step and lineage. Runs without a common past have different lineages at equal steps."""
 
     step: int
     lineage: str
@@ -86,7 +86,10 @@ def _stage_folders(root: Path) -> Iterator[Path]:
 
 
 def folders_below(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Walk `root` as deep as peers write, without following links: yields each folder with its subfolders and files."""
+    """Walk `root`, only as deep as peers write files and without following links.
+
+    Yields each folder with its subfolders and files.
+    """
     top = len(root.parts)
     for name, folders, files in os.walk(root):
         folders.sort()
@@ -123,12 +126,12 @@ def choose_run(runs: Sequence[SavedRun], root: Path, name: str | None, settings:
         mine = fingerprint(settings).hex()
         fitting = [run for run in runs if run.fingerprint == mine]
         if not fitting:
-            raise ConfigError(f"{root} contains no checkpoint with the run file's settings, but of {_names(runs)}")
+            raise ConfigError(f"{root} contains no checkpoint with the run file's settings, only of {_names(runs)}")
         fitting[0].run, fitting[0].name = settings, settings.run
         return fitting[0]
     fitting = [run for run in runs if name is None or run.name == name]
     if not fitting:
-        raise ConfigError(f"{root} contains no checkpoint of run {name!r}, but of {_names(runs)}")
+        raise ConfigError(f"{root} contains no checkpoint of run {name!r}, only of {_names(runs)}")
     if len({run.name for run in fitting}) > 1:
         raise ConfigError(f"{root} contains checkpoints of {len(fitting)} runs: {_names(fitting)}; add --run NAME")
     if len(fitting) > 1:

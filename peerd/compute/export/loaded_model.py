@@ -26,7 +26,7 @@ from peerd.core.run.runfile import RunFile
 
 
 class LanguageModel(Protocol):
-    """What `standalone.generate` needs of a model."""
+    """The interface of a model that `standalone.generate` needs."""
 
     context: int
     separator: int | None
@@ -142,7 +142,7 @@ class TextPieces:
         return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._rest(text)
 
     def end(self) -> str:
-        """The remaining text at the end."""
+        """The remaining text after the last token."""
         if self._bytes is not None:
             return self._bytes.decode(b"", final=True)
         return self._rest(self._vocab.decode(self._tokens))

@@ -1,7 +1,7 @@
 """A trained language model in plain PyTorch, beside its weights: `python model.py "a prompt"` continues a text.
 
 Needs torch and safetensors (and tokenizers, if there is a tokenizer.json). A decoder-only transformer without biases:
-rotary positions, RMS norms, GeGLU, or experts in its place (model_experts.py). Shapes: B texts, T tokens of each, H
+rotary positions, RMS norms, GeGLU or, instead of it, experts (model_experts.py). Shapes: B texts, T tokens of each, H
 heads, W features of a head.
 """
 

@@ -29,7 +29,7 @@ TILE_VALUES: Final = 4096  # processed by a CUDA block at a time
 SUFFIXES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 _FOLDER: Final = Path(__file__).parent / "source"
-_SCALES: Final = ""  # in place of a code's name if only scales are needed
+_SCALES: Final = ""  # used instead of a code's name if only scales are needed
 _REMEDIES: Final = {
     gpu_device.NO_BINARY_FOR_GPU: "a newer torch may support this GPU",
     gpu_device.UNSUPPORTED_PTX: "update the NVIDIA driver",

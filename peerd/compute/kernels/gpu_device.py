@@ -27,7 +27,7 @@ _NEEDED: Final = (
 
 
 class DriverError(Exception):
-    """A driver call failed. `code` is the driver's number, 0 if there is no driver."""
+    """A driver call failed. `code` is the driver's error number, or 0 if there is no driver."""
 
     def __init__(self, call: str, name: str, code: int) -> None:
         super().__init__(f"{call}: {name}" if code else name)

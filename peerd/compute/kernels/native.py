@@ -108,7 +108,7 @@ def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor
 
 
 def quantize_missing(x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: CodingOutputs) -> None:
-    """Like `quantize`, for float32, and also fill `beside`."""
+    """Like `quantize`, for float32; also writes the coding error and the decoded values to `beside`."""
     kept = _address(beside.missed), beside.more, _address(beside.seen)
     places = scales.data_ptr(), codes.data_ptr(), *kept
     _done(_library().quantize_missing(x.data_ptr(), x.numel(), CODES[code].number, _log2(block), *places))

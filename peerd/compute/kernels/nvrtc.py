@@ -39,7 +39,7 @@ def load(folders: Iterable[Path], majors: Iterable[int] = MAJORS) -> ctypes.CDLL
     for candidate in candidates(list(folders), list(majors)):
         inside = candidate.parent != Path()
         try:
-            if inside:  # preload its second half, which it opens by name
+            if inside:  # preload its second library, which it opens by name
                 for half in sorted(candidate.parent.glob("*nvrtc-builtins*")):
                     if ".alt." not in half.name:
                         ctypes.CDLL(str(half))

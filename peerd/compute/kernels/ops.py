@@ -111,7 +111,10 @@ def all_coded(scales: Tensor) -> bool:
 
 
 def quantize_missing(x: Tensor, code: str, block: int, *, codes: Tensor, scales: Tensor, beside: CodingOutputs) -> None:
-    """Encode flat float32 CPU tensors, and fill `beside`. Raises ValueError for tensors that do not fit."""
+    """Encode flat float32 values on the CPU; also writes the coding error and the decoded values to `beside`.
+
+    Raises ValueError for tensors that do not fit.
+    """
     _check(x, code, block)
     _check_coded(codes, scales, x, code, block)
     _check_singles(x, *(each for each in (beside.missed, beside.seen) if each is not None))

@@ -26,7 +26,7 @@ _E4M3_MAX: Final = 448.0
 
 @dataclass(frozen=True, slots=True)
 class CodingOutputs:
-    """Further outputs of encoding flat values, besides their codes.
+    """Tensors that receive further outputs of encoding flat values, besides codes and scales; None if not wanted.
 
     `missed` receives the values minus their decoded codes, added to its contents if `more`. `seen` receives the decoded
     values; it may be the tensor of the values itself.
@@ -37,7 +37,7 @@ class CodingOutputs:
     seen: Tensor | None = None
 
     def take(self, values: Tensor, decoded: Tensor) -> None:
-        """Fill in the outputs in separate passes, if no kernel does it while encoding."""
+        """Compute the outputs in separate passes, for an implementation that does not write them while encoding."""
         if self.missed is not None and self.more:
             self.missed.add_(values - decoded)
         elif self.missed is not None:
@@ -92,7 +92,7 @@ def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor
 
 
 def quantize_missing(x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: CodingOutputs) -> None:
-    """Like `quantize`, for float32, and also fill `beside`."""
+    """Like `quantize`, for float32; also writes the coding error and the decoded values to `beside`."""
     quantize(x, code, block, codes, scales)
     decoded = dequantize(codes, scales, code, block, torch.empty_like(x))
     beside.take(x, decoded)

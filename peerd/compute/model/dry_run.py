@@ -50,7 +50,7 @@ def try_layers(run: RunFile) -> None:
 
 
 def try_layers_if_here(run: RunFile) -> None:
-    """Like `try_layers`, for a peer that computes no layers: does nothing if the file with the layers is not here."""
+    """Like `try_layers`, for a peer that computes no layers: does nothing if it lacks the file with the layers."""
     if is_function(run.model.kind) and source_of(run.model.kind) is not None:
         try_layers(run)
 

@@ -2,7 +2,7 @@
 
 `core/model/stage_memory` computes it from the parameter counts of the model, which is built on the meta device and
 takes no memory. Only the activations of a user's own layers are measured, by building their stage
-(`measured_footprint`). A post refuses to start a stage that surely does not fit, or whose gradient is too large for
+(`measured_footprint`). A peer refuses to serve a stage that surely does not fit, or whose gradient is too large for
 averaging rounds, and `peerd doctor` reports it in advance.
 """
 
@@ -93,8 +93,8 @@ def _counts(piece: ModelPiece) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Bytes of one forward, by layer. `saved`: tensors that no earlier layer saved. `inputs`: the layer's input; 0 for
-    tokens and for the last layer.
+    """Bytes of one forward pass, by layer. `saved`: tensors that no earlier layer saved. `inputs`: the layer's input; 0
+    for tokens and for the last layer.
     """
 
     saved: list[int]
@@ -106,8 +106,8 @@ def _measured_activations(run: RunFile, stage: int, piece: ModelPiece) -> Activa
     backward. Raises ConfigError with the layer that failed.
 
     Saved bytes grow linearly with the samples, except for tensors that are saved once, such as 16-bit copies of
-    weights. Two passes on the CPU, with one and two samples, determine the line, so no full microbatch is ever in
-    memory here.
+    weights. Two passes on the CPU, with one and two samples, determine this function, so no full microbatch is ever
+    in memory here.
     """
     with torchs_random_numbers(run.seed):
         one, two = (_passed(run, stage, piece, samples) for samples in (1, 2))
@@ -122,7 +122,7 @@ def _measured_activations(run: RunFile, stage: int, piece: ModelPiece) -> Activa
 
 
 def _passed(run: RunFile, stage: int, piece: ModelPiece, samples: int) -> _Pass:
-    """One forward with `samples` samples."""
+    """Run one forward pass with `samples` samples, and measure its tensors."""
     m = run.model
     if stage:
         x = torch.randn(samples, m.context, m.d_model, dtype=DTYPES[m.dtype], requires_grad=True)
@@ -221,7 +221,8 @@ def refuse_if_too_large(run: RunFile, stage: int, device: str) -> None:
 
 
 def spare_bytes(run: RunFile, state_bytes: int, kept_bytes: int = 0) -> int:
-    """Memory for optional data of this peer, at most `state_bytes`.
+    """Bytes of memory that this peer may use for optional data, such as copies of a state or totals of steps; at most
+    `state_bytes`.
 
     With limits.memory_gb, at most what the limit leaves after reserving the gradient sums and the checkpoint copy,
     which are allocated as training goes on. `kept_bytes`: optional data that the peer already holds.
@@ -233,8 +234,8 @@ def spare_bytes(run: RunFile, state_bytes: int, kept_bytes: int = 0) -> int:
 
 
 def room_for_activations(run: RunFile, kept_bytes: int = 0) -> int:
-    """Bytes for the tensors of microbatches that a stage keeps or computes: limits.activations_mb, or else half of the
-    free memory within limits.memory_gb. `kept_bytes`: what such tensors already take.
+    """Bytes allowed for the tensors of microbatches that a stage keeps or computes: limits.activations_mb, or else half
+    of the free memory within limits.memory_gb. `kept_bytes`: what such tensors already take.
     """
     if run.limits.activations_mb:
         return run.limits.activations_mb << 20

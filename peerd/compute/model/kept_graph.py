@@ -1,8 +1,8 @@
 """Autograd graph of a forward pass, kept until the output's gradient arrives, so that the backward need not recompute
 it.
 
-This only saves time: without room for the graph, or if the parameters have changed since, the forward is computed again
-and gives the same bits. A graph is used once.
+This only saves time: without memory for the graph, or if the parameters have changed since, the forward is computed
+again and gives the same bits. A graph is used once.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class KeptGraph:
 
 
 def has_room(device: torch.device, size_bytes: int) -> bool:
-    """True if a graph of `size_bytes` leaves the GPU enough memory to compute. Always true on a CPU: its caller counts
-    bytes.
+    """True if a graph of `size_bytes` leaves the GPU enough memory to compute. Always true on a CPU, where the caller
+    limits the bytes of its graphs.
     """
     if device.type != "cuda":
         return True

@@ -26,12 +26,12 @@ from peerd.core.messages.swarm import Mb
 
 
 class Stale(PeerdError):
-    """The call belongs to a step other than the model's."""
+    """Raised by a call that belongs to a step other than the model's."""
 
 
 @dataclass(slots=True)
 class StageOutcome:
-    """Result of a call. `answer` is a tensor until it is encoded; the frame then replaces it."""
+    """Result of computing a microbatch. `answer` is a tensor until it is encoded; the frame then replaces it."""
 
     answer: Tensor | TensorFrame | None  # the output, or the input's gradient (None in the first stage)
     loss_sum: float  # over the samples, in the last stage
@@ -126,7 +126,7 @@ class MicrobatchBooks(ABC):
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
         """Ensure that the sum of `step` contains only `wanted`; returns the wanted microbatches that are missing.
 
-        If some were missing before, nothing changes.
+        If the sum lacks some of them from the start, nothing changes.
         """
         self._at_current(step)
         book, wanted = self._held, set(wanted)
@@ -140,7 +140,8 @@ class MicrobatchBooks(ABC):
     def unusable(self, step: int) -> list[Mb]:
         """Remove the microbatches that make the sum of `step` overflow, and return them.
 
-        Each was finite and within the limit when it arrived, so in a stage's own model only a hardware fault does.
+        Each was finite and within the limit when it arrived, so in a stage's own model only a hardware fault
+        can cause an overflow.
         """
         self._at_current(step)
         if not self._sum_is_finite():
@@ -178,7 +179,7 @@ class MicrobatchBooks(ABC):
         current, most = self._steps()
         ahead = 0 if step is None else step - current
         if not 0 <= ahead <= most:
-            raise Stale(f"the stage is at step {current}, the call at {step}")
+            raise Stale(f"the stage is at step {current}, but the call is for step {step}")
         return ahead
 
     def _at_current(self, step: int) -> None:

@@ -9,9 +9,9 @@ zero or stay at zero forever, the trust ratio is 1. Moments start at zero; creat
 
 `peerd.Lamb` and `peerd.Lars` use the same functions; LAMB and LARS process one tensor at a time here as well.
 
-With `offload` the moments are on the CPU and the update is computed there, wherever the parameters are: the device
-stores two copies of the parameters less, and every peer gets the bits that a CPU computes. If the parameters are on the
-CPU, it changes nothing.
+With `offload` the moments are on the CPU and the update is computed there, wherever the parameters are. This saves
+the device the memory of two copies of the parameters, and every peer gets the bits that a CPU computes. If the
+parameters are on the CPU, it changes nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Optimizer:
         self.moments = {name: torch.zeros_like(like, device=self.device) for name in moment_names(section)}
 
     def room(self, gradient: Tensor) -> UpdateScratch:
-        """Allocate the memory for an update with such a gradient."""
+        """Allocate the scratch memory for an update with a gradient like this one."""
         return UpdateScratch.made(gradient, self.device, max(map(_length, self._pieces), default=0))
 
     @torch.no_grad()

@@ -36,7 +36,7 @@ class Precision:
 
     @property
     def is_scaled(self) -> bool:
-        """True if a backward may take several attempts."""
+        """True if gradients are scaled, so that a backward may take several attempts."""
         return self._scaled
 
     def casting(self) -> contextlib.AbstractContextManager[object]:

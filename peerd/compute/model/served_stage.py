@@ -43,7 +43,7 @@ _CODED: Final = 2.0  # factor by which a code may enlarge a value of the neighbo
 
 
 class Unusable(PeerdError):
-    """These microbatches make the sum overflow."""
+    """Raised if the gradient sum overflows; `mbs` are the microbatches that make it overflow."""
 
     def __init__(self, mbs: list[Mb]) -> None:
         super().__init__(f"{len(mbs)} microbatches cannot be summed")
@@ -51,8 +51,8 @@ class Unusable(PeerdError):
 
 
 class Model(MicrobatchBooks):
-    """The model of a run's member, either its own stage or a user's: accepts gradients, steps with averages, serves its
-    state.
+    """The model of a member of a run, either a stage of the run or a user's own model: accepts gradients, steps with
+    averages, serves its state.
     """
 
     low_rank: PowerSgd | None  # the PowerSGD coding of the sum, or None if another code is used; its Q is in the state
@@ -84,7 +84,9 @@ class Model(MicrobatchBooks):
 
     @abstractmethod
     def freeze(self, make_room: MakeRoom | None = None) -> FrozenState:
-        """The same state, to be read piece by piece while the model goes on. `make_room` allocates room for copies."""
+        """The same state, to be read piece by piece while training goes on. `make_room` allocates memory for
+        copies.
+        """
 
     @abstractmethod
     def outline(self) -> list[TensorSpec]:
@@ -99,7 +101,7 @@ class ServedStage(Model):
     """Stage `stage` of `run`, ready to serve; `module.step` counts the global steps."""
 
     def __init__(self, run: RunFile, stage: int, device: str, module: StageModule | None = None) -> None:
-        """`module`: used instead of a plain StageModule, such as a trunk that microbatches do not cross in one pass."""
+        """`module`: used instead of a plain StageModule, such as a trunk, which computes microbatches in segments."""
         self.run = run
         self.module = module or StageModule(run, stage, device)
         # With this limit a whole batch can be summed, and an optimizer can square the sum, without overflow.
@@ -112,7 +114,8 @@ class ServedStage(Model):
     def forward(self, step: int | None, x: Tensor, keep_graph: bool = False) -> StageOutcome:
         """Compute the output of `x` as in training or, if `step` is None, at any step and as in evaluation.
 
-        `keep_graph`: also keep the graph for the backward of the same input, if this stage keeps graphs and has room.
+        `keep_graph`: also keep the graph for the backward of the same input, if this stage keeps graphs and has the
+        memory.
         """
         began = time.perf_counter()
         self._ahead(step)
@@ -130,10 +133,10 @@ class ServedStage(Model):
 
     @contextmanager
     def _judging(self, *given: Tensor) -> Iterator[None]:
-        """Scope of a computation: blames a result that is not finite on the caller if its tensors are too large.
+        """Context manager for computing with a caller's tensors `given`: decides who caused a ResultNotFinite.
 
-        Then it raises ValueError. Every stage keeps what it sends below `largest`, so an honest caller never exceeds
-        it.
+        If these tensors are too large, the caller did, and ValueError is raised instead. Every stage keeps the values
+        that it sends below `largest`, so an honest caller never exceeds it.
         """
         try:
             yield
@@ -229,7 +232,7 @@ class ServedStage(Model):
             self._let_go(book, min(book, key=lambda other: silent.index(other.trainer)), mb.trainer)
 
     def _let_go(self, book: MicrobatchBook, mb: Mb, caller: str) -> None:
-        """Drop `mb`, and forget the trainers that hold nothing; `caller` is about to."""
+        """Drop `mb`. Forget trainers of which no microbatch is kept any more, except `caller`, who sends one now."""
         book.remove(mb)
         held = {caller, *(other.trainer for other in (*self._held, *self._early))}
         self._called = {trainer: None for trainer in self._called if trainer in held}

@@ -225,7 +225,7 @@ class StageModule:
 
     @contextmanager
     def _computing(self, training: bool) -> Iterator[Callable[[], None]]:
-        """Scope of a computation. An error in it restores the buffers, and so does calling the yielded function."""
+        """Context manager of a computation. An error in it, or calling the yielded function, restores the buffers."""
         try:
             with self._with_buffers(training) as begin_anew:
                 yield begin_anew

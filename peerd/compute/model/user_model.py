@@ -1,9 +1,9 @@
-"""A user's own model and torch optimizer, as a member of a run holds them.
+"""A user's own model and torch optimizer, as part of a run.
 
-Knows tensors and nothing of how the user computes: it accepts gradients, returns their sum, and steps the optimizer and
-its schedule with the mean over all peers. Sums are over samples, in float64 if any parameter is, else in float32 (so
-half precision loses nothing). Microbatches are not kept: if one in a sum must not count, the whole sum is cleared, and
-its microbatches are reported as missing, to be recomputed (`microbatch_books`).
+Independent of how the user computes: it accepts gradients, returns their sum, and steps the optimizer and its schedule
+with the mean over all peers. Sums are over samples, in float64 if any parameter is, else in float32 (so half precision
+loses nothing). Microbatches are not kept: if one in a sum must not count, the whole sum is cleared, and its
+microbatches are reported as missing, to be recomputed (`microbatch_books`).
 
 The state for newcomers is the parameters, the optimizer's state for each of them, and the model's buffers
 (`shared_buffers`). Its outline is learnt from a step with copies, so a newcomer knows it before its own first step.
@@ -256,8 +256,8 @@ class UserModel(Model):
         self._follow_schedule()
 
     def _run_theirs(self, job: Callable[[], None]) -> None:
-        """Run a job that calls the user's code. Keeps what it raises in `failure`, and raises ConfigError, which ends
-        this peer.
+        """Run a job that calls the user's code. An exception of that code is stored in `failure`, and raised as a
+        ConfigError, which stops this peer.
         """
         result = outcome.capture(job)
         if isinstance(result, outcome.Error):

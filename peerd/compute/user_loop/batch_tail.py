@@ -4,8 +4,7 @@ It is sent behind the gradients, so that the mean of a batch matches plain torch
 batch depends gets no gradient, and microbatches with fewer samples weigh less. Both are counts: of peers for each
 parameter, and of samples. For codes with one scale per block, gaps of zeros, as wide as a block, separate them, so that
 no gradient shares a block with a count, and the samples have a block of their own: the largest value of a block is
-encoded without loss. Knows tensors but no microbatches. Malicious input: the caller checks that totals are finite; a
-count beyond its range is clamped.
+encoded without loss. Malicious input: the caller checks that totals are finite; a count beyond its range is clamped.
 """
 
 from __future__ import annotations

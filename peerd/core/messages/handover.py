@@ -89,7 +89,7 @@ class PassRequest(Message, frozen=True):
 
 
 class Hop(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One stage of a microbatch's way: the peer that holds the gradient, and the times that it took."""
+    """One stage of a microbatch's route: the peer that holds the gradient, and the times that it took."""
 
     peer: PeerText
     receipt: Receipt
@@ -101,7 +101,7 @@ class Hop(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Broken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A failed way: no peer of `stage` could be reached, so the trainer has to choose another route."""
+    """A failed route: no peer of `stage` could be reached, so the trainer has to choose another route."""
 
     stage: StageNumber
     peer: PeerText  # of the ticket at that stage
@@ -110,7 +110,7 @@ class Broken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 @dataclass(frozen=True, slots=True)
 class NotFiniteAt:
-    """A failed way: a peer of `stage` computed a non-finite output or gradient from a finite input.
+    """A failed route: a peer of `stage` computed a non-finite output or gradient from a finite input.
 
     It is encoded as a map, which distinguishes it from `Broken`.
     """
@@ -123,7 +123,7 @@ class NotFiniteAt:
 class PassAnswer(Message, frozen=True):
     """The answer to Pass. Frame: the gradient of the input, if the previous stage must compute, too.
 
-    `hops`: this stage and the later ones that had to compute; empty if the way is `broken`.
+    `hops`: this stage and the later ones that had to compute; empty if the route failed (`broken`).
     """
 
     hops: Annotated[list[Hop], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)

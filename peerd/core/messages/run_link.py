@@ -143,9 +143,9 @@ def shared_run(told: RunFileAnswer, run: str) -> RunFile:
     except BAD_INPUT as error:
         raise ProtocolViolation(f"the run file that it sent is not valid: {error!s:.200}") from None
     if found.line is not None:
-        raise ProtocolViolation("its run file sets line, which is for each peer itself to set")
+        raise ProtocolViolation("its run file sets line, which each peer must set itself")
     if own := own_keys(found):
-        raise ProtocolViolation(f"its run file sets {own[0]}, which is for each peer itself to set")
+        raise ProtocolViolation(f"its run file sets {own[0]}, which each peer must set itself")
     if found.run != run:
         raise ProtocolViolation("its run file is of another run")
     organizer = found.access.organizer

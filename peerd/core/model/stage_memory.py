@@ -13,8 +13,8 @@ Counts the peak of a step:
 - in a run with experts, the microbatches in flight (`trunk_memory`).
 
 A checkpoint, or a state for a newcomer, is read piece by piece and takes no extra memory. If the next step starts
-before all of it is read, the rest is copied to a file. A small rest, without `limits.memory_gb`, is copied to memory;
-it is not counted here. With `limits.offload` all of this is in main memory: a GPU then holds only copies of two
+before all of it is read, the rest is copied to a file. A small remainder, without `limits.memory_gb`, is copied to
+memory; it is not counted here. With `limits.offload` all of this is in main memory: a GPU then holds only copies of two
 consecutive layers, the gradient of one of them, and the activations of recomputed layers.
 """
 

@@ -1,7 +1,7 @@
 """Memory of the microbatches that a trainer of a run with experts has in flight: their number, and what each keeps.
 
 For each layer of experts, a microbatch keeps the outputs of its segment, the experts' answers, and the messages that
-carried both. On its way back it also keeps the gradients of the trunk that are computed so far. With an asynchronous
+carried both. In its backward pass it also keeps the gradients of the trunk computed so far. With an asynchronous
 trunk, gradients of completed microbatches wait for a place in a batch, and the trunk keeps a copy of its parameters for
 each earlier step at which a microbatch in flight began. Messages of experts count with their size before coding.
 
@@ -35,7 +35,7 @@ class DeviceAndMachine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlightMemory:
-    """Bytes that microbatches in flight take. `least`: with one of them at a time, and no copy of parameters."""
+    """Bytes that microbatches in flight take. `least`: with one microbatch at a time, and no copy of parameters."""
 
     flights: int
     copies: int  # of the trunk's parameters of earlier steps
@@ -77,7 +77,7 @@ def flight_memory(run: RunFile, trunk_bytes: int, item_bytes: int) -> FlightMemo
 
 
 def _flight_bytes(run: RunFile, item_bytes: int) -> DeviceAndMachine:
-    """Bytes of one microbatch that waits for the last answers on its way back, without gradients of parameters."""
+    """Bytes of a microbatch that waits for the last answers of its backward, without gradients of parameters."""
     section, grid, values, samples = run.experts or ExpertsSection(), grid_of(run), _values(run), _samples(run)
     ends = (2 * values + samples * sum(grid.sides)) * item_bytes  # residual, samples and scores of a junction
     indexes = samples * section.top_k * (_INDEX_BYTES * len(grid.sides) + 2)

@@ -31,7 +31,7 @@ def decode_public_key(data: bytes) -> PeerId:
         elif number == 2:
             key = want_bytes(value, "the public key")
     if kind != 1:
-        raise ProtocolViolation(f"an identity of type {_KEY_TYPES.get(kind, kind)}; only Ed25519 is spoken here")
+        raise ProtocolViolation(f"an identity of type {_KEY_TYPES.get(kind, kind)}; only Ed25519 is supported here")
     if len(key) != 32:
         raise ProtocolViolation(f"an Ed25519 key of {len(key)} bytes")
     return PeerId.from_public_key(key)
@@ -39,7 +39,7 @@ def decode_public_key(data: bytes) -> PeerId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisePayload:
-    """Payload of the Noise hand-shake: proof of the sender's identity, and the muxers offered early."""
+    """Payload of the Noise handshake: proof of the sender's identity, and the muxers offered early."""
 
     peer: PeerId
     signature: bytes
@@ -63,7 +63,7 @@ class NoisePayload:
             elif number == 4:
                 muxers = _muxers(want_bytes(value, "the extensions"))
         if peer is None:
-            raise ProtocolViolation("the hand-shake names no identity")
+            raise ProtocolViolation("the handshake names no identity")
         return cls(peer=peer, signature=signature, muxers=muxers)
 
 

@@ -186,7 +186,7 @@ def _access_faults(access: AccessSection) -> list[tuple[str, str]]:
         found = access.organizer or "empty"
         return [("access.organizer", f"is {found}; with allow: tokens it must be the organizer's peer id, 12D3KooW...")]
     idle = [name for name in ("organizer", "token", "revoked") if getattr(access, name)]
-    return [(f"access.{name}", "has no meaning without allow: tokens") for name in idle]
+    return [(f"access.{name}", "has no effect without allow: tokens") for name in idle]
 
 
 _LIMIT_RANGES: Final = {
@@ -296,14 +296,14 @@ def _source_faults(source: SourceSection) -> list[tuple[str, str]]:
     if not 1e-6 <= source.weight <= 1e6:
         faults.append(("weight", f"is {source.weight}; allowed: 0.000001 to 1000000"))
     if source.digest not in ("", "any") and not _is_digest(source.digest):
-        faults.append(("digest", f"{_NO_DIGEST}, or any: every trainer has a text of its own"))
+        faults.append(("digest", f"{_NO_DIGEST}, or any: every trainer has its own text"))
     if source.kind == "dataset":
         if not re.fullmatch(r"[^:]+:[^:]+", source.path):
             faults.append(("path", f"is {source.path!r}; allowed with kind dataset: module:function of a local file"))
     elif source.path.startswith(("http://", "https://")):
         faults += _address_faults(source)
     elif source.path == "stdlib" and source.digest:
-        faults.append(("digest", "is given, but every Python has a standard library of its own; leave it out"))
+        faults.append(("digest", "is given, but each version of Python has its own standard library; leave it out"))
     return faults
 
 
@@ -320,5 +320,5 @@ def _address_faults(source: SourceSection) -> list[tuple[str, str]]:
     if not host or user is not None or url.query or url.fragment or not source.path.isprintable():
         return [("path", f"is {source.path!r}; allowed: https://host/folder, without a user, a query or a fragment")]
     if url.scheme == "http" and source.digest in ("", "any") and host not in ("localhost", "127.0.0.1", "::1"):
-        return [("digest", "is missing: anyone on the way may change what http brings; allowed: a digest, or https")]
+        return [("digest", "is missing, but http data can be changed on its way here; allowed: a digest, or https")]
     return []

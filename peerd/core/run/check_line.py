@@ -188,12 +188,12 @@ def _rule(leaf: _Leaf) -> Between | Rule | None:
 def _fault(leaf: _Leaf, line: LineSection) -> str | None:
     rule = _rule(leaf)
     if rule is None:
-        return None if leaf.value == leaf.default else f"is {leaf.value!r:.200}; allowed by a line: {leaf.default!r}"
+        return None if leaf.value == leaf.default else f"is {leaf.value!r:.200}; a join link allows {leaf.default!r}"
     if isinstance(rule, Between):
         numbers = leaf.value if isinstance(leaf.value, list) else [leaf.value]
         if len(numbers) <= _FEW and all(rule.least <= number <= rule.most for number in numbers):
             return None
-        return f"is {leaf.value!r:.200}; allowed in a run that is joined by a line: {rule.least:g} to {rule.most:g}"
+        return f"is {leaf.value!r:.200}; allowed by a join link: {rule.least:g} to {rule.most:g}"
     if rule is Rule.CODE:
         built_in = ("gpt",) if leaf.key == "model.kind" else ("ffn", "ffn1", "transformer")
         if leaf.value in built_in or (leaf.key, leaf.value) == ("model.kind", "loop"):  # `loop` names no code
@@ -216,7 +216,7 @@ def _code_fault(function: str, line: LineSection, otherwise: str) -> str | None:
     if re.fullmatch(r"[^\s:]+:[^\s:]+", function) and any(one.path == file for one in line.code):
         return None
     return (
-        f"is {function!r:.200}: code of the run's own, which never comes over the network; allowed: {otherwise}a file "
+        f"is {function!r:.200}: code of the run, which is never sent over the network; allowed: {otherwise}a file "
         f"that you allow: get {file!r:.200} from somebody whom you trust, read it, put it into this folder, and add "
         f"{ALLOW_CODE} FILE"
     )
@@ -230,14 +230,14 @@ def _data_fault(source: msgspec.Struct, line: LineSection) -> str | None:
     if path in ("stdlib", "") or (line.data and path == line.data):
         return None
     if not path.startswith("https://"):
-        where = "an address without https" if path.startswith("http://") else "files of a machine"
-        return f"is {path!r:.200}: {where}; allowed: stdlib, https://, or text of your own: add --data PATH"
+        where = "an address without https" if path.startswith("http://") else "a path on some machine"
+        return f"is {path!r:.200}: {where}; allowed: stdlib, https://, or your own text: add --data PATH"
     try:
         fault = host_fault(urlsplit(path).hostname or "")
     except ValueError as error:
         fault = f"no address ({error})"
     if fault is not None:
-        allowed = "a host of the public internet, or text of your own: add --data PATH"
+        allowed = "a host of the public internet, or your own text: add --data PATH"
         return f"is {path!r:.200}: {fault}; allowed: {allowed}"
     return None
 
@@ -252,7 +252,7 @@ def _memory_faults(run: RunFile) -> list[tuple[str, str]]:
         ("pipeline.microbatch", run.pipeline.microbatch, max(activation, 4 * sample)),
     )
     return [
-        (key, f"is {count}, which takes {count * each} bytes of memory; allowed by a line: up to {LINE_BYTES}")
+        (key, f"is {count}, which takes {count * each} bytes of memory; allowed by a join link: up to {LINE_BYTES}")
         for key, count, each in amounts
         if count * each > LINE_BYTES
     ]

@@ -42,7 +42,7 @@ def placement_faults(file: PlacementSection) -> Iterator[str]:
     if unknown:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         allowed = "a peer id, or a name with its peer id in the table `peers` (peerd identity prints it)"
-        yield f"stages: {unknown[0][:_SHOWN]!r}{more} is no peer; allowed: {allowed}"
+        yield f"stages: {unknown[0][:_SHOWN]!r}{more} is not a peer; allowed: {allowed}"
     if file.follows and len(file.follows) != len(file.stages) - 1:
         yield f"follows: has {len(file.follows)} lists; allowed: one for each stage but the last"
         return
@@ -50,7 +50,7 @@ def placement_faults(file: PlacementSection) -> Iterator[str]:
         for pair in pairs:
             if len(pair) != 2 or pair[0] not in file.stages[stage] or pair[1] not in file.stages[stage + 1]:
                 shown = ", ".join(pair)[:_SHOWN]
-                yield f"follows: [{shown}] is no pair of a peer of stage {stage} and one of stage {stage + 1}"
+                yield f"follows: [{shown}] is not a pair of a peer of stage {stage} and one of stage {stage + 1}"
 
 
 def plan_faults(run: RunFile) -> list[tuple[str, str]]:
@@ -89,7 +89,7 @@ def _faults(plan: PlanSection, stages: int) -> Iterator[str]:
     for stage, pairs in enumerate(plan.follows):
         sizes = len(plan.stages[stage]), len(plan.stages[stage + 1])
         if not all(len(pair) == 2 and 0 <= pair[0] < sizes[0] and 0 <= pair[1] < sizes[1] for pair in pairs):
-            yield f"follows: of stage {stage} has a pair that is no place in it and one in the next stage"
+            yield f"follows: a pair of stage {stage} is not an index into that stage and one into the next"
 
 
 def planned_stage(run: RunFile, peer: str) -> int | None:

@@ -1,12 +1,12 @@
-"""Members of a run with tokens, sans-IO: who is a member, what members may call and serve, and revoked tokens.
+"""Members of a run with access tokens: who is a member, what members may call and serve, and revoked tokens. Sans-IO.
 
 Reads no clock: `now` is corrected Unix time. Invariants: a peer is a member only with a token that the organizer signed
 for this run and this peer; the number of the list of revoked tokens only increases, no matter which peer delivers the
 list; the organizer is always a member. There are no more members than tokens that the organizer issued.
 
-A hostile peer may show any bytes as its token or its list, as often as it likes, and call what its roles are not for. A
-token's signature is verified last, and once for each genuine token; a list's signature first, since that costs less
-than reading the list.
+Hostile input: a peer may present any bytes as its token or its list, any number of times, and may call methods that its
+roles do not allow. A token's signature is verified last, and once for each genuine token; a list's signature is
+verified first, since that costs less than decoding the list.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _REMEMBERED: Final = 2048  # tokens whose signature was verified
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member. `rights`: its roles, and those that follow from them, or None for all rights (the organizer)."""
+    """A member of the run. `rights`: its roles, and those that these imply, or None for all rights (the organizer)."""
 
     name: str
     token: Token | None
@@ -99,7 +99,7 @@ class RunMembers:
         try:
             token = unseal(Token, data)
         except ProtocolViolation as error:
-            return f"what was shown is not a token: {error}"[:200]
+            return f"the data shown is not a token: {error}"[:200]
         why = fault(token, self.run, peer, now)
         if why is None and token.id in self._revoked:
             why = "the token shown was revoked by the organizer"
@@ -132,11 +132,11 @@ class RunMembers:
         return None
 
     def may_vote(self, peer: PeerId) -> bool:
-        """True if the peer's clock has a vote: a member's has, even if its token is expired by our own clock."""
+        """True if the peer's clock counts: a member's does, even if its token is expired by our own clock."""
         return peer in self._members or peer in self._expired
 
     def forget(self, peer: PeerId) -> None:
-        """Remove a peer that has disconnected; it will show its token again."""
+        """Remove a peer that has disconnected. If it reconnects, it presents its token again."""
         if peer != self.organizer:
             self._members.pop(peer, None)
             self._expired.discard(peer)
@@ -153,7 +153,7 @@ class RunMembers:
         """Reason that `peer` may not call `method` (`stage/6/forward`) of `service` (`stage/6`), or None if it may."""
         found = self.member(peer, now)
         if found is None:
-            return self.refusal("none was shown that counts now")
+            return self.refusal("none was shown that is valid now")
         allowed = CALLERS.get(method) or CALLERS.get(service)
         if allowed is None or not found.lacks(allowed):
             return None
@@ -180,7 +180,7 @@ class RunMembers:
         if not data or data == self.revoked_data:
             return False
         if not signed_by(self.organizer, Revoked, data):
-            raise ProtocolViolation("a list of revoked tokens that this run's organizer did not sign")
+            raise ProtocolViolation("the list of revoked tokens is not signed by this run's organizer")
         revoked = unseal(Revoked, data)
         if revoked.number <= self.revoked_number:
             return False

@@ -77,7 +77,7 @@ class AveragingPlan:
         if not self.senders:
             object.__setattr__(self, "senders", self.group)
         if any(len({*peers}) != len(peers) for peers in (self.group, self.senders, self.listeners)):
-            raise ValueError("a peer is twice in a round")
+            raise ValueError("a peer is listed twice in a round")
         if not {*self.senders, *self.listeners} <= {*self.group} or {*self.senders} & {*self.listeners}:
             raise ValueError("a sender or a listener is not in the round's group, or is both")
         if self.shares is not None:
@@ -85,14 +85,14 @@ class AveragingPlan:
 
     @classmethod
     def of(cls, order: Prepare, part_bytes: int, patience_s: float, align: int = 1) -> AveragingPlan:
-        """The round that a conductor orders, with parts of at most `part_bytes`. Raises ValueError if it is invalid."""
+        """The plan of the ordered round, with parts of at most `part_bytes`. Raises ValueError if invalid."""
         listeners = frozenset(order.listeners)
         if order.copy >= order.copies:
-            raise ValueError("a group is beyond the last that makes the same sum")
+            raise ValueError("the group's number exceeds the number of groups with the same sum")
         if order.split and sorted(party.peer for party in order.split if party.mode != "aux") != sorted(order.group):
             raise ValueError("the senders and listeners of a round must be its group")
         if any(party.mode == "client" and party.share != 0 for party in order.split):
-            raise ValueError("a client is given a share")
+            raise ValueError("a client has a share, though it cannot sum")
         return cls(
             attempt=order.attempt,
             group=tuple(party.peer for party in order.split) or tuple(order.group),
@@ -258,11 +258,11 @@ class AllReduceRound:
         """Raise ValueError unless `sender`'s version of this part, or its request for the sum, is still expected."""
         came = self._came.get(index)
         if came is None:
-            raise ValueError(f"part {index} is not mine to sum")
+            raise ValueError(f"part {index} is summed by another member")
         if sender not in self._everyone:
-            raise ValueError("the sender is not of this round")
+            raise ValueError("the sender does not take part in this round")
         if sender in came:
-            raise ValueError(f"part {index} came twice")
+            raise ValueError(f"part {index} arrived twice")
 
     def arrived(self, now: float, index: int, sender: str) -> bool:
         """Record `sender`'s version of one of our parts; return True if it was the last one and the sum can be made.
@@ -304,7 +304,7 @@ class AllReduceRound:
         return not self._due and not self._missing
 
     def heard(self, now: float, peer: str) -> None:
-        """Record activity of a peer: its bytes arrive, or it reports progress; it is slow but not silent."""
+        """Record that a peer is slow but not silent, since its bytes arrive or it reports progress."""
         if peer in self._heard and now > self._heard[peer][0]:
             self._hear(peer, now)
 
@@ -418,7 +418,7 @@ class MemberTerms:
 
 
 def plan_of(order: Prepare, own: str, terms: MemberTerms) -> AveragingPlan:
-    """The part of member `own` in the round that a conductor orders.
+    """The plan of the round that a conductor orders, checked by member `own`.
 
     A hostile conductor may send an inconsistent order, or one in which our gradient would not count: ValueError is
     raised. This member cannot see the orders sent to others; if they differ, rounds fail and report the members at

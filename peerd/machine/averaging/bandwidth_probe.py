@@ -1,5 +1,4 @@
-"""Bandwidth probes: one measured line at a time gets more load than it has been seen to carry, with exponential
-backoff.
+"""Bandwidth probes: one peer at a time gets more traffic than its internet connection (line) has been seen to carry.
 
 A line's rate is measured from its traffic, and slow members limit the traffic of a fast one: with equal shares all
 lines look alike. So one peer's line at a time is assumed to carry TRY times its measured rate. If the estimate then
@@ -29,7 +28,7 @@ class _Known:
 
 
 class BandwidthProbe:
-    """The probes of one stage. A line's rate is that of its narrower direction, in bytes/s."""
+    """Chooses the peer of one stage whose line is probed. A line's rate is that of its slower direction, in bytes/s."""
 
     def __init__(self) -> None:
         self._attempt = 0

@@ -1,13 +1,13 @@
 """ContributorChoice: which members of a stage contribute gradients, so that the swarm's steps are as short as possible.
 
-A member contributes the microbatches that it computes, and costs everybody the time that its line needs to carry a
-vector: one line of 1 Mb/s among fifteen of 100 makes a round last fifty times as long. DeDLOC (Diskin et al. 2021,
-section 3.2) solves this as a mixed integer programme over c_i, "does peer i contribute?". For given contributors the
-best round is known in closed form (`shares`), so it is enough to search over sets of contributors, and the best set has
-a simple shape: the slowest lines rest first, then the members that compute least. `best` tries each length of these two
-prefixes (only some lengths if there are many members), and for few members also single changes of the result. A resting
-member that others can reach sums parts for them like a helper. At least two members contribute, even if one alone would
-be faster, so that the stage's state survives the loss of one.
+A member contributes the microbatches that it computes, but everybody waits while its line (internet connection)
+carries a vector: one line of 1 Mb/s among fifteen of 100 makes a round last fifty times as long. DeDLOC (Diskin et al.
+2021, section 3.2) solves this as a mixed integer programme over c_i, "does peer i contribute?". For given contributors
+the best round is known in closed form (`shares`), so it is enough to search over sets of contributors, and the best set
+has a simple shape: the slowest lines rest first, then the members that compute least. `best` tries each length of these
+two prefixes (only some lengths if there are many members), and for few members also single changes of the result. A
+resting member that others can reach sums parts for them like a helper. At least two members contribute, even if one
+alone would be faster, so that the stage's state survives the loss of one.
 
 A step takes the time of computing its batch plus that of averaging its gradients; in a delayed run, the longer of both.
 This module only decides. Rates are reported by peers or measured by the conductor: a peer that reports false rates is
@@ -36,7 +36,7 @@ _MOST_BYTES_PER_S = 1e15
 
 @dataclass(frozen=True, slots=True)
 class ContributorRates:
-    """A candidate for contributing gradients. `per_s`: microbatches that it computes per second, or 0 if unknown."""
+    """A member that could contribute gradients. `per_s`: microbatches that it computes per second, or 0 if unknown."""
 
     line: MemberLine
     per_s: float = 0.0
@@ -62,7 +62,7 @@ class StepCost:
 
 
 class ContributorChoice:
-    """The choice of contributors among the members of one stage.
+    """Chooses which members of one stage contribute gradients.
 
     An unknown line or pace counts as the median of the known ones; if no line is known, lines cost nothing. `helpers`
     sum parts in any case.
@@ -159,7 +159,10 @@ class ContributorChoice:
         return frozenset(self._peers) - keeps
 
     def needed_bytes_per_s(self, contributing: Iterable[str], peer: str) -> float | None:
-        """The least narrower rate at which `peer` would contribute besides these members, or None if none is enough."""
+        """The least rate, in bytes/s, that `peer`'s line needs for it to contribute besides these members, or None.
+
+        The rate is that of the line's slower direction. Returns None if no rate suffices.
+        """
         others = set(contributing) - {peer}
         limit_s = HARMLESS * self.step_s(others)
 
@@ -176,10 +179,11 @@ class ContributorChoice:
 
 
 def least_s_per_byte(nodes: Sequence[float], helpers: Sequence[float], senders: int) -> float:
-    """The least seconds per byte at which the shares that lines can carry add up to one; infinity if nobody sums.
+    """Shortest round in seconds per byte of the vector: the peers' lines can just carry shares that add up to one.
 
-    `nodes` and `helpers`: bytes/s of the peers that sum; all nodes are among the `senders`. Same rule as in `shares`,
-    solved by breakpoints instead of bisection, because one choice evaluates it hundreds of times.
+    `nodes` and `helpers`: bytes/s of the peers that sum; all nodes are among the `senders`. Returns infinity if nobody
+    sums. Same rule as in `shares`, solved by breakpoints instead of bisection, because one choice evaluates it hundreds
+    of times.
     """
     if senders == 2 and nodes:
         return 0.0
@@ -218,7 +222,7 @@ def _least_of_many(own: Sequence[float], others: Sequence[float], senders: int) 
 
 
 def with_unknown(member: ContributorRates, *, line: bool, pace: bool) -> ContributorRates:
-    """The member without its measured line or pace, because old measurements may no longer hold."""
+    """The member with its line or its pace unknown, because old measurements may be outdated."""
     fresh = replace(member.line, up_bytes_per_s=None, down_bytes_per_s=None) if line else member.line
     return ContributorRates(fresh, 0.0 if pace else member.per_s)
 

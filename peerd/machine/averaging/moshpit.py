@@ -1,8 +1,8 @@
 """Group schedule of Moshpit all-reduce: a large group averages in several rounds of small groups.
 
 A run's conductor uses it through `topology`. Peers are in one fixed order, cut into leaves. In the first round each
-leaf sums. In each later round clusters of `side` neighbours (leaves at first, the clusters of the previous round later
-on) sum their results: every cluster sends one peer into each group. After one round per side all peers have the total.
+leaf sums. In each later round `side` neighbouring clusters (leaves at first, then the joined clusters of the previous
+round) sum their results: every cluster sends one peer into each group. After one round per side all have the total.
 
 * Exact for any number of peers: each cluster's sum enters each group once. The clusters of one round differ in size by
   at most one peer; a surplus peer listens in one of the groups: it receives the sum and contributes nothing.
@@ -95,7 +95,7 @@ def _grids(peers: int, rounds: int) -> Iterator[tuple[int, ...]]:
 
 
 def meetings(order: Sequence[str], sides: Sequence[int], weak: Collection[str] = ()) -> list[list[MoshpitGroup]]:
-    """The groups of each round. `weak` peers, which cannot sum, are spread among the others and listen first."""
+    """The groups of each round. `weak` peers, which cannot sum, are spread evenly, and become listeners first."""
     order = _spread(order, weak)
     leaves = math.prod(sides[1:])
     bounds = [at * len(order) // leaves for at in range(leaves + 1)]

@@ -1,4 +1,4 @@
-"""Division of a vector into shares by bandwidth, so that an averaging round ends as early as the lines allow.
+"""Division of a vector into shares by bandwidth, so that an averaging round ends as early as the peers' lines allow.
 
 Model (DeDLOC, problem (1), for given roles; the vector has length 1 and S peers send one): a sender that sums a share w
 moves 1 - w as a sender and (S - 1) w as the owner of its share, in each direction: 1 + (S - 2) w in total. A helper
@@ -41,7 +41,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemberLine:
-    """A peer's line. Rates in bytes/s; None if unknown; with rate 0 it can send but never gets a share."""
+    """A peer's internet connection. Rates in bytes/s, None if unknown; with rate 0 it can send but gets no share."""
 
     peer: str
     mode: Mode = Mode.NODE
@@ -66,7 +66,7 @@ class Shares:
 
 
 def shares(lines: Sequence[MemberLine]) -> Shares:
-    """The best division of the work among `lines`.
+    """The division of the work among the peers of `lines` that ends the round earliest.
 
     An unknown line counts as the mean of the known ones; if none is known, all count as equal. Raises NoSplit if no
     peer may sum or none sends, and ValueError for invalid rates or a peer that is listed twice.
@@ -81,11 +81,11 @@ def shares(lines: Sequence[MemberLine]) -> Shares:
         own = {line.peer: 1.0 if line.mode is Mode.NODE else 0.0 for line in lines}
         return Shares(own, 0.0, "the only sender sums its own vector")
     if not owners:
-        raise NoSplit("nobody may sum: every peer is a client, or its line carries nothing")
+        raise NoSplit("nobody may sum: every peer is a client, or has a line with rate 0")
     xi, why = _least_time(lines, rates, senders)
     fractions = proportional({line.peer: _cap(line.mode, rates[line.peer], senders, xi) for line in owners})
     complete = {line.peer: fractions.get(line.peer, 0.0) for line in lines}
-    return Shares(complete, xi if known else 0.0, why if known else "no line is known: all count as equal")
+    return Shares(complete, xi if known else 0.0, why if known else "no rate is known: all count as equal")
 
 
 def bound_s_per_byte(lines: Sequence[MemberLine], fractions: Mapping[str, float]) -> float:
@@ -168,12 +168,12 @@ def _least_time(lines: Sequence[MemberLine], rates: Mapping[str, float], senders
         return math.fsum(_cap(mode, rate, senders, xi) for mode, rate in owners)
 
     if room(least) >= 1:
-        return least, f"the slowest sender …{slowest[1][-8:]} sets the pace"
+        return least, f"the slowest sender …{slowest[1][-8:]} limits the round"
     low, high = least, max(least, senders / max(rate for _, rate in owners))
     for _ in range(_STEPS):
         middle = low + (high - low) / 2
         low, high = (low, middle) if room(middle) >= 1 else (middle, high)
-    return high, "the lines of all who sum are full"
+    return high, "the lines of all summing peers are fully used"
 
 
 def _cap(mode: Mode, rate: float, senders: int, xi: float) -> float:

@@ -92,7 +92,7 @@ def solved(lines: Sequence[MemberLine], pairs: Pairs) -> Shares:
     )
     xi = _least_time(programme)
     weights = _evenest(programme, ordered, rates, xi)
-    why = "lines between pairs of peers set the pace"
+    why = "the paths between pairs of peers limit the round"
     return Shares(proportional(dict(zip(programme.peers, weights, strict=True))), xi / largest, why)
 
 

@@ -176,7 +176,7 @@ class GroupTopology:
         return replace(found, news="") if known is not None and found.news == known.news else found
 
     def _worth_trying(self, stage: int, group: tuple[str, ...]) -> bool:
-        """Return True if another division could be much faster, or if there are too many lines to find out quickly."""
+        """Return True if other shares could be much faster, or if there are too many lines to find out quickly."""
         return len(group) > _GROUP_MOST or self._lines.slack(stage, group) > _WORTH_TRYING
 
     def _best(self, stage: int, group: tuple[str, ...], rounds: int, size: int) -> SumTopology:

@@ -93,7 +93,7 @@ class WorkSplitter:
         self._splits: dict[tuple[str, ...], tuple[object, Split]] = {}  # by group: inputs of the split, and the split
 
     def tell(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> bool:
-        """Store the line report of `peer`, a member of `stage` or a helper for it.
+        """Store the line rates that `peer`, a member of `stage` or a helper for it, reports.
 
         Returns True if a helper is new or gone, or its stage or addresses have changed.
         """
@@ -152,7 +152,7 @@ class WorkSplitter:
         return found
 
     def slack(self, stage: int, group: tuple[str, ...]) -> float:
-        """Ratio of a round's predicted duration to what the slowest sender needs; at 1 no division is faster."""
+        """Ratio of a round's predicted duration to the slowest sender's time for its own vector; the least is 1."""
         lines = _as_taken(self._taking_part(stage, group), None)
         try:
             found, rates = shares(lines), widths(lines)
@@ -161,7 +161,7 @@ class WorkSplitter:
         return found.xi_s_per_byte * min(rates[line.peer] for line in lines if line.sends)
 
     def take_for_more(self, stage: int, peer: str | None) -> None:
-        """Probe the line of `peer`: from now on it counts for TRY times its measured rate. None ends the probe."""
+        """Probe the line of `peer`: from now on it counts with TRY times its measured rate. None ends the probe."""
         if self._tried.get(stage) != peer:
             self.changes += 1
             self._tried.pop(stage, None)
@@ -192,7 +192,7 @@ class WorkSplitter:
         return min(known, default=(0.0, True))[1]
 
     def _taking_part(self, stage: int, group: Iterable[str], *, helped: bool = True) -> dict[str, LineInfo]:
-        """The lines of a round's members and of its helpers."""
+        """The reported lines of a round's members and, if `helped`, of its helpers, by peer."""
         found = {peer: self._line(peer) for peer in group}
         if not helped:
             return found
@@ -270,7 +270,7 @@ class WorkSplitter:
 
 
 def _as_taken(said: Mapping[str, LineInfo], tried: str | None) -> tuple[MemberLine, ...]:
-    """The lines as the division uses them; a measured rate of `tried` counts for more."""
+    """The lines as the division uses them: TRY times the measured rate for `tried`, the peer that is probed."""
 
     def rate(peer: str, bytes_per_s: float, measured: bool) -> float | None:
         return _rate(bytes_per_s * TRY if measured and peer == tried else bytes_per_s)
@@ -287,7 +287,7 @@ def _as_taken(said: Mapping[str, LineInfo], tried: str | None) -> tuple[MemberLi
 
 
 def _stated(line: LineInfo) -> bool:
-    """Return True if the peer states the rates of both directions of its line."""
+    """Return True if the peer states both rates of its line itself; False if one is measured or unknown."""
     rates = ((line.up_bytes_per_s, line.up_measured), (line.down_bytes_per_s, line.down_measured))
     return all(_rate(rate) is not None and not measured for rate, measured in rates)
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import LEASHED_TRAINERS
 from peerd.core.messages.swarm import Mb
+from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.forecast import TrainerPace, WorkerPace, shared_in_s, whole_in_s
 from peerd.machine.batch.lateness import Lateness, Usual
-from peerd.machine.batch.ledger import Ledger
 from peerd.machine.batch.newcomers import WAIT_S, Newcomers
 from peerd.machine.batch.trainer_limit import TrainerLimit
 
@@ -84,17 +84,17 @@ class Admission:
         return trainers - self._trainers.keys()
 
     def first(self) -> str | None:
-        """The first trainer by name, or None if there is none."""
+        """The alphabetically first trainer, or None if there is none."""
         if self._first is None:
             self._first = min(self._trainers, default=None)
         return self._first
 
     def first_at_work(self) -> str | None:
-        """The first trainer by name of those that do not rest, or None if there is none."""
+        """The alphabetically first trainer that does not rest, or None if there is none."""
         return min(self._trainers.keys() - self.resting, default=None) if self.resting else self.first()
 
     def report(self, trainer: str, wishes: tuple[int, ...], bound: Iterable[int] = (), bound_to: int = 0) -> None:
-        """Record the microbatches that the trainer has open (`wishes`). Those in `bound` only fit step `bound_to`."""
+        """Record what the trainer has requested or begun (`wishes`); those in `bound` are only for step `bound_to`."""
         known = self._trainers.get(trainer)
         if known is None:
             known = self._trainers[trainer] = _Trainer()
@@ -111,7 +111,7 @@ class Admission:
             self._first = None
 
     def wish_again(self, trainers: Iterable[str] | None = None) -> None:
-        """Record that microbatches of these trainers, or of all, have lost their slots in a batch."""
+        """Consider the requests of these trainers, or of all, again, since microbatches have lost their slots."""
         again = self._trainers if trainers is None else trainers
         self._wishing |= {trainer: None for trainer in again if trainer in self._trainers}
 
@@ -148,18 +148,18 @@ class Admission:
 
         return Lateness(now, lease_s, 0.0, patience, usual, self._lease, self._done_at, wait_ends)
 
-    def look_for_waits(self, now: float, due: Ledger) -> None:
+    def look_for_waits(self, now: float, due: BatchLedger) -> None:
         """Record whether the step waits for newcomers alone while others would compute their part of the batch."""
         self.newcomers.look(now, due, lambda name: bool(self._unplaced(name, [due], ())))
 
     def _least_lease(self, lease: float, first: float) -> float:
-        """Lower bound of the leases of all connected trainers."""
+        """Lower bound of the leases (`_lease`) of all connected trainers, in seconds."""
         if 0 < len(self.newcomers.others) < len(self._trainers):  # there are newcomers
             lease = min(lease, WAIT_S)
         return min(first, lease / 2.0**_HALVINGS_MOST if self._leashes else lease)
 
     def _lease(self, now: float, trainer: str, lease: float) -> float:
-        """The lease of one trainer. `lease`: that of a trainer in good standing."""
+        """Seconds that a trainer may keep a microbatch until it is late. `lease`: the same without earlier failures."""
         if trainer in self.newcomers:
             return min(lease, self.newcomers.lease_s(trainer))
         leash = self._leashes.get(trainer)
@@ -171,7 +171,7 @@ class Admission:
         return known.pace.at if known is not None else -math.inf
 
     def ran_out(self, now: float) -> None:
-        """Record that leases ran out. They double until a trainer finishes something, since all may be slow."""
+        """Record that leases ran out. All of them double until a trainer finishes something, since all may be slow."""
         self._patience += now > self._ran_out_at
         self._ran_out_at = now
 
@@ -214,7 +214,7 @@ class Admission:
 
     # --- filling ----------------------------------------------------------------------------------------------
 
-    def whole_in_s(self, now: float, ledger: Ledger) -> float | None:
+    def whole_in_s(self, now: float, ledger: BatchLedger) -> float | None:
         """Seconds until the batch is complete, by what is not done and the pace of those at work. None if unknown."""
         begun = ledger.begun()
         dead = sum(count for name, (count, _) in begun.items() if name not in self._trainers)
@@ -224,9 +224,9 @@ class Admission:
     def wishes(
         self,
         now: float,
-        ledger: Ledger,
+        ledger: BatchLedger,
         counted: Container[Mb],
-        beside: Ledger | None = None,
+        beside: BatchLedger | None = None,
         step: int = 0,
         summed: Set[str] = frozenset(),
     ) -> Iterator[Mb]:
@@ -282,19 +282,19 @@ class Admission:
         }
 
     def _shares(
-        self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: Ledger
+        self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: BatchLedger
     ) -> dict[str, int | None]:
         """Number of microbatches that each of these trainers may have under way, or None if there is no limit."""
         self._look_who_works(now, wishing, begun, ledger)
         return {name: self._given(now, name) for name in wishing}
 
     def _look_who_works(
-        self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: Ledger
+        self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: BatchLedger
     ) -> None:
         """Record whether any trainer works, and whether any that has helped before works.
 
-        A trainer works if it computes, or may have what it requests. If none does, no microbatches are reserved for
-        these.
+        A trainer works if it computes, or may have what it requests. If none works, trainers that pause, and newcomers,
+        may get more than usual.
         """
         rested = [name for name in wishing if self._is_rested(now, name)]
         helped = [name for name in rested if name not in self.newcomers]
@@ -309,18 +309,18 @@ class Admission:
         )
 
     def _goes_on(self, now: float, trainer: str, begun: tuple[int, float]) -> bool:
-        """True unless the trainer has finished nothing of what it began for far longer than usual."""
+        """False if the trainer has finished none of its begun microbatches for far longer than usual."""
         return now - max(begun[1], self._done_at(trainer)) < self.newcomers.usual_s
 
-    def _does_more(self, name: str, under_way: int, given: Mapping[str, int | None], ledger: Ledger) -> bool:
-        """True if the others of a batch may leave the rest to this trainer: it computes, or requests what it may have.
+    def _does_more(self, name: str, under_way: int, given: Mapping[str, int | None], ledger: BatchLedger) -> bool:
+        """True if this trainer is expected to compute more of the batch: it computes now, or requests what it may have.
 
         A trainer that gave back microbatches of this batch is excluded, as it may do so again.
         """
         works = under_way > 0 or given.get(name, 0) != 0
         return works and name not in self.newcomers and not ledger.given_back[name]
 
-    def _in_order(self, now: float, ledger: Ledger, given: Mapping[str, int | None]) -> list[str]:
+    def _in_order(self, now: float, ledger: BatchLedger, given: Mapping[str, int | None]) -> list[str]:
         """The trainers that request a microbatch and may get one, in the order of their turns."""
         others = [name for name, most in given.items() if name not in self.newcomers]
         # Unmeasured trainers come first, so that one step measures them all; those that gave back some come last.
@@ -330,7 +330,7 @@ class Admission:
         able = [name for name, most in given.items() if name in self.newcomers and most != 0]
         return [*self.newcomers.in_turn(now, able), *others]
 
-    def _unplaced(self, trainer: str, ledgers: Sequence[Ledger], counted: Container[Mb]) -> set[int]:
+    def _unplaced(self, trainer: str, ledgers: Sequence[BatchLedger], counted: Container[Mb]) -> set[int]:
         """Numbers of the microbatches that the trainer requests and that have no slot in a batch."""
         without = set(self._trainers[trainer].open).difference(*(one.by_trainer.get(trainer, ()) for one in ledgers))
         return {seq for seq in without if Mb(trainer, seq) not in counted}
@@ -351,8 +351,8 @@ class Admission:
         return found
 
 
-def _in_turn(wishes: Iterable[tuple[str, tuple[int, ...]]], ledgers: Sequence[Ledger]) -> list[Mb]:
-    """The requests that have no slot in a batch: the trainers' first ones, in this order, then their second ones."""
+def _in_turn(wishes: Iterable[tuple[str, tuple[int, ...]]], ledgers: Sequence[BatchLedger]) -> list[Mb]:
+    """Requests without a slot in a batch: the first one of each trainer in this order, then the second ones, ..."""
     found: list[tuple[int, int, Mb]] = []
     for place, (trainer, seqs) in enumerate(wishes):
         placed = [one.by_trainer.get(trainer, {}) for one in ledgers]
@@ -362,8 +362,8 @@ def _in_turn(wishes: Iterable[tuple[str, tuple[int, ...]]], ledgers: Sequence[Le
     return [mb for _, _, mb in sorted(found)]
 
 
-def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:
-    """`Ledger.begun` for several batches together."""
+def _begun(ledgers: Iterable[BatchLedger]) -> dict[str, tuple[int, float]]:
+    """`BatchLedger.begun` for several batches together."""
     found: dict[str, tuple[int, float]] = {}
     for ledger in ledgers:
         for name, (count, since) in ledger.begun().items():

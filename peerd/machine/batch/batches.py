@@ -3,8 +3,9 @@
 `due` is the batch of the current step. In a delayed run `early`, the batch of the next step, is filled once `due` has
 no room, and becomes `due` when the step is made. So its microbatches are computed with parameters that are one step
 old, never older. Pure bookkeeping for the conductor, which knows the phase and the serving members, and learns here
-whether `due` shrank. Invariants (`check`): a microbatch has at most one slot in one batch, and none that a step has
-counted gets another. A hostile trainer can name anything: only its own microbatches are affected.
+whether `due` shrank. `BatchLedger.complete` says when a batch is complete. Invariants (`check`): a microbatch has at
+most one slot in one batch, and none that a step has counted gets another. A hostile trainer can name anything: only its
+own microbatches are affected.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import NamedTuple
 from peerd.core.limits import REDO_AT_ONCE
 from peerd.core.messages.swarm import Done, Mb, Redo
 from peerd.machine.batch.admission import Admission
+from peerd.machine.batch.batch_ledger import BatchLedger, Counted
 from peerd.machine.batch.lateness import Lateness
-from peerd.machine.batch.ledger import Counted, Ledger
 from peerd.machine.swarm.events import TrainerReport, Verify
 from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.reader_versions import ReaderVersions
@@ -35,20 +36,20 @@ class StageView(NamedTuple):
 
 
 class Batches:
-    """The batches of a run. `microbatches` make one complete, each with a gradient in every one of `stages` stages."""
+    """A run's current and next batch. Each has `microbatches` microbatches, which pass through all `stages` stages."""
 
     def __init__(self, stages: int, microbatches: int, versions: ReaderVersions, own_pace: bool | None = None) -> None:
         """`own_pace`: each trainer is as fast as its own machine; by default yes if there is one stage."""
         self._stages = range(stages)
         self._nothing = [False] * stages  # `settled` of the early batch
-        self.due, self.early = Ledger(stages, microbatches), Ledger(stages, microbatches)
+        self.due, self.early = BatchLedger(stages, microbatches), BatchLedger(stages, microbatches)
         self.counted = Counted()
         self._versions = versions  # of what trainers see
         self.trainers = Admission(own_pace=stages == 1 if own_pace is None else own_pace)
         self.verify: Verify | None = None  # verifies receipts
         self.tell: Callable[[str], None] = lambda text: None  # receives texts for the log
         self.not_finite = 0  # microbatches of `due` that the last report dropped as not finite
-        self._over: Ledger | None = None  # what is left of the last batch
+        self._over: BatchLedger | None = None  # what is left of the last batch
         self._void: set[Mb] = set()  # dropped for good: later reports on them are ignored
 
     # --- members ----------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ class Batches:
         self.early.lose(peer, now)
 
     def rest(self, peer: str, now: float) -> None:
-        """Record that `peer`, a post, contributes nothing for now, neither what it holds nor its own trainer's work."""
+        """Record that `peer` (a post) rests: neither its gradients nor its own trainer's microbatches count now."""
         self.lose(peer, now)
         if self.trainers.own_pace:
             trainer = peer_of(peer)
@@ -84,7 +85,7 @@ class Batches:
         self._adopt(now, self.early, [{peer: m.early for peer, m in stage.items()} for stage in stages], sessions)
 
     def _adopt(
-        self, now: float, ledger: Ledger, stages: list[dict[str, frozenset[Mb]]], sessions: Mapping[str, int]
+        self, now: float, ledger: BatchLedger, stages: list[dict[str, frozenset[Mb]]], sessions: Mapping[str, int]
     ) -> None:
         for mb in [mb for held in stages[0].values() for mb in sorted(held)]:
             holders = [next((peer for peer, held in stage.items() if mb in held), None) for stage in stages]
@@ -116,7 +117,7 @@ class Batches:
             self._drop(self.early, self._given_up(self.early, report, self._nothing))
         return bool(gone) or shrank
 
-    def _given_up(self, ledger: Ledger, report: TrainerReport, settled: Sequence[bool]) -> list[Mb]:
+    def _given_up(self, ledger: BatchLedger, report: TrainerReport, settled: Sequence[bool]) -> list[Mb]:
         """A trainer's microbatches that it never finished and no longer names, or that it cannot repeat."""
         waiting = ledger.open.get(report.peer)
         if not waiting or all(settled):
@@ -130,7 +131,7 @@ class Batches:
             if (mb.seq in unknown and ledger.is_missing(mb, settled) if entry.done else mb.seq not in begun)
         ]
 
-    def _take_done(self, now: float, of: tuple[Ledger, int], mb: Mb, done: Done, view: StageView) -> bool:
+    def _take_done(self, now: float, of: tuple[BatchLedger, int], mb: Mb, done: Done, view: StageView) -> bool:
         """Record a finished microbatch. `of`: its batch and that batch's step. True if `due` shrank."""
         ledger, step = of
         if len(done.holders) != len(self._stages) or mb in self.counted or mb in self._void:
@@ -138,7 +139,7 @@ class Batches:
         if mb.trainer in self.trainers.newcomers and not self._shows(step, mb, done):
             self.strike(now, mb.trainer, proven=True)
             ledger.newcomers -= mb in ledger.entries  # no time was lost: another newcomer may have this slot
-            self.tell(f"trainer …{mb.trainer[-8:]} is new and shows no receipts: it gets fewer microbatches")
+            self.tell(f"trainer …{mb.trainer[-8:]} is new and has no valid receipts: it gets fewer microbatches")
             return self.void([mb])
         if not ledger.admit(mb, now):
             return False
@@ -186,7 +187,7 @@ class Batches:
         self._drop(self.early, early)
         return bool(due), dict(late)
 
-    def _dead(self, ledger: Ledger, settled: Sequence[bool], lateness: Lateness) -> list[Mb]:
+    def _dead(self, ledger: BatchLedger, settled: Sequence[bool], lateness: Lateness) -> list[Mb]:
         """The microbatches of a batch that nobody can finish, sorted."""
         found = list[Mb]()
         for trainer in self.trainers.absent(ledger.open.keys()):
@@ -196,7 +197,7 @@ class Batches:
                 found += self._late(ledger, settled, lateness, trainer)
         return sorted(found)
 
-    def _late(self, ledger: Ledger, settled: Sequence[bool], lateness: Lateness, trainer: str) -> list[Mb]:
+    def _late(self, ledger: BatchLedger, settled: Sequence[bool], lateness: Lateness, trainer: str) -> list[Mb]:
         """A trainer's overdue microbatches that a stage still needs, oldest first."""
         found = list[Mb]()
         for seq, entry in ledger.open.get(trainer, {}).items():
@@ -207,7 +208,7 @@ class Batches:
         return found
 
     def late(self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]) -> dict[str, int]:
-        """Trainers that hold up the step longer than others do, with the number of their overdue microbatches."""
+        """Trainers that hold up the full batch beyond their leases, with the number of their overdue microbatches."""
         if not self.due.full:
             return {}
         lateness = self.trainers.lateness(now, lease_s, alone=True)
@@ -216,7 +217,7 @@ class Batches:
         return {name: count for name, count in late.items() if count}
 
     def strike(self, now: float, trainer: str, *, proven: bool = False) -> int:
-        """Record that the trainer held up the step: it gets less than it has under way. Returns its number of strikes.
+        """Record that the trainer held up the step, so that it gets fewer microbatches. Returns its number of strikes.
 
         `proven`: as in `Probation.failed`.
         """
@@ -235,7 +236,7 @@ class Batches:
             self.trainers.wish_again([mb.trainer])
         return shrank
 
-    def _drop(self, ledger: Ledger, gone: Iterable[Mb]) -> None:
+    def _drop(self, ledger: BatchLedger, gone: Iterable[Mb]) -> None:
         for mb in gone:
             ledger.drop(mb)
             ledger.given_back[mb.trainer] += 1
@@ -274,7 +275,7 @@ class Batches:
         self.trainers.wish_again()
         self._void.clear()
         self._over = self.due
-        self.due, self.early = self.early, Ledger(len(self._stages), self.due.capacity)
+        self.due, self.early = self.early, BatchLedger(len(self._stages), self.due.capacity)
 
     def go_to(self, step: int, batch_before: Iterable[Mb]) -> None:
         """Continue at `step`, which the swarm reached by recovery, not by a step. `batch_before` led there."""

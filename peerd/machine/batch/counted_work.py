@@ -1,4 +1,4 @@
-"""Counted work: the samples of each peer in the steps that a conductor saw made, for the leader-board.
+"""Counted work: the samples that each peer contributed to the steps that a conductor saw made, for the leader-board.
 
 A batch is recorded when all stages have its mean: each peer gets the samples whose gradients it holds, in each stage,
 and those that it contributed as a trainer. They count when its step is made. This counts work, not results: if the run
@@ -20,7 +20,7 @@ _MOST: Final = (1 << 62) - 1  # largest number in a record
 
 
 class PeerWork(NamedTuple):
-    """Samples of one peer."""
+    """Numbers of samples that one peer has contributed."""
 
     computed: int = 0  # in each stage: those whose gradients it held
     brought: int = 0  # as a trainer
@@ -40,7 +40,7 @@ class CountedWork:
         self._closed: tuple[dict[str, int], dict[str, int]] = {}, {}  # samples of a batch whose step may still fail
 
     def batch_closed(self, held: Mapping[str, int], brought: Mapping[str, Sized]) -> None:
-        """Record the batch that members are to step with. It replaces an earlier one whose step was not made.
+        """Record the batch of the step that members now make. It replaces an earlier one whose step was not made.
 
         `held`: number of gradients of each post; `brought`: each trainer's microbatches.
         """

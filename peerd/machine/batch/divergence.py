@@ -14,14 +14,17 @@ from collections.abc import Set
 from typing import Final
 
 from peerd.core.messages.swarm import Position
-from peerd.machine.batch.ledger import Ledger
+from peerd.machine.batch.batch_ledger import BatchLedger
 
 DROPPED: Final = 8  # microbatches dropped at one position while none was finished
 AGAIN_STEPS: Final = 100  # if a run diverges again within this many steps of its return, it has not got past the cause
 
 
 class Divergence:
-    """Divergence record of one conductor. `barred`: positions not to return to; `stopped`: why no step is made."""
+    """Detects that the run diverges (no finite gradients), and has it go back once, or stop.
+
+    `barred`: positions not to return to. `stopped`: why the run has stopped, or "".
+    """
 
     def __init__(self) -> None:
         self.barred: set[Position] = set()
@@ -35,14 +38,14 @@ class Divergence:
             self._dropped[trainer] = self._dropped.get(trainer, 0) + count
 
     def member_came(self) -> None:
-        """Let a stopped run try again, since another peer serves and earlier reports may have been wrong."""
+        """Let a stopped run try again, since another peer has joined and earlier reports may have been wrong."""
         self.stopped = ""
 
     def arrived(self) -> None:
         """Record that the swarm has another position, at which nothing was dropped yet."""
         self._dropped.clear()
 
-    def has_come(self, due: Ledger, trainers: Set[str]) -> bool:
+    def has_come(self, due: BatchLedger, trainers: Set[str]) -> bool:
         """True if the run has diverged: no microbatch was finished, and all trainers have dropped some.
 
         `trainers`: those at work, even if they have begun nothing, so that a quick one does not decide for the others.
@@ -53,11 +56,14 @@ class Divergence:
         return enough and not finished and not self.stopped and everybody
 
     def judge(self, current: Position) -> str:
-        """Bar the swarm's position, or stop the run; returns the warning."""
+        """Return a warning, and bar the position at which the run diverged, or stop the run.
+
+        The run is stopped if it diverges again within AGAIN_STEPS steps of its last return.
+        """
         self.arrived()
         told = f"the run has diverged: no microbatch of step {current.step} has a finite gradient"
         if self._returned_at is not None and current.step <= self._returned_at + AGAIN_STEPS:
-            self.stopped = f"{told}, again; lower optimizer.lr, or set optimizer.clip_norm, and start anew"
+            self.stopped = f"{told}, again; lower optimizer.lr, or set optimizer.clip_norm, and start the run again"
             return self.stopped
         self.barred.add(current)
         self._returned_at = current.step

@@ -54,7 +54,7 @@ class WorkerPace(NamedTuple):
     def free(self, usual_s: float = _LEAST_S) -> tuple[float, float]:
         """Seconds until it finishes what it has begun, and its seconds for each further microbatch.
 
-        Without a pace it is assumed to need `usual_s`; if it is late, to go on as slowly as it has been.
+        Without a pace it is assumed to need `usual_s`; if it is late, to continue as slowly as so far.
         """
         seconds, waited_s = self.seconds or usual_s, max(self.waited_s, 0.0)
         if not self.begun:
@@ -68,7 +68,7 @@ def whole_in_s(left: int, workers: Iterable[WorkerPace]) -> float | None:
     """Seconds until `left` microbatches that nobody has begun, and all begun ones, are done, or None if unknown.
 
     Each worker finishes what it has begun; the rest is divided so that all workers end together. A worker without a
-    pace is assumed to be as fast as the others on average, a late one to go on as slowly as it has been.
+    pace is assumed to be as fast as the others on average, a late one to continue as slowly as so far.
     """
     workers = list(workers)
     if not left and not any(worker.begun for worker in workers):

@@ -1,6 +1,6 @@
 """Lateness of microbatches: which of them their trainers have had for far too long, as of one moment.
 
-While a batch has room, or no other trainer shows what is usual, only a long lease counts. Once the batch is full and
+While a batch has room, or no other trainer's times are known, only a long lease counts. Once the batch is full and
 waits, the other trainers' times are the measure. Both are computed once for a check of a whole batch, and the usual
 time only if a microbatch has been open for longer than a lease, so that each microbatch costs one comparison.
 Invariant: if one of a trainer's microbatches is overdue, its older ones are, too.
@@ -26,11 +26,11 @@ class Usual:
         self._last = sorted(((at, name) for name, (_, at) in trainers.items()), reverse=True)[:2]
 
     def has_others(self, trainer: str) -> bool:
-        """True if any other trainer shows what is usual."""
+        """True if the times of any other trainer are known."""
         return len(self._trainers) > (trainer in self._trainers)
 
     def turn_s(self, trainer: str) -> float:
-        """Median of the others' seconds; there must be others."""
+        """Median of the other trainers' seconds from admission to end. Requires `has_others`."""
         turns = self._turns_s
         count = len(turns) - (trainer in self._trainers)
         own = bisect_left(turns, self._trainers[trainer][0]) if trainer in self._trainers else len(turns)
@@ -38,7 +38,7 @@ class Usual:
         return (low + high) / 2
 
     def last(self, trainer: str) -> float:
-        """Time at which another trainer last finished something; there must be others."""
+        """Time at which any other trainer last finished a microbatch. Requires `has_others`."""
         return next(at for at, name in self._last if name != trainer)
 
 

@@ -1,4 +1,4 @@
-"""Newcomers among the trainers, those that have not yet helped to make a step: what they get, and how long steps wait.
+"""Newcomers: trainers that have not yet helped to make a step. How much they get, and how long steps wait for them.
 
 A newcomer has one microbatch at a time, until a step has counted one. All newcomers together get a quarter of a batch,
 before the others take their turns, so that they finish in time. If the others are idle, newcomers get the whole batch.
@@ -13,7 +13,7 @@ from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import LEASHED_TRAINERS
-from peerd.machine.batch.ledger import Ledger
+from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.probation import SEVERAL, Probation
 
 WAIT_S: Final = 2.0  # that a step waits for a newcomer at first,
@@ -106,17 +106,17 @@ class Newcomers:
         """True if the others have been idle for a while: newcomers then get the whole batch."""
         return self._idle_since is not None and now - self._idle_since >= self.usual_s
 
-    def room(self, now: float, ledger: Ledger) -> int:
+    def room(self, now: float, ledger: BatchLedger) -> int:
         """Number of slots in a batch that newcomers may have now."""
         if self._has_all(now):
             return ledger.capacity - len(ledger.entries)
         return max(1, ledger.capacity // _PART) - ledger.newcomers
 
     def in_turn(self, now: float, newcomers: Iterable[str]) -> list[str]:
-        """These newcomers in the order of their turns: those of places with few failures come first."""
+        """These newcomers in the order of their turns: those from addresses with few failures come first."""
         return sorted(newcomers, key=lambda name: sum(self.probation.times(now, name)))
 
-    def let_in(self, now: float, newcomer: str, ledger: Ledger) -> None:
+    def let_in(self, now: float, newcomer: str, ledger: BatchLedger) -> None:
         """Record that a newcomer gets a slot in the batch."""
         ledger.newcomers += 1
         self.probation.let_in(now, newcomer)
@@ -125,10 +125,10 @@ class Newcomers:
 
     @property
     def are_waited_for(self) -> bool:
-        """True while the step waits for newcomers alone, or for others that compute in their stead."""
+        """True while the step waits for newcomers alone, or for others that compute instead of them."""
         return self._waits.is_on
 
-    def look(self, now: float, due: Ledger, would: Callable[[str], bool]) -> None:
+    def look(self, now: float, due: BatchLedger, would: Callable[[str], bool]) -> None:
         """Record whether the step waits because of newcomers. `would(trainer)`: True if it would compute more."""
         waits = due.full and bool(due.open)
         if waits and not self._waits.is_on:
@@ -148,7 +148,7 @@ class Newcomers:
     def wait_ends(self, now: float, newcomer: str) -> float:
         """Time until which the current step waits for a newcomer alone.
 
-        There is no wait if several others of its place have failed (`SEVERAL`).
+        There is no wait if several others from its address have failed (`SEVERAL`).
         """
         _, others = self.probation.times(now, newcomer)
         return self._waits.end(self.lease_s(newcomer) if others < SEVERAL else 0.0)
@@ -162,7 +162,7 @@ class NewcomerWaits:
     Then trainers that have helped before compute the rest of the batch, which counts as part of the wait. When the time
     is used up, newcomers get no slot until more has passed. A newcomer that keeps pace with the others causes no wait.
 
-    Hostile input: any number of identities at any number of places use up the time of all newcomers, and no more.
+    Hostile input: any number of identities at any number of addresses can use up the newcomers' waiting time, no more.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class NewcomerWaits:
         self.turn_s = 0.0  # the others' mean time for a microbatch; 0: unknown
 
     def turn(self, turn_s: float) -> None:
-        """Record that one of the others took `turn_s` seconds for a microbatch."""
+        """Record that a trainer that is no newcomer took `turn_s` seconds for a microbatch."""
         if self.turn_s:
             self.turn_s = self.turn_s * _TURN_KEEP + turn_s * (1 - _TURN_KEEP)
         else:

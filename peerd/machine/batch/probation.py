@@ -5,8 +5,8 @@ killed, or whose machine is overloaded, looks like one that is silent on purpose
 (an IPv4 address, an IPv6 /64) are not. So each place has an account. Failures of its newcomers raise it; each newcomer
 that helps to make a step lowers it. From `SEVERAL` on, newcomers of the place are admitted one at a time: one in each
 step, then one in two, four ... steps. Only proven faults of several identities, such as forged receipts, make all
-newcomers of a place wait for some time. A peer that has helped to make a step is on its own account from then on,
-wherever it connects from.
+newcomers of a place wait for some time. A peer that has helped to make a step has an account of its own from
+then on, wherever it connects from.
 
 Decides only; the caller knows which peers have helped, and where each one is. Hostile input: any number of identities;
 those of one place spoil at most one attempt in a step, then one in fewer and fewer steps.
@@ -31,7 +31,7 @@ _DOUBLINGS: Final = 6
 
 @dataclass(slots=True)
 class _Account:
-    """Account of one place or one identity. The wait after a failure ends at `step` or `until`, whichever is first."""
+    """Failures of one identity or address. The wait after a failure ends at `step` or `until`, whichever is first."""
 
     times: int = 0
     last: float = 0.0
@@ -53,7 +53,7 @@ class _Account:
 class Probation:
     """Probation of newcomers, kept by one conductor.
 
-    `place_of` returns where a peer connects from; without it each peer is a place of its own.
+    `place_of` returns the address block ("place") that a peer connects from; without it each peer has its own place.
     """
 
     def __init__(self, place_of: Callable[[str], str] | None = None) -> None:
@@ -63,16 +63,16 @@ class Probation:
         self._step = 0  # number of steps made
 
     def waits(self, now: float, newcomer: str) -> bool:
-        """True while this newcomer has to wait, for its own failures or for those of others from its place."""
+        """True while this newcomer has to wait, because it failed or because others from its address did."""
         return bool(self.own_reason(now, newcomer) or self.places_reason(now, newcomer))
 
     def own_reason(self, now: float, newcomer: str) -> str:
-        """Reason that this newcomer has to wait for its own failures, or "" if it need not."""
+        """Why this newcomer has to wait because it failed itself, or "" if it need not."""
         own = self._peers.get(newcomer)
         return "this peer held up a step, and sits out the next ones" if own and own.waits(now, self._step) else ""
 
     def places_reason(self, now: float, newcomer: str) -> str:
-        """Reason that this newcomer has to wait for failures of others from its place, or "" if it need not."""
+        """Why this newcomer has to wait because others from its address have failed, or "" if it need not."""
         place = self._places.get(self._place_of(newcomer)) if self._places else None
         if place is None or not place.waits(now, self._step):
             return ""
@@ -81,7 +81,7 @@ class Probation:
         return "newcomers at this peer's address held up steps, and are let in one at a time"
 
     def times(self, now: float, newcomer: str) -> tuple[int, int]:
-        """Number of this newcomer's failures, and of failures of others from its place.
+        """Number of this newcomer's failures, and of failures of others from its address.
 
         Each newcomer from there that helped to make a step cancels one of the others' failures.
         """
@@ -89,13 +89,13 @@ class Probation:
         return own, max(0, self._account(now, self._places, self._place_of(newcomer), kept=False).times - own)
 
     def let_in(self, now: float, newcomer: str) -> None:
-        """Record that this newcomer is admitted. At a watched place it is the only one for a step."""
+        """Record that this newcomer is admitted. If several from its address failed, it is the only one for a step."""
         place = self._places.get(self._place_of(newcomer)) if self._places else None
         if place is not None and place.times >= SEVERAL:
             place.step, place.until = max(place.step, self._step + 1), max(place.until, now + _WAIT_S)
 
     def helped(self, newcomer: str) -> None:
-        """Record that this newcomer has helped to make a step, which makes up for one failure at its place."""
+        """Record that this newcomer has helped to make a step, which cancels one failure at its address."""
         self._peers.pop(newcomer, None)
         place = self._places.get(self._place_of(newcomer)) if self._places else None
         if place is not None:

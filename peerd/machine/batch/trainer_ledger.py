@@ -125,7 +125,7 @@ class TrainerLedger(Generic[T]):
         return item.grant if item is not None else None
 
     def evaluation_grant(self) -> Grant | None:
-        """Newest grant to evaluate, or None. By now another trainer may have it."""
+        """Newest grant that permits this trainer to evaluate, or None. Another trainer may have a newer one."""
         return self._evaluation
 
     def pressing(self, together: int) -> bool:
@@ -203,7 +203,7 @@ class TrainerLedger(Generic[T]):
         return orders
 
     def _match(self, answer: TrainerAnswer) -> list[Order[T]]:
-        """Start what was admitted, drop what no longer is, repeat what was lost."""
+        """Orders to start microbatches that were admitted, drop those that no longer are, and repeat lost stages."""
         orders: list[Order[T]] = []
         places = dict.fromkeys(answer.admitted, answer.step) | dict.fromkeys(answer.early, answer.step + 1)
         for item in list(self.items.values()):
@@ -245,7 +245,7 @@ class TrainerLedger(Generic[T]):
 
 
 def told_at_once(news: Iterable[Done]) -> tuple[list[Done], list[int]]:
-    """The part of the news that fits into one report, and the numbers of the rest, which waits for the next report.
+    """Split finished microbatches: those that fit into one report, and the numbers of the rest, for the next report.
 
     The report has to name the rest as open, since the conductor reassigns what a trainer no longer names.
     """

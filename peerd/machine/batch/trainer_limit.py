@@ -1,9 +1,9 @@
-"""Back-off for a trainer that did not finish its microbatches: fewer each time, and more as it helps to make steps.
+"""Back-off for a trainer that did not finish its microbatches: it gets fewer, and more again as it helps to make steps.
 
 It gets half of what it had under way, then half of that, down to one microbatch at a time, then one after pauses that
 double. A trainer that never finished anything starts with the pauses. Each time, steps also wait for it half as long.
 The rule is the same for a trainer that cannot reach a stage and for one that only requests microbatches, since nobody
-can tell them apart: the first recovers. A trainer that disconnects keeps its limit.
+can tell them apart; only the first recovers. A trainer that disconnects keeps its limit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TrainerLimit:
         self._helped = True
 
     def step_made(self) -> bool:
-        """Record a completed step; returns False if there is nothing left to remember."""
+        """Record a completed step; returns False if the trainer has no limit any more."""
         if not self._helped:
             return True
         self._helped = False

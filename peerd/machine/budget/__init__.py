@@ -1,1 +1,1 @@
-"""Budgets: what each peer, address and network has of this host's means."""
+"""Budgets: how much of this host's resources each peer, address and network may use."""

@@ -44,7 +44,7 @@ class Resource(StrEnum):
 
 
 class User(NamedTuple):
-    """A user of resources: the peer's id as text ("" before it is proven), and the place and region it is in."""
+    """A user of resources: peer id ("" until proven), place (IPv4 address or IPv6 /64) and region (/24 or /48)."""
 
     peer: str
     place: str
@@ -87,7 +87,7 @@ BOUNDS: Final[Mapping[Resource, Bounds]] = {
 
 
 def user_at(peer: str, remote: Multiaddr) -> User:
-    """The user under which `peer`, connected from `remote`, is booked.
+    """The user in whose account the resources of `peer`, connected from `remote`, are booked.
 
     The address of a peer that connects over a relay is unknown: all peers of one relay share the relay's place and
     region, under names of their own, so that they do not use up the share of the relay's neighbours. A private or
@@ -172,7 +172,7 @@ class Book:
         self._members: list[Callable[[], Callable[[str], bool] | None]] = []
 
     def members_by(self, knows: Callable[[str], bool]) -> None:
-        """Register a function that returns True if a peer is a member of the run, by evidence, not by its own claim.
+        """Register a function that returns True if a peer is proven to be a member of the run; a claim is not enough.
 
         A bound method is kept only as long as its object lives, because roles end and start again.
         """
@@ -194,7 +194,7 @@ class Book:
         return None if closed is None else closed[0]
 
     def take(self, means: Resource, user: User, amount: int = 1) -> str | None:
-        """Book `amount` more for `user` and return None, or return the reason if there is no room."""
+        """Book `amount` more for `user` and return None, or return the reason if that would exceed a bound."""
         account = self._accounts[means]
         # Checked as a stranger first: most takes are far below those bounds, which saves looking up the members.
         closed = account.objection(user, amount, member=False)
@@ -215,7 +215,7 @@ class Book:
         return account.used if user is None else account.by.get(user, 0)
 
     def fullness(self, means: Resource, user: User) -> tuple[bool, int, int, int]:
-        """Sort key for the user that should lose something first, which has the greatest.
+        """Sort key of a user: the user with the greatest key loses resources first.
 
         True for a stranger, then the use of its region, of its place and of the peer itself.
         """

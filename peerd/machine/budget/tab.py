@@ -31,7 +31,7 @@ class UsageTab:
         self._covered = 0  # amount booked
 
     def take(self, amount: int = 1) -> str | None:
-        """Use `amount` more and return None, or return the reason if there is no room."""
+        """Use `amount` more and return None, or return the reason if that would exceed a bound."""
         used = self.used + amount
         if used > self._covered and (closed := self._ask(used - self._covered)) is not None:
             return closed
@@ -50,7 +50,7 @@ class UsageTab:
                 self._covered = keep
 
     def hold(self, amount: int) -> str | None:
-        """Set the amount in use. If there is no room, keep the old amount and return the reason."""
+        """Set the amount in use. If that would exceed a bound, keep the old amount and return the reason."""
         if amount > self.used:
             return self.take(amount - self.used)
         self.give(self.used - amount)
@@ -74,7 +74,7 @@ class MinuteTab:
         self._uses: deque[tuple[float, User]] = deque()  # oldest first
 
     def take(self, now: float, user: User) -> str | None:
-        """Book one use and return None, or return the reason if there is no room."""
+        """Book one use and return None, or return the reason if that would exceed a bound."""
         self._forget(now)
         closed = self._book.take(self._means, user)
         if closed is None:

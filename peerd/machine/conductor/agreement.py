@@ -39,7 +39,7 @@ class SummingPeers:
 
 
 class Agreement:
-    """Search for the culprit in one stage. `idle`: the peers that get no share in the next attempt."""
+    """Search for the peer that causes different sums in a stage. `idle`: peers without a share in the next attempt."""
 
     def __init__(self) -> None:
         self._suspects: tuple[str, ...] = ()
@@ -54,13 +54,13 @@ class Agreement:
         return self._resting | self._barred.keys()
 
     def agreed(self) -> None:
-        """Record that all digests are equal: if a summing peer lies, it is one of those that had no share."""
+        """Record that all digests are equal. If suspects had no share in this round, only they remain suspects."""
         if self._resting:
             self._suspects = tuple(sorted(self._resting))
         self._found = 0
 
     def step_made(self, step: int) -> None:
-        """Give innocent peers their shares back, and barred ones once their time is over."""
+        """Let suspects sum again, and barred peers once their time is over. Bars the last suspect if one is left."""
         if len(self._suspects) == 1:
             self._bar(self._suspects[0], step)
         self._resting = frozenset()
@@ -88,7 +88,7 @@ class Agreement:
         culprit = self._suspects[0]
         self._bar(culprit, step)
         if round_.able - self._barred.keys():
-            return Judgement(f"{told}: peer …{culprit[-8:]} had a share whenever they differed, and sums nothing now")
+            return Judgement(f"{told}: peer …{culprit[-8:]} had a share whenever they differed, and gets none for now")
         self._found = len(digests)  # no other peer is left to sum: only members can be at fault
         self._barred.clear()
         return Judgement(told)

@@ -16,8 +16,8 @@ from enum import Enum, auto
 
 from peerd.core.limits import RECEIPTS_LOOKED_AT
 from peerd.core.messages.swarm import Mb, Receipt
+from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.batches import Batches
-from peerd.machine.batch.ledger import Ledger
 from peerd.machine.batch.probation import Probation
 from peerd.machine.conductor.failure_record import Ban, FailureRecord
 from peerd.machine.positions.proven_positions import EstablishedMembers
@@ -27,7 +27,7 @@ from peerd.machine.swarm.roster import Roster
 
 
 class Blame:
-    """Faults of one run's members and trainers. `established`: the members that have helped to make a step."""
+    """Judges faults of one run's members and trainers. `established`: the members that have helped to make a step."""
 
     def __init__(
         self, ban_s: float, batches: Batches, roster: Roster, established: EstablishedMembers, origin: Origin
@@ -101,11 +101,11 @@ class Blame:
     def declined(self, now: float, member: str, *, others: bool) -> None:
         """Remove a member that rejects this conductor's orders. It may return.
 
-        It lost the connection for a moment, or follows another conductor. `others`: its stage can average without it,
-        so it sits out the next step, and more steps if it declines again.
+        It has lost the connection for a moment, or it follows another conductor. `others`: its stage can average
+        without it, so it sits out the next step, and more steps if it declines again.
         """
         seconds = self._declined.failed(now, member) if others else 0.0
-        self._put(Ban(member, seconds, "takes no orders from this conductor", briefly=True))
+        self._put(Ban(member, seconds, "rejects this conductor's orders", briefly=True))
 
     def failed(self, now: float, member: str, why: str) -> None:
         """Count a failure that is certainly the member's own; several of them in one step ban the member."""
@@ -161,7 +161,7 @@ class Blame:
 
 
 class CreditFault(Enum):
-    """The party at fault for a wrong credit."""
+    """The party at fault if a member lacks a microbatch that it was credited with."""
 
     HOLDER = auto()
     TRAINER = auto()
@@ -169,7 +169,7 @@ class CreditFault(Enum):
 
 
 def fault_of(
-    ledger: Ledger,
+    ledger: BatchLedger,
     step: int,
     where: tuple[int, str],
     mbs: Iterable[Mb],

@@ -30,7 +30,7 @@ from peerd.machine.conductor.stage_close import StageClosing
 from peerd.machine.conductor.step_cycle import StepCycle
 from peerd.machine.positions.phases import Phase, RunPhase
 from peerd.machine.positions.position_search import PositionSearch
-from peerd.machine.rebalance.rebalancer import RebalanceConfig
+from peerd.machine.rebalance.rebalance_rule import RebalanceConfig
 from peerd.machine.rebalance.rebalancing import Rebalancing
 from peerd.machine.swarm.events import (
     ConductorConfig,
@@ -121,12 +121,12 @@ class Conductor:
         self.roster.note_saved(peer, positions)
 
     def said_of_line(self, now: float, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> None:
-        """Record the network line that a member, or a helper of `stage`, declares. Ignored if the peer is kept out."""
+        """Record the line rates that a member, or a helper of `stage`, reports. Ignored if the peer is kept out."""
         if not self._blame.keeps_out(now, peer):
             self.roster.note_line(peer, stage, line, addrs)
 
     def wake(self, now: float) -> list[Output]:
-        """Act on the passage of time; returns the outputs to carry out now."""
+        """Act on deadlines that have passed; returns the outputs to carry out now."""
         return self._advance(now)
 
     def wake_at(self, now: float) -> float:
@@ -161,12 +161,12 @@ class Conductor:
         return self.search.lost
 
     def version(self, trainer: str) -> int:
-        """Version of what this trainer sees."""
+        """Version of the answers to this trainer; it increases when they change."""
         return self._versions.of(trainer)
 
     @property
     def members_version(self) -> int:
-        """Version of what members see."""
+        """Version of the answers to members; it increases when they change."""
         return self.roster.version
 
     @property
@@ -209,7 +209,7 @@ class Conductor:
         return self.current is not None and step == self.current.step and self.course.works
 
     def evaluates(self, trainer: str) -> bool:
-        """True for the one trainer that evaluates: the first by name of those at work."""
+        """True for the one trainer that evaluates: the alphabetically first one that does not rest."""
         return trainer == self.batches.trainers.first_at_work()
 
     def waits_for(self) -> str:
@@ -300,7 +300,7 @@ class Conductor:
         if self.phase is Phase.GATHERING:
             self.search.heard(now, peer)
         elif self.search.is_ahead(peer):
-            self._gather_anew(now, "members have a newer position than the conductor knew")
+            self._gather_anew(now, "members have a newer position than this conductor knew of")
         self._versions.change_all()
 
     def _move_ended(self, now: float, peer: str, position: Position | None, slow: bool) -> None:

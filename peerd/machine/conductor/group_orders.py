@@ -19,8 +19,8 @@ from peerd.machine.averaging.moshpit import MoshpitGroup
 from peerd.machine.averaging.shares import NoSplit
 from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, SumTopology
 from peerd.machine.averaging.work_split import Split
+from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.batches import Batches
-from peerd.machine.batch.ledger import Ledger
 from peerd.machine.conductor.attempt import GroupAttempt
 from peerd.machine.conductor.partial_sums import PartialSum, PartialSums
 from peerd.machine.swarm.events import SendPrepare
@@ -56,7 +56,7 @@ class StageClose:
         top = self.sums.tops[0] if len(self.sums.tops) == 1 else None
         return top if top is not None and top.last and len(top.contents) == entries else None
 
-    def complete(self, due: Ledger) -> PartialSum | None:
+    def complete(self, due: BatchLedger) -> PartialSum | None:
         """The only remaining sum, if it has as many microbatches as the batch and no member lacks it; else None."""
         if self.attempts or len(self.sums.tops) != 1 or not due.full:
             return None
@@ -64,7 +64,7 @@ class StageClose:
         behind = {peer for peer in top.behind() if self.sums.stand(peer) is not None} - self.left
         return None if len(top.contents) < len(due.entries) or behind else top
 
-    def fault(self, ledger: Ledger) -> str:
+    def fault(self, ledger: BatchLedger) -> str:
         """Reason that the only remaining sum does not contain the whole batch exactly once, or "" if it does."""
         (top,) = self.sums.tops
         if fault := self.sums.fault(ledger):
@@ -139,7 +139,7 @@ class StageClose:
 
 
 class GroupOrders:
-    """Plans the attempts of all stages. `note` receives texts for the log."""
+    """Plans the groups, attempts and orders of all stages. `note` receives texts for the log."""
 
     def __init__(
         self, grouping: GroupTopology, batches: Batches, rng: random.Random, factors: bool, note: Callable[[str], None]
@@ -211,7 +211,7 @@ class GroupOrders:
         return [self._attempt(order, task) for task in found]
 
     def _ended(self, order: _Order, top: PartialSum) -> list[_Task]:
-        """Tasks for when the only sum left is not one to step with (`last`): each member converts its own copy."""
+        """Tasks if members cannot step with the only sum left (it is not `last`): each member converts its own copy."""
         if top.last or (self._factors and order.close.first is None):
             return []
         return self._bring(order, [OrderedGroup(MoshpitGroup((peer,)), None) for peer in top.kept], (top,), True)
@@ -335,7 +335,7 @@ def _newest(parts: tuple[PartialSum, ...], peer: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """Values that all orders of one turn share."""
+    """Values that are common to all orders planned in one call of `GroupOrders.next`."""
 
     now: float
     stage: int

@@ -1,4 +1,4 @@
-"""Delta transfer of the conductor's member list: each response holds changes since a version, in bounded bytes.
+"""Delta transfer of the conductor's member list: each response contains changes since a version, of bounded size.
 
 `MemberList` is the conductor's side: every change of an entry gets the next version, so a response may end after any
 change, and the next response continues from there. A reader gets the whole list if the list never had its
@@ -51,7 +51,7 @@ class MemberList:
             self.update(members())
 
     def update(self, members: Sequence[MemberInfo]) -> None:
-        """Set the present members; if there are too many, only the first. Their addresses are cut to the best."""
+        """Set the current members (if too many, only the first), each with its best addresses (`best_addrs`)."""
         given = {post_name(m.peer, m.stage): m for m in members[: self._most]}
         changed = [post for post in self._entries if post not in given]
         for post in changed:

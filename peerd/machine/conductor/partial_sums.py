@@ -5,7 +5,7 @@ store it (`kept`). First, groups sum their members' own microbatches; then group
 fails, only its own sum is lost: the other sums remain, even if a member that contributed to one is gone. A sum whose
 state is in doubt is discarded, and its members' gradients are summed again. Invariants (`fault`): among the sums that
 are not part of a larger one, each microbatch, and each gradient of a member's session, occurs once; each of these
-microbatches is in the batch (`Ledger.summed`). Bookkeeping only: `stage_close` orders what is summed.
+microbatches is in the batch (`BatchLedger.summed`). Bookkeeping only: `stage_close` orders what is summed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from peerd.core.messages.swarm import Mb, Position
-from peerd.machine.batch.ledger import Ledger
+from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.swarm.roster import Roster
 
 
@@ -75,8 +75,8 @@ class PartialSum:
 class PartialSums:
     """Partial sums of one stage. `tops`: those that are not part of a larger one, in order.
 
-    This class maintains the stage's entry of `Ledger.summed`: microbatches that enter a sum, or an attempt at one, stay
-    marked there until `release`.
+    This class maintains the stage's entry of `BatchLedger.summed`: microbatches that enter a sum, or an attempt at one,
+    stay marked there until `release`.
     """
 
     def __init__(self, stage: int, roster: Roster, lost: Callable[[], None]) -> None:
@@ -135,7 +135,7 @@ class PartialSums:
             if one.kept.get(peer, but) != but:
                 del one.kept[peer]
 
-    def forget_lost(self, ledger: Ledger, now: float) -> None:
+    def forget_lost(self, ledger: BatchLedger, now: float) -> None:
         """Remove members that are gone. Replace a sum that nobody stores by those of its parts that somebody stores.
 
         A sum with a microbatch that is no longer in the batch is lost, too.
@@ -145,8 +145,8 @@ class PartialSums:
                 del one.kept[peer]
         self.tops = [found for top in self.tops for found in self._left_of(ledger, top, now, frozenset())]
 
-    def forget_outgrown(self, ledger: Ledger, now: float) -> None:
-        """Discard sums with gradients of members that hold more microbatches by now, even if these do not store them.
+    def forget_outgrown(self, ledger: BatchLedger, now: float) -> None:
+        """Discard each sum with gradients of a member that holds further microbatches by now.
 
         Such a member's own microbatches are then summed again, all together.
         """
@@ -161,7 +161,7 @@ class PartialSums:
                 break
         self.forget_lost(ledger, now)
 
-    def _left_of(self, ledger: Ledger, one: PartialSum, now: float, more: frozenset[str]) -> list[PartialSum]:
+    def _left_of(self, ledger: BatchLedger, one: PartialSum, now: float, more: frozenset[str]) -> list[PartialSum]:
         """The sum, or what is left of it: parts that are still stored and contain no gradient of a member in `more`."""
         outgrown = any(peer in more and self.stand(peer) == stand for peer, stand in one.bringers)
         if one.kept and one.contents <= ledger.summed[self._stage] and not outgrown:
@@ -171,27 +171,27 @@ class PartialSums:
         self.release(ledger, one.contents, now)
         return []
 
-    def forget_all(self, ledger: Ledger, now: float) -> None:
+    def forget_all(self, ledger: BatchLedger, now: float) -> None:
         """Discard all sums, to start again from the members' own microbatches."""
         tops, self.tops = self.tops, []
         for top in tops:
             self.release(ledger, top.contents, now)
 
-    def release(self, ledger: Ledger, mbs: Iterable[Mb], now: float) -> None:
+    def release(self, ledger: BatchLedger, mbs: Iterable[Mb], now: float) -> None:
         """Record that these microbatches are in no sum any more; those that no member holds must be repeated."""
         missing = ledger.missing[self._stage]
         ledger.release(self._stage, mbs, now)
         if ledger.missing[self._stage] != missing:
             self._lost()
 
-    def own(self, ledger: Ledger, parts: Iterable[PartialSum]) -> dict[str, tuple[Mb, ...]]:
+    def own(self, ledger: BatchLedger, parts: Iterable[PartialSum]) -> dict[str, tuple[Mb, ...]]:
         """Microbatches in these sums by holder, including holders that are gone."""
         found: dict[str, list[Mb]] = {}
         for mb in (mb for part in parts for mb in part.contents):
             found.setdefault(ledger.entries[mb].holders[self._stage], []).append(mb)
         return {holder: tuple(mbs) for holder, mbs in found.items()}
 
-    def fault(self, ledger: Ledger) -> str:
+    def fault(self, ledger: BatchLedger) -> str:
         """Reason that no step may be made with the sums, or "" if they are consistent."""
         contents = set[Mb]().union(*(top.contents for top in self.tops))
         bringers = [bringer for top in self.tops for bringer in top.bringers]
@@ -205,7 +205,7 @@ class PartialSums:
             return "the leader's part is in it twice"
         return ""
 
-    def check(self, ledger: Ledger) -> None:
+    def check(self, ledger: BatchLedger) -> None:
         """Raise AssertionError if an invariant is violated."""
         assert not self.fault(ledger), self.fault(ledger)
         assert all(one.kept for one in self.tops)

@@ -184,7 +184,7 @@ class RestChoice:
     # --- choosing ---------------------------------------------------------------------------------------------
 
     def _look_at_workers(self, now: float, stage: int, current: Position) -> list[Note]:
-        """Choose which contributors of a stage rest: those for which the model advised this after the last steps, too.
+        """Choose which contributors of a stage rest: those that the model rejects after several steps in a row.
 
         Members that are not at `current` are left out, since what they would contribute is only their own claim.
         """

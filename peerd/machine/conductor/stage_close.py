@@ -252,7 +252,7 @@ class StageClosing:
         for peer in newcomers:
             self.blame.let_go(now, peer, "does not report that it averaged")
         for peer in sorted(attempt.waiting.difference(newcomers)):
-            self.blame.note(f"peer …{peer[-8:]} has not reported that it averaged: the others go on")
+            self.blame.note(f"peer …{peer[-8:]} has not reported that it averaged: the others continue")
             self.blame.failed(now, peer, "does not report that it averaged")
         self.stages[stage].left |= attempt.waiting
         attempt.waiting.clear()
@@ -346,7 +346,7 @@ class StageClosing:
         self.blame.contradict(now, attempt.accused, len(members))
 
     def _together(self, stage: int, attempt: GroupAttempt) -> set[str]:
-        """All that average in the stage, so that the few members of one group never decide there alone."""
+        """All members that average in the stage: faults are judged among these, as a single group may be too small."""
         close = self.stages[stage]
         return {*attempt.group, *close.busy(), *close.sums.members()}
 
@@ -377,7 +377,7 @@ class StageClosing:
             self._look_whether_whole(now, stage)
 
     def _look_for_losses(self, now: float, stage: int) -> None:
-        """Discard lost sums, and cancel attempts to join or copy them, whose contents would now count twice."""
+        """Forget sums that are lost, and cancel attempts to join or copy them: these would count microbatches twice."""
         close = self.stages[stage]
         close.sums.forget_lost(self._batches.due, now)
         for attempt in [*close.attempts.values()]:
@@ -385,8 +385,8 @@ class StageClosing:
                 self._give_up(now, stage, attempt)
 
     def _copy_differs(self, now: float, stage: int, attempt: GroupAttempt, top: PartialSum) -> None:
-        """Handle members that report another sum than the one they copied. One's word stands against another's, so
-        nobody is blamed. Another member provides the next copy; after two failed copies a member goes without the sum.
+        """Handle members that report another sum than the one they copied. Nobody is blamed, since either side may be
+        wrong. Another member provides the next copy; after two failed copies a member is left without the sum.
         """
         close, holder = self.stages[stage], attempt.group[0]
         others = {peer for peer, digest in attempt.digests.items() if digest != top.digest}
@@ -455,7 +455,7 @@ class StageClosing:
         self._rest(stage)
 
     def _may_judge(self, stage: int, attempt: GroupAttempt) -> bool:
-        """False for one small group among several, whose few members may collude: who is at fault shows only if all
+        """False for a small group among several, whose members may collude: the peer at fault can be found only if all
         members, or as many as possible, sum together what they hold.
         """
         positions = {stand.position for stand in attempt.stands.values()}

@@ -28,7 +28,7 @@ _AT_ONCE = 4096  # microbatches of the stages that begin to average in one turn,
 
 
 class StepCycle:
-    """Step cycle of one conductor; `closing` averages for it."""
+    """Leads the steps of one conductor through their phases; `closing` does the averaging."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class StepCycle:
         self._look_at = 0.0
 
     def drop_dead(self, now: float) -> None:
-        """End leases that ran out: their microbatches go to other trainers."""
+        """Drop microbatches that trainers did not finish in time (their leases ran out), so that others get them."""
         if now < self._look_at:
             return
         self._batches.trainers.look_for_waits(now, self._batches.due)
@@ -158,10 +158,10 @@ class StepCycle:
         self._late_movers.arrived(now, peer)
 
     def leave_late(self, now: float) -> None:
-        """Go on without members that do not confirm a step which the others have made."""
+        """Continue without members that do not confirm a step which the others have made."""
         if self._course.commits:
             for peer in self._late_movers.late(now, self._course.moving):
-                self.out.append(Note(f"peer …{peer[-8:]} has not confirmed the step: the others go on without it"))
+                self.out.append(Note(f"peer …{peer[-8:]} has not confirmed the step: the others continue without it"))
                 self.lose(now, peer)
 
     def move_due(self) -> float:

@@ -42,7 +42,7 @@ class Asker:
 
 
 class DialBacks:
-    """The requests in progress and those of the last minute."""
+    """Dial-back requests in progress, and those of the last minute."""
 
     def __init__(self) -> None:
         self._busy: dict[int, str] = {}  # request number -> place of the requester
@@ -58,7 +58,7 @@ class DialBacks:
         """Admit a request: return its number, which `end` needs, and the addresses to dial; or the refusal."""
         ip = ip_of(asker.remote)
         if question.peer not in (None, asker.peer):
-            return DialBackRefusal(DialStatus.BAD_REQUEST, "only the asker itself is dialed")
+            return DialBackRefusal(DialStatus.BAD_REQUEST, "only the requesting peer itself is dialed")
         if asker.way in (PathKind.RELAYED, PathKind.PUNCHED) or ip is None:
             return DialBackRefusal(DialStatus.DIAL_REFUSED, "this connection does not show your address")
         if reach(asker.remote) < 2:

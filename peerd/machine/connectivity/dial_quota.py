@@ -111,7 +111,7 @@ def _is_near(ip: Ip, around: NetworkSurroundings) -> bool:
 
 
 class DialQuota:
-    """Dials of hearsay addresses within the last minute."""
+    """Bounds the number of dials to hearsay addresses within a minute."""
 
     def __init__(self, book: Book) -> None:
         self._targets = Quota(HEARSAY_TARGET_PER_MINUTE)

@@ -101,7 +101,7 @@ def _same_network(ip: Ip, home: Ip) -> bool:
 
 
 def place(candidates: Iterable[Multiaddr], seen: Iterable[Multiaddr], own: Iterable[Multiaddr]) -> list[Multiaddr]:
-    """Our location: the addresses whose change makes new attempts worthwhile. One differing observer has no effect."""
+    """Addresses that show where we are: if they change, a new attempt is worthwhile. One false observer is ignored."""
     counts: dict[Ip, int] = {}
     first: dict[Ip, Multiaddr] = {}
     for addr in seen:

@@ -49,7 +49,7 @@ class ObservedView:
 
 
 class AddrObservers:
-    """The observations, by peer."""
+    """The peers' observations of our address, by peer."""
 
     def __init__(self) -> None:
         self._sights: dict[PeerId, ObservedAddr] = {}  # longest known first

@@ -38,7 +38,7 @@ _TOGETHER_S: Final = 3.0  # dials from both ends within this time count as simul
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One connection as the choice sees it."""
+    """The properties of one connection that the choice depends on."""
 
     way: PathKind
     rtt_s: float | None  # None if not measured yet

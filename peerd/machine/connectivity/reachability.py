@@ -95,7 +95,7 @@ class _Server:
 
 
 class Reachability:
-    """The state machine: call `own`, `saw`, `lost` and `answered` for each event, then perform `step`'s actions."""
+    """Finds out if others can dial this peer. Call `own`, `saw`, `lost`, `answered`; then perform `step`'s actions."""
 
     def __init__(self, rng: random.Random, config: ReachabilityConfig | None = None) -> None:
         self._rng = rng
@@ -135,7 +135,7 @@ class Reachability:
         self._servers.pop(peer, None)
 
     def moved(self) -> None:
-        """Record that this machine has changed its network: all peers are asked again at once."""
+        """Record that this machine has moved to another network: all peers are asked again at once."""
         for server in self._servers.values():
             server.due, server.asked_at, server.not_before, server.asked_in = True, -math.inf, -math.inf, None
 
@@ -239,7 +239,7 @@ class Reachability:
         ]
 
     def _questionable(self, sight: ObservedAddr) -> tuple[Multiaddr, ...]:
-        """Addresses that this peer should dial: ours, as far as it may see them."""
+        """Our addresses that this peer should dial: if it sees a public address of ours, only those at that address."""
         seen_ip = ip_of(sight.seen) if sight.seen is not None else None
         found = self._surely_ours()
         if sight.seen is not None and reach(sight.seen) == 2:
@@ -338,7 +338,7 @@ class Reachability:
         if pending:
             return "a peer is trying to connect" if len(pending) == 1 else f"{len(pending)} peers are trying to connect"
         if not self._servers:
-            return "no peer outside this network tests it"
+            return "no peer outside this network offers to test it"
         return "no peer has tested it yet"
 
     def _obstacle(self, ours: list[Multiaddr]) -> tuple[Kind, str]:

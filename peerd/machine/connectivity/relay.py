@@ -52,7 +52,7 @@ class RelayConfig:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The reservation is valid until `expires`, on the clock of `now`."""
+    """A granted reservation. `expires`: the time until which it is valid, on the same clock as `now`."""
 
     expires: float
     renewed: bool
@@ -60,7 +60,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The circuit is admitted, until `ended` is called with its number."""
+    """An admitted circuit, which counts until `ended` is called with its number."""
 
     number: int
 
@@ -130,7 +130,7 @@ class RelayServer:
         )
         for count, bound, whose in bounds:
             if count >= bound:
-                return Refusal(Status.RESERVATION_REFUSED, f"{whose} has its {bound} reservations")
+                return Refusal(Status.RESERVATION_REFUSED, f"{whose} already has {bound} reservations, the maximum")
         renewed = self._reservations.pop(peer, None) is not None
         expires = now + config.reservation_s
         self._reservations[peer] = _Reservation(place, region, expires, spare)
@@ -202,13 +202,13 @@ class RelayServer:
             (len(circuits), config.circuits, "this relay"),
             (len(from_source), config.circuits_per_source, source.short),
             (len(from_here), config.circuits_per_place, place),
-            (len(to_there), config.circuits_per_destination, f"the way to {destination.short}"),
+            (len(to_there), config.circuits_per_destination, f"the path to {destination.short}"),
             (from_here_there, config.circuits_per_place_and_destination, f"{place} to {destination.short}"),
             (sum(c.source == source for c in to_there), config.circuits_per_pair, f"the pair with {destination.short}"),
         )
         for count, bound, whose in bounds:
             if count >= bound:
-                return f"{whose} has its {bound} circuits"
+                return f"{whose} already has {bound} circuits, the maximum"
         return None
 
     # --- rate ----------------------------------------------------------------------------------------------

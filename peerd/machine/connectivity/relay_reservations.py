@@ -84,7 +84,7 @@ class _Relay:
 
 
 class Reservations:
-    """The state machine: call a method for each event, then perform the actions of `step`."""
+    """Keeps this peer's reservations at relays: call a method for each event, then perform the actions of `step`."""
 
     def __init__(self, rng: random.Random, config: ReservationsConfig | None = None) -> None:
         self._rng = rng

@@ -48,7 +48,7 @@ class _Copy:
 
 
 class HotKeys:
-    """Copies by key. `now` is monotonic time, `wall` corrected Unix time, both in seconds."""
+    """Cached records of hot keys. `now` is monotonic time, `wall` corrected Unix time, both in seconds."""
 
     def __init__(self, keys: int = DHT_COPIED_KEYS, bytes_: int = DHT_COPIED_BYTES) -> None:
         self._most_bytes = bytes_
@@ -77,7 +77,7 @@ class HotKeys:
         return [record for record in copy.records if record.is_live(wall)]
 
     def asked(self, now: float, key: Key, peer: PeerId, place: str, useful_s: float) -> bool:
-        """Record that `peer`, in that place, asked for a key that we do not hold; return True to start a lookup now.
+        """Record that `peer` at address `place` asked for a key that we do not hold; return True to start a lookup now.
 
         The lookup counts as running until `keep` is called. `useful_s`: how long its result could serve the readers.
         """

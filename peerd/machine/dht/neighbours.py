@@ -1,9 +1,9 @@
 """Neighbours of a DHT node: the routing table, suspicion of silent peers, and the results of recent lookups.
 
 A peer enters the table when it has sent us a message itself and stated addresses where it can be dialed; peers that
-others report never enter it. A peer that falls silent or closes its connection is not used any more, and is probed once
-its suspicion has cooled; a second silence removes it. Removed peers are remembered: if *our* line was down, everybody
-seemed dead, and we need peers to ask when it is back. Sends nothing: it returns the peers to probe.
+others report never enter it. A peer that falls silent or closes its connection is not used any more, and is probed
+after a while; a second silence removes it. Removed peers are remembered: if *our* internet connection was down,
+everybody seemed dead, and we need peers to ask when it is back. Sends nothing: it returns the peers to probe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Near:
 
 
 class Neighbours:
-    """The peers around `own`. Times are monotonic, in seconds."""
+    """The DHT peers that `own` knows. Times are monotonic, in seconds."""
 
     def __init__(self, own: PeerId, table: Table, *, greet_again_s: float, near_s: float, stale_s: float) -> None:
         self.table = table
@@ -87,25 +87,25 @@ class Neighbours:
         self.table.seen(now, peer)
 
     def silent(self, now: float, peer: PeerId) -> Contact | None:
-        """Record that it did not answer. If that removes it from the table, returns a newcomer to probe."""
+        """Record that the peer did not answer. If that removes it from the table, returns a newcomer to probe."""
         if self._silence.failed(now, peer.raw) < 2:
             return None
         return self._remove(peer)
 
     def lost(self, now: float, peer: PeerId) -> None:
-        """Record that its connection closed: it is not used until it has been probed."""
+        """Record that the peer's connection closed: it is not used until it has been probed."""
         self._greeted.pop(peer, None)
         self._silence.failed(now, peer.raw)
 
     def lied(self, now: float, peer: PeerId) -> Contact | None:
-        """Record that it violated the protocol. Returns a newcomer to probe in its place."""
+        """Record that the peer violated the protocol. Returns a newcomer to probe, which may replace it."""
         self._liars.put_aside(peer.raw, now + _SHUN_LIARS_S)
         newcomer = self._remove(peer)
         self._former.pop(peer, None)
         return newcomer
 
     def resigned(self, peer: PeerId) -> Contact | None:
-        """Record its statement that it cannot be dialed (any more). Returns a newcomer to probe in its place."""
+        """Record that the peer states that it cannot be dialed. Returns a newcomer to probe, which may replace it."""
         self._resigned[peer] = None
         newcomer = self._remove(peer)
         self._former.pop(peer, None)
@@ -161,7 +161,7 @@ class Neighbours:
         return True
 
     def probes(self, now: float) -> list[Contact]:
-        """Contacts to ping now: cooled suspects, peers not heard from for long, former ones if few others are left."""
+        """Contacts to ping now: suspects after a pause, peers long without a message, former ones if few are left."""
         cooled = [c for raw in self._silence.ripe(now) if (c := self.table.contact(PeerId(raw))) is not None]
         unseen = sorted(self.table.longest_unseen(), key=lambda seen: seen[0])[:_PROBES]
         stale = [contact for seen, contact in unseen if now - seen > self._stale_s]

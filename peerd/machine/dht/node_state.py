@@ -147,7 +147,7 @@ class Responder:
         return Stored(tuple(verdicts), hello)
 
     def keep(self, now: float, wall: float, record: Record, sender: User) -> tuple[Verdict, int]:
-        """Offer `record` to our own store, unless it belongs to others."""
+        """Offer `record` to our own store, unless other peers are nearer to its key (`is_far`)."""
         if self.is_far(now, record.key):
             return Verdict.FAR, 0
         return self._store.offer(wall, record, sender)

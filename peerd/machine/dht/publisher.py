@@ -29,7 +29,7 @@ class _Own:
 
 
 class Publisher:
-    """The records of `signer`. `wall` is corrected Unix time in seconds."""
+    """Publishes and renews the records of `signer`. `wall` is corrected Unix time in seconds."""
 
     def __init__(self, signer: Signer, repeat_s: float = 300.0) -> None:
         self._signer = signer

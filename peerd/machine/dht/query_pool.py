@@ -57,7 +57,7 @@ class LargeRecords:
 
 
 class QueryPool:
-    """Runs tasks over `node`; calls `emit` with the outputs."""
+    """Runs the commands of a DHT node as tasks. `emit` is called with each output."""
 
     def __init__(self, node: NodeState, dispatch: PendingRequests, emit: Callable[[q.Output], None]) -> None:
         self._node = node

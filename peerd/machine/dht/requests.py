@@ -56,7 +56,7 @@ class RequestInFlight:
 
 
 class PendingRequests:
-    """The pending requests of `own`."""
+    """The requests that peer `own` has sent and that are not answered yet."""
 
     def __init__(self, own: PeerId, neighbours: Neighbours, verifier: Verifier) -> None:
         self._own = own

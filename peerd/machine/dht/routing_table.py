@@ -81,7 +81,7 @@ class _Bucket:
 
 
 class Table:
-    """Contacts around `own`. Times are monotonic, in seconds."""
+    """The routing table of peer `own`. Times are monotonic, in seconds."""
 
     def __init__(self, own: PeerId, k: int = 20, wide: Sequence[int] = ()) -> None:
         """`wide`: sizes of the farthest buckets, the farthest first."""

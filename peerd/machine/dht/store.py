@@ -90,7 +90,7 @@ class _Account:
 
 
 class Store:
-    """Records near `own`. `wall` is corrected Unix time in seconds."""
+    """The records that peer `own` stores for the swarm. `wall` is corrected Unix time in seconds."""
 
     def __init__(
         self, own: PeerId, verifier: Verifier, limits: StoreLimits | None = None, book: Book | None = None
@@ -148,7 +148,7 @@ class Store:
         return Verdict.STORED, record.version
 
     def _settle(self, record: Record, user: User) -> None:
-        """Book a record, first brought by another peer, for the place from which its publisher now offers it."""
+        """Charge a record, first offered by another peer, to the address from which its publisher now offers it."""
         users, size = self._shelves[record.key].users, _size(record)
         before = users[record.sub_key]
         if before != user and self._book.take(Resource.DIRECTORY, user, size) is None:
@@ -271,7 +271,7 @@ class Store:
         return None
 
     def _to_give_way(self, shelf: _Shelf, record: Record, size: int, new: int, user: User) -> list[Record] | None:
-        """Records under this key to drop for `size` more bytes of `user`, or None if it has no claim to more room.
+        """Records under this key to drop for `size` more bytes of `user`, or None if it may not displace others.
 
         Nothing is dropped if the user's region would then have more than the region that loses; within a region its
         places are compared, within a place its publishers. So repeated offers of the same records reach a stable state.
@@ -396,7 +396,7 @@ def _size(record: Record) -> int:
 
 
 def _outweighs(one: User, other: User, fullness: Callable[[User], tuple[bool, int, int, int]], size: int) -> bool:
-    """Return True if `one` has more than `other` would have with `size` more, in the widest scope not shared."""
+    """Return True if `one` has more than `other` would with `size` more, in the widest scope that they do not share."""
     (strange, region, place_, peer), (others_strange, others_region, others_place, others) = (
         fullness(one),
         fullness(other),

@@ -27,7 +27,7 @@ MOST_S: Final = RPC_DEADLINE_S  # no host works on a call for longer
 
 
 class AnswerRule:
-    """One round. `asks`: for each call, the expert and the numbers of its samples."""
+    """Rule of one round. `asks`: for each call, the expert and the numbers of its samples."""
 
     def __init__(self, asks: Sequence[tuple[Uid, Sequence[int]]], samples: int, k_min: int, grace_s: float) -> None:
         self._asks, self._k_min, self._grace_s = asks, k_min, grace_s
@@ -49,7 +49,7 @@ class AnswerRule:
         self._look(now)
 
     def answered(self, now: float, call: int) -> bool:
-        """Record a valid answer to a call; False if it is too late, or a duplicate, and does not count."""
+        """Record a valid answer to a call; returns False if it does not count, because it is late or a duplicate."""
         if self._became[call] != OPEN or self.over(now):
             return False
         self._became[call] = None
@@ -94,8 +94,8 @@ class AnswerRule:
         sample = short[0]
         told = list(self._fates(sample))
         more = f"; and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
-        fates = "; ".join(told[:_NAMED]) + more if told else "no expert was asked, for none is known to live"
-        others = f", and {len(short) - 1} more samples too few" if len(short) > 1 else ""
+        fates = "; ".join(told[:_NAMED]) + more if told else "no expert was asked, because none is known to be alive"
+        others = f", and {len(short) - 1} more samples have too few" if len(short) > 1 else ""
         return f"sample {sample} has {self._answered[sample]} of {self._k_min} answers{others}: {fates}"
 
     def check(self) -> None:
@@ -126,9 +126,9 @@ class AnswerRule:
 class RoundLimit:
     """Time limit of a round of calls to experts, from the durations of recent calls. Sans-IO; times in seconds.
 
-    The run file sets the minimum. Slow or busy machines and lines need more: the limit is several times the median
-    call, and doubles after a round that timed out without enough answers. Hostile input: the durations of calls. The
-    median counts, so a few slow hosts do not raise the limit. If most hosts are silent, the limit grows to at most
+    The run file sets the minimum. Slow or busy machines and connections need more: the limit is several times the
+    median call, and doubles after a round that timed out without enough answers. Hostile input: the durations of calls.
+    The median counts, so a few slow hosts do not raise the limit. If most hosts are silent, the limit grows to at most
     `_IN_VAIN_MOST` times its normal value.
     """
 

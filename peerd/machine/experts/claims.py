@@ -69,7 +69,7 @@ class ClaimingHost:
 
 
 def announcements(grid: Grid, hosted: Mapping[Uid, tuple[int, int]], words: ClaimingHost) -> list[Announced]:
-    """One record for each prefix below which this host has something. `hosted`: (generation, version) by expert."""
+    """One record for each prefix below which this host has experts. `hosted`: (generation, version) by expert."""
     below = defaultdict[Uid, set[int]](set)
     for uid in hosted:
         for prefix in grid.prefixes(uid):

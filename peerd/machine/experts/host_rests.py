@@ -1,6 +1,6 @@
 """Rests of expert hosts that failed, sans-IO: which host, or which of its experts, a caller skips for a while.
 
-The first failure costs 2 s, each further one in a row twice as much, up to a minute; an answer ends the rest. Failures
+The first rest lasts 2 s, each further one in a row twice as long, up to a minute; an answer ends the rest. Failures
 during a rest count as the same one. A host that cannot be reached rests with all experts that it claims; one that
 reports that it has no such expert rests with that expert only. Each caller keeps its own rests, and sends them to
 nobody.
@@ -30,7 +30,7 @@ class RestsNow:
 
 
 class HostRests:
-    """Rests of hosts and of single experts. `uid` None: the host with all experts that it claims."""
+    """Rests of hosts, and of single experts on hosts. `uid` None: the host with all experts that it claims."""
 
     def __init__(self) -> None:
         self._rests = Suspicion[tuple[bytes, Uid | None]](FIRST_S, LONGEST_S, EXPERT_RESTS)

@@ -1,15 +1,15 @@
-"""Kept answers: a request for an update that is repeated counts once, and its caller gets the answer of the first one.
+"""Kept answers of update requests: a repeated request is applied once, and the repeat gets the first answer.
 
 Sans-IO. A backward call has an id that its caller chose. The first call with an id is new; a repeat while that one
 waits or runs joins it, and a later repeat gets the stored answer. Answers are bounded in time and bytes, and the oldest
 are dropped first. If an answer is dropped for its bytes, the small record of its update stays until it expires, so that
 a repeat is rejected instead of making a second update.
 
-Invariants: an id of a caller is begun once, unless what it began was given up without an update; the bytes of stored
-answers never exceed the bound, nor those of one caller its share.
+Invariants: each id of a caller starts one update, unless that was abandoned before it was applied; the bytes of all
+stored answers never exceed the bound, and those of one caller never exceed its share.
 
-A hostile caller may repeat as often as it likes, use any ids, and never repeat: it occupies its share of the bytes, and
-displaces its own answers first.
+A hostile caller may repeat requests at will, or send any number of new ids. It fills only its own share of the bytes,
+in which its new answers displace its older ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHARE: Final = 4  # one caller may use at most 1 / _SHARE of the bytes
 
 
 class Known(Enum):
-    """What is known of a request, by its name."""
+    """State of a request, which is identified by its caller and its name."""
 
     NEW = "new"  # nothing
     UNDER_WAY = "under way"
@@ -41,7 +41,7 @@ class Known(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptBounds:
-    """Bounds on what is kept of completed updates."""
+    """Bounds on the stored answers of completed updates."""
 
     seconds: float = EXPERT_KEPT_S
     total_bytes: int = EXPERT_KEPT_BYTES
@@ -82,11 +82,11 @@ class KeptAnswers(Generic[K, R, A]):
         return Known.UNDER_WAY if (caller, name) in self._under_way else Known.NEW
 
     def under_way(self, caller: str, name: K) -> R:
-        """The handle of the update that a repeat joins."""
+        """The handle of an update that waits or runs, which a repeated request joins."""
         return self._under_way[caller, name]
 
     def answer(self, caller: str, name: K) -> A:
-        """The stored answer."""
+        """The stored answer of a completed update."""
         made = self._made[caller, name].answer
         assert made is not None
         return made
@@ -98,7 +98,7 @@ class KeptAnswers(Generic[K, R, A]):
         self._under_way[caller, name] = under_way
 
     def give_up(self, caller: str, name: K) -> None:
-        """Record that no update was made or will be made, so that a repeat is new."""
+        """Record that no update was made or will be made, so that a repeat counts as new."""
         del self._under_way[caller, name]
 
     def finish(self, now: float, caller: str, name: K, answer: A, size_bytes: int) -> None:
@@ -129,7 +129,7 @@ class KeptAnswers(Generic[K, R, A]):
                     break
 
     def _let_go(self, caller: str, name: K) -> None:
-        """Drop the answer of this update."""
+        """Drop the stored answer of this update."""
         made = self._made[caller, name]
         if made.answer is None:
             return

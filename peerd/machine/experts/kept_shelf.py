@@ -1,12 +1,12 @@
 """Shelf of a holder, sans-IO: which checkpoints it keeps, and which are dropped for a new one.
 
 Invariants (`check`): never more bytes than allowed; at most the newest two checkpoints of each expert and owner, and
-only those of the three highest owners of each expert; no owner other than this peer uses more than half of the room.
-The newest checkpoint of another owner is never dropped for lack of room, since its owner was promised that it is held;
+only those of the three highest owners of each expert; no owner other than this peer uses more than half of the space.
+The newest checkpoint of another owner is never dropped for lack of space, since its owner was promised that it is held;
 the second newest is.
 
 A hostile peer may ask the holder to keep any number of checkpoints, huge ones, old ones, or ones with a made-up
-generation. They use its share and one of three places of an expert, and no others.
+generation. Such checkpoints use only that peer's share of the space, and one of the three owners' slots of an expert.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class KeptShelf:
         return list(self._of.get(uid, ()))
 
     def objection(self, pointer: CheckpointRef) -> str | None:
-        """Reason that this checkpoint is rejected, or None if there is, or can be made, room for it."""
+        """Reason that this checkpoint is rejected, or None if there is enough space, or it can be freed."""
         uid, others = pointer.expert.uid, self._of.get(pointer.expert.uid, [])
         mine = [p for p in others if p.owner == pointer.owner]
         if mine and mine[0].rank >= pointer.rank:
@@ -65,7 +65,7 @@ class KeptShelf:
             return f"{len(self)} checkpoints are held here"
         newest = [p for p in self._newest() if p not in mine]
         if sum(p.size_bytes for p in newest) + pointer.size_bytes > self.most_bytes:
-            return f"no room for {pointer.size_bytes} bytes"
+            return f"no space for {pointer.size_bytes} bytes"
         return None
 
     def take(self, pointer: CheckpointRef) -> list[CheckpointRef]:
@@ -94,7 +94,7 @@ class KeptShelf:
                 self._of[pointer.expert.uid] = left
 
     def room_bytes(self) -> int:
-        """Bytes available to other peers' checkpoints; one peer may use at most half of the room."""
+        """Bytes that one other peer's checkpoints may use: the free space, but at most half of the total."""
         if len(self) >= KEPT_EXPERTS:
             return 0
         free = self.most_bytes - sum(p.size_bytes for p in self._newest())

@@ -1,9 +1,9 @@
 """Merge queue of a host's experts: requests of all callers for the same work of one expert become one batch.
 
-Sans-IO. Each kind of work of each expert (its forward, its backward) is one line. The line whose first request is due
-first is served next: as many of its requests as fit form a batch. As long as no caller uses more than its share, the
-request that waits longest is due first. Requests are stamped by start-time fair queueing over all lines (Goyal, Vin and
-Cheng, 1996), so a caller that floods waits behind its own requests, and one that sends a request now and then does not.
+Sans-IO. Each kind of work of each expert (its forward, its backward) has its own queue, called a line. The line whose
+first request is due first is served next: as many of its requests as fit form a batch. As long as no caller uses more
+than its share, the request that waits longest is due first. Requests are stamped by start-time fair queueing over all
+lines (Goyal, Vin and Cheng, 1996), so a caller that floods waits behind its own requests; an occasional one does not.
 
 Invariants: the requests of one caller in one line are served in order of arrival; a batch has at most `max_batch`
 samples; no more requests than the bounds allow wait, per caller or in all; nothing is stored about a caller that has no
@@ -82,13 +82,13 @@ class MergeQueue(Generic[L, T]):
             raise LocalError(f"a request of {samples} samples; a batch has {self.bounds.max_batch} at most")
         mine, most = self._waiting[caller], self.bounds.per_caller
         if mine >= most:
-            return Overloaded(f"{mine} requests of yours wait; allowed: {most}", self.retry_after_s())
+            return Overloaded(f"{mine} of your requests are waiting; allowed: {most}", self.retry_after_s())
         if len(self) >= self.bounds.in_all:
-            return Overloaded(f"{len(self)} requests wait; allowed: {self.bounds.in_all}", self.retry_after_s())
+            return Overloaded(f"{len(self)} requests are waiting; allowed: {self.bounds.in_all}", self.retry_after_s())
         return None
 
     def put(self, now: float, queued: Queued[L, T]) -> Overloaded | None:
-        """Add a request to its line. Returns the error if it is rejected, otherwise None."""
+        """Add a request to the line for its expert and kind of work. Returns the error if it is rejected, else None."""
         objection = self.objection(queued.caller, queued.samples)
         if objection is not None:
             return objection
@@ -142,17 +142,17 @@ class MergeQueue(Generic[L, T]):
         return True
 
     def hold(self, name: L) -> None:
-        """Do not serve a line until it is released; it still accepts requests."""
+        """Stop serving one line of requests until `release`; it still accepts requests."""
         self._held.add(name)
 
     def release(self, name: L) -> None:
-        """Serve a held line again."""
+        """Serve a line of requests again after `hold`."""
         self._held.discard(name)
         if name in self._lines:
             self._come_to(name)
 
     def clear(self, name: L) -> list[Queued[L, T]]:
-        """Remove and return all requests of one line, because its expert is no longer served here."""
+        """Remove and return all requests to one expert for one kind of work, because it is no longer served here."""
         self._held.discard(name)
         line = self._lines.pop(name, [])
         for queued in line:

@@ -1,9 +1,10 @@
-"""Custody of checkpoints, sans-IO: which peers hold an expert's, when an expert is an orphan, and who adopts it.
+"""Custody of checkpoints, sans-IO: which peers hold an expert's checkpoints, and who adopts an orphan.
 
 All peers compute the same order from the names alone, a hash of expert and peer (rendezvous hashing), so that they
 agree without a message, and that the experts of a lost host spread over all others. An expert is an orphan if nobody
 claims it, or if its claim was not renewed for longer than a period and its host does not answer: either alone may be a
-short outage, or a broken line between two peers. A hostile peer may offer what it does not have: others come after it.
+short outage, or a broken connection between two peers. A hostile peer may offer checkpoints or space that it does not
+have: then the next peer in the order is used.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _PREFIXES: Final = 4096  # whose claims are remembered
 
 @dataclass(frozen=True, slots=True)
 class HolderRoom:
-    """A peer that offers room. `place`: where it claims to be, such as an address without its port."""
+    """A peer that offers disk space. `place`: its claimed location, such as an address without its port."""
 
     peer: PeerId
     room_bytes: int
@@ -58,14 +59,14 @@ def draw(uid: Uid, peer: PeerId) -> bytes:
 
 
 def in_turn(uid: Uid, peers: Iterable[PeerId]) -> list[PeerId]:
-    """The peers in the order of their turns for an expert."""
+    """The peers in the order in which they hold or adopt an expert: pseudo-random, the same on every peer."""
     return sorted(set(peers), key=lambda peer: draw(uid, peer))
 
 
 def choose_holders(uid: Uid, own: HolderRoom, offers: Sequence[HolderRoom], size_bytes: int) -> list[PeerId]:
-    """Other peers with room for a checkpoint, best first.
+    """Other peers with space for a checkpoint, best first.
 
-    They come in turn, but each place once before any comes again, and our own place last.
+    They are ordered as by `in_turn`, but each place is used once before any is used again, and our own place last.
     """
     rooms = {offer.peer: offer for offer in offers if offer.peer != own.peer and offer.room_bytes >= size_bytes}
     used, ordered = {own.place: 1}, list[tuple[int, PeerId]]()
@@ -77,7 +78,7 @@ def choose_holders(uid: Uid, own: HolderRoom, offers: Sequence[HolderRoom], size
 
 
 class OrphanWatch:
-    """The claims that this peer saw, and since when they are unchanged."""
+    """The claims to experts that this peer saw, and since when they are unchanged."""
 
     def __init__(self, announce_s: float) -> None:
         self._announce_s = announce_s
@@ -89,11 +90,11 @@ class OrphanWatch:
         return [uid for prefix in prefixes for uid in self._last.get(prefix, ())]
 
     def last(self, uid: Uid) -> SeenClaim | None:
-        """The highest claim ever seen, or None."""
+        """The highest claim to an expert ever seen, or None."""
         return self._last.get(uid.prefix, {}).get(uid)
 
     def forget(self, uid: Uid) -> None:
-        """Start again with an expert that this peer hosts, or has hosted."""
+        """Forget since when the claim to an expert is unchanged, because this peer hosts it, or has hosted it."""
         self._seen.pop(uid, None)
 
     def is_doubtful(self, now: float, uid: Uid, claim: SeenClaim | None) -> bool:
@@ -121,10 +122,10 @@ class OrphanWatch:
         return since + self._announce_s * (_LET_GO if answers else _UNCLAIMED)
 
     def may_adopt(self, now: float, uid: Uid, since: float, own: PeerId, others: Mapping[PeerId, str]) -> bool:
-        """True if it is our turn: each of `others` that comes before us has had its time.
+        """True if it is our turn to adopt the expert: each of `others` before us in the order has had its turn.
 
-        `others` maps peers to their places. Identities are free, so one place has a few turns, however many peers are
-        there.
+        `others` maps peers to their places. Identities are free, so each place has at most a few turns, regardless of
+        the number of its peers.
         """
         order = in_turn(uid, [own, *others])
         places = Counter(others[peer] for peer in order[: order.index(own)])

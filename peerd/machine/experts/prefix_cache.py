@@ -1,4 +1,4 @@
-"""Cache of what lives below prefixes of the grid, sans-IO: hosts' claims, and prefixes below which nothing lives.
+"""Cache of the live experts below prefixes of the grid, sans-IO: hosts' claims, and prefixes without live experts.
 
 Entries of both kinds are bounded in age and number, and so are all claims together; the entry written longest ago is
 evicted first. Nothing here is sent to other peers: negative entries that spread would let any peer hide experts. Of
@@ -26,7 +26,7 @@ _AHEAD: Final = 0.5  # fraction of its age limit after which an entry in use is 
 
 @dataclass(frozen=True, slots=True)
 class CachedClaim:
-    """A host's announcement that an expert, or something below a prefix, lives there. For a prefix, numbers are 0."""
+    """A host's announcement that it hosts an expert, or (with generation 0) some expert below a prefix."""
 
     host: PeerId
     generation: int = 0
@@ -47,7 +47,7 @@ def ranked(
     resting: Set[bytes] = frozenset(),
     owners: Mapping[int, PeerId] = MappingProxyType({}),
 ) -> Claims:
-    """Claims by coordinate, at most EXPERT_CLAIMS each: the owner's and the highest. Resting hosts' are cut first.
+    """Claims by coordinate, at most EXPERT_CLAIMS each: the owner's and the highest; resting hosts' are dropped first.
 
     So a few liars that claim the highest generation do not hide other hosts for long.
     """
@@ -71,7 +71,7 @@ class _Entry:
 
 
 class PrefixCache:
-    """Claims by prefix.
+    """Cache of hosts' claims, by prefix.
 
     `positive_s`, `negative_s`: age at which an entry with claims, or without, expires; `prefixes`, `claims`: bounds on
     both.
@@ -92,7 +92,7 @@ class PrefixCache:
         return len(self._entries)
 
     def get(self, now: float, prefix: Uid) -> Claims | None:
-        """What lives below a prefix; empty if nothing does, None if unknown or too old."""
+        """Claims to the experts below a prefix; empty if none is alive, None if unknown or too old."""
         entry = self._entries.get(prefix)
         if entry is None or now - entry.read >= self._age_s(entry):
             return None
@@ -121,7 +121,7 @@ class PrefixCache:
             self.claims -= _count(entry.claims)
 
     def due(self, now: float) -> list[Uid]:
-        """Prefixes with claims that were used since they were read, and that will expire soon."""
+        """Prefixes to read again: they have claims, were used since they were read, and expire soon."""
         return [
             prefix
             for prefix, entry in self._entries.items()
@@ -170,7 +170,7 @@ class LiveBits:
         return None
 
     def of(self, now: float, found: Mapping[Uid, Claims]) -> dict[Uid, bytes]:
-        """The bitmap of each prefix, from its claims; empty if none counts."""
+        """The bitmap of each prefix, from its claims; empty if no claim counts."""
         rests, bits = self._rests.at(now), dict[Uid, bytes]()
         for prefix, claims in found.items():
             counted = self._counted.get(prefix)

@@ -4,8 +4,8 @@ Sans-IO. Hosts hold experts in proportion to their speed, measured as the time p
 loss gives all experts equal work. A host of unknown speed gets a few experts, which serve to measure it. Small
 differences are ignored, because an expert does not answer backward calls while it moves.
 
-A hostile host may claim any speed and any room: it attracts experts, which it could also claim without being asked. It
-keeps none that it does not announce, and in a run with tokens only hosts with a token are asked.
+A hostile host may claim any speed and any space: it attracts experts, which it could also claim without being asked. It
+loses an expert that it does not announce, and in a run with tokens only hosts with a token are asked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HostShare:
 
 
 def experts_to_give(own: HostShare, other: HostShare) -> int:
-    """Number of experts that `own` hands to `other`, so that both have their share by speed. It keeps at least one."""
+    """Number of experts that `own` hands to `other`, so that both have shares by speed. `own` keeps at least one."""
     if own.hosted < 2 or other.places < 1:
         return 0
     if other.hosted and not own.sample_s:
@@ -80,5 +80,5 @@ def parts_of_all(uids: Iterable[Uid], others: Mapping[PeerId, HostShare]) -> dic
 
 
 def given_first(uids: Iterable[Uid], taker: PeerId) -> list[Uid]:
-    """Experts in the order in which they go to a host: pseudo-random, so that no layer goes as a whole."""
+    """Experts in the order in which a host gets them: pseudo-random, so that no layer is handed over as a whole."""
     return sorted(uids, key=lambda uid: draw(uid, taker))

@@ -33,7 +33,7 @@ class Reassembly:
         self.fin_at = self.reset_at = NOWHERE
 
     def put(self, at: int, piece: memoryview, buffer_bytes: int, window_bytes: int) -> bool:
-        """Store a slice of a buffer of `buffer_bytes` at offset `at`; returns True if we keep the buffer itself."""
+        """Store a slice of a buffer of `buffer_bytes` at offset `at`; returns True if the buffer itself is kept."""
         starts, size = self._starts, len(piece)
         index = bisect_left(starts, at)
         before = self._pieces[starts[index - 1]] if index else b""

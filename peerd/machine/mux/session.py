@@ -365,7 +365,7 @@ class YamuxSession:
         self._go_on(stream, held, events)
 
     def _go_on(self, stream: YamuxStream, held: Reassembly, events: list[Event]) -> None:
-        """Process what has come into order after bytes or a mark of a striped stream arrived."""
+        """After bytes, an end or a reset of a striped stream arrived, process everything that is now in order."""
         if held.bytes:
             before = stream.received_bytes
             release(stream, held, self.pool)

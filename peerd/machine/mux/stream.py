@@ -34,7 +34,7 @@ class YamuxConfig:
 
 
 class WindowBudget:
-    """Window bytes beyond the initial ones; a session's budget draws on its host's."""
+    """Budget for window bytes beyond the initial windows; a session's budget is a part of its host's (`parent`)."""
 
     __slots__ = ("limit_bytes", "parent", "used_bytes")
 
@@ -174,7 +174,7 @@ class YamuxStream:
         return into[:size]
 
     def put(self, piece: memoryview, buffer_bytes: int) -> bool:
-        """Add received bytes, a slice of a buffer of `buffer_bytes`; returns True if the buffer is now in use."""
+        """Add received bytes, a slice of a buffer of `buffer_bytes`; returns True if that must not be reused yet."""
         if self.landing is not None:
             placed, piece = self.placed, self._land(self.landing, piece)
             if not piece:

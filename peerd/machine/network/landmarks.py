@@ -8,8 +8,8 @@ with a median instead of the narrowest interval, because peers may lie.) A pair 
 all measurements.
 
 The estimate of a rate is the lower of the sender's sending rate and the receiver's receiving rate. Each is the second
-highest of the peer's measured rates, because a single other end could claim any rate, or the stated rate of its line if
-that is lower or nothing was measured. Pure functions of the measurements.
+highest of the peer's measured rates, because a single other end could claim any rate, or the stated rate of its
+connection if that is lower or nothing was measured. Pure functions of the measurements.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def delay_by_landmarks(mine: Sequence[float | None], theirs: Sequence[float | No
 
 
 def _best(peer: str, rates: Sequence[float | None], lines: Lines | None, way: int) -> float | None:
-    """The rate of a peer's end in one direction: the second highest measured one or its line's, or None if unknown."""
+    """Rate of a peer's end in one direction: the second highest measured, at most the stated one; None if unknown."""
     known = sorted((rate for rate in rates if rate is not None), reverse=True)
     stated = lines.get(peer, (0.0, 0.0))[way] if lines is not None else 0.0
     ends = [known[min(1, len(known) - 1)]] if known else []

@@ -3,8 +3,9 @@
 If the two ends of a pair report different figures, the higher delay and the lower rate count. So a peer can make its
 own pairs look worse, but never better than the other end reports, and it cannot affect other pairs. If only one end has
 a figure, that one counts. A limit of a pair (for the division of averaging) counts only if both ends report that the
-pair, and not their own line, determined the rate; its value is then the higher of their rates. One end alone cannot
-know whether the other one was busy, and a liar that reports limits between itself and all others changes nothing.
+pair, and not their own internet connection, determined the rate; its value is then the higher of their rates. One end
+alone cannot know whether the other one was busy, and a liar that reports limits between itself and all others changes
+nothing.
 
 Figures settle and fade: a figure that was not reported again for FADE_S is unknown, and its pair is a gap
 for `landmarks`. Sans-IO. Bounded in total and per reporting peer; when the map is full, the peer with most figures

@@ -6,10 +6,10 @@ both of its ends and were not paced; otherwise the program had no more to send, 
 path. Receiving counts only if large payloads are timed (`arrival_rate`): their median, or the bytes of one second if
 that is more. For occasional small messages no rate is reported, because none can be known.
 
-A pair is limited if its rate stays below half of our own line's rate, although our line had room for twice as much and
-(for sending) bytes waited: then neither our end nor our program determined the rate. Only the other end knows whether
-it did; see `network_map`. Sans-IO; bounded: the most recently measured peers are kept. Hostile input: a peer can send
-slowly, answer pings late, or early by guessing them; each affects only the figures of its own pair.
+A pair is limited if its rate stays below half of our own connection's, although that could have carried twice as much
+and (for sending) bytes waited: then neither our end nor our program determined the rate. Only the other end knows
+whether it did; see `network_map`. Sans-IO; bounded: the most recently measured peers are kept. Hostile input: a peer
+can send slowly, answer pings late, or early by guessing them; each affects only the figures of its own pair.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LinkSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class OwnLine:
-    """The rates of this machine's own line, in bytes/s; 0 if unknown."""
+    """The rates of this machine's own internet connection, in bytes/s; 0 if unknown."""
 
     up_bytes_per_s: float = 0.0
     down_bytes_per_s: float = 0.0
@@ -59,7 +59,7 @@ class OwnLine:
 
 @dataclass(slots=True)
 class _Way:
-    """One direction of a pair."""
+    """Measurements of one direction of a pair of peers."""
 
     rate: LineRate = field(default_factory=lambda: LineRate(RATE_MINUTES))
     at: float = -math.inf
@@ -105,7 +105,7 @@ class _Pair:
 
 
 class PairMeter:
-    """The figures of this peer's pairs."""
+    """Meter of the links to other peers; each peer that was measured forms a pair with this one."""
 
     def __init__(self) -> None:
         self._pairs = BoundedDict[str, _Pair](NETWORK_PEERS)

@@ -81,7 +81,7 @@ class _Known:
 
 
 class ExpertLineages:
-    """Owners of experts, as this peer knows them. `seat`: the network of a peer."""
+    """Owners of experts, as this peer knows them. `seat`: returns the network of a peer."""
 
     def __init__(self, announce_s: float, own: PeerId, seat: Seat) -> None:
         self.hosted: Callable[[Uid], int | None] = lambda _: None  # generation of an expert that this peer hosts
@@ -134,7 +134,7 @@ class ExpertLineages:
         self._known[uid] = _Known(ExpertReign(generation, heir), None, now, trail, given=True, linked=bool(trail))
 
     def lost(self, now: float, uid: Uid) -> None:
-        """Record that the owner of an expert does not answer: another host may have succeeded it."""
+        """Record that the owner of an expert does not answer, so that another host may take its place."""
         if uid in self._known:
             self._known[uid].since = min(self._known[uid].since, now - 2 * self._announce_s)
 
@@ -151,7 +151,7 @@ class ExpertLineages:
         return any(reign in known.trail for reign in self._renewed(known, tree))
 
     def gone(self, now: float, uid: Uid, claims: Sequence[SeenClaim]) -> PeerId | None:
-        """The last known owner of an expert if another host may have succeeded it, otherwise None."""
+        """The last known owner of an expert if another host may take its place, otherwise None."""
         known = self._known.get(uid)
         if known is None or self._lives(now, known, OwnerTree.of(claims, (), self._seat)):
             return None
@@ -249,7 +249,7 @@ class ExpertLineages:
         return {r: tree.claims[r].until for r in claimed[:_STANDING]}
 
     def _lives(self, now: float, known: _Known, tree: OwnerTree) -> bool:
-        """Record whether an owner has renewed its claim; False if another host may have succeeded it."""
+        """Record whether an owner has renewed its claim; returns False if another host may take its place."""
         claim = tree.claims.get(known.reign)
         until = claim.until if claim is not None else None
         if until is not None and (known.until is None or until > known.until):
@@ -259,7 +259,7 @@ class ExpertLineages:
         return now < known.since + self._announce_s * (_UNCLAIMED if until is None else _RENEWED)
 
     def _follow(self, now: float, uid: Uid, tree: OwnerTree, size_bytes: int, whole: bool) -> bool:
-        """Follow the owner's successor, if there is one; True if some host may be about to become it."""
+        """Follow the owner's successor, if there is one; returns True while some host has a turn to become it."""
         known = self._known.get(uid)
         lives = known is not None and self._lives(now, known, tree)
         if known is None or now > known.since + _REMEMBERED * self._announce_s:
@@ -286,7 +286,7 @@ class ExpertLineages:
         return reign in known.trail and (not lives or tree.beats(reign, known.reign, living=True))
 
     def _go_on(self, now: float, uid: Uid, known: _Known, tree: OwnerTree, size_bytes: int) -> bool:
-        """Find the successor of an owner that is gone; True if it is worth waiting for one."""
+        """Find the successor of an owner that is gone; returns True while some host has a turn to become it."""
         line = (known.reign, *known.trail)
         kept = self._is_kept(now, uid)
         others = [r for r in tree.nodes(line) if r not in line and r.generation >= known.reign.generation]
@@ -306,7 +306,7 @@ class ExpertLineages:
         return waits
 
     def _is_next(self, reign: ExpertReign, line: Sequence[ExpertReign], tree: OwnerTree) -> bool:
-        """True if an owner continued from a known one, and its generation is about as high as that makes it."""
+        """True if an owner continued from a known one, and its generation is plausible for that number of steps."""
         for steps, before in enumerate(tree.before(reign), 1):
             if before in line:
                 return _is_near(reign, max(line), steps)
@@ -333,7 +333,7 @@ def _is_near(reign: ExpertReign, before: ExpertReign, steps: int = 1) -> bool:
 
 
 class AdopterTurns:
-    """Patience with hosts that announce that they adopt an expert, sans-IO: how long others leave the expert to them.
+    """Turns of hosts that announce that they adopt an expert, sans-IO: how long others leave the expert to them.
 
     A host that announces this, or that claims the expert without a checkpoint of it, is waited for until it has had the
     time to download the state; then its turn is over. Identities are free, so all peers of one network (in a private

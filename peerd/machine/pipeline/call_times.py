@@ -1,6 +1,6 @@
 """Durations of calls to the peers of one stage, sans-IO: decides when a call is late and when it is given up.
 
-A peer is judged by its own recent calls, an unmeasured one by those of its mates. Queues and lines can make one call
+A peer is judged by its own recent calls, an unmeasured one by those of its mates. Queues and paths can make one call
 take several times as long as another, so a call is late if it takes a multiple of the longest one. A late call is sent
 to a mate as well (a hedge), as in Dean and Barroso, "The Tail at Scale", 2013. Only a small fraction of calls is
 hedged, unless a mate has overtaken the peer: a stage that is slow as a whole does not get its calls twice. One object

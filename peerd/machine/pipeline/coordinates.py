@@ -1,7 +1,7 @@
 """Network coordinates (Vivaldi, Dabek et al., 2004): estimate the time between any two peers from a few measured pairs.
 
-Each peer is a point in space, with a height for the delay that its own line adds to every path; the time between two
-peers is their distance plus both heights. A measured pair moves its two points towards the measurement, the less
+Each peer is a point in space, with a height for the delay that its own connection adds to every path; the time between
+two peers is their distance plus both heights. A measured pair moves its two points towards the measurement, the less
 certain one farther. A wrong measurement moves two points once, by a fraction of the error, and the next good ones move
 them back.
 """

@@ -47,7 +47,7 @@ class FairTurns:
         return len(self._waiting)
 
     def ask(self, turn: Turn) -> int:
-        """Add a call; returns its ticket."""
+        """Add a call; returns its ticket, a number by which `pop` and `give_back` name the call."""
         ticket = next(self._tickets)
         self._waiting[ticket] = turn
         return ticket

@@ -188,7 +188,7 @@ class HopCosts:
 
         `loads`: by hop, our other microbatches that were there. `named`: the peers that were to compute; if another
         peer did, the time before it was spent on finding out that the named one does not answer. `slowed`: by hop, the
-        factor by which our other microbatches on the same line slowed the transfer to it.
+        factor by which our other microbatches on the same path slowed the transfer to it.
         """
         spent = within(hops, took_s)
         slowed = slowed or [1.0] * len(spent)

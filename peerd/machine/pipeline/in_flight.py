@@ -61,7 +61,7 @@ class InFlight:
     def _end_round(self, rate: float, under_way: int) -> None:
         self._shortest.append(min(self._ways))
         if under_way < 0.9 * min(self._most, self._wanted) - 1:
-            self.why = "the batch has no more room"
+            self.why = "the batch is full"
             return  # with fewer than wanted in flight the rate is no measurement
         highest = max(self._rates, default=0.0)
         self._rates.append(rate)

@@ -1,7 +1,8 @@
 """Route policies: the choice of one peer per stage for a microbatch, among those that may be asked now.
 
 A policy chooses a whole route, is informed when a microbatch is sent and when it has returned, and learns from the
-answers. The caller decides which peers may be asked: it handles failures, rests and cuts.
+answers: `CheapestRoute`, or `PlannedRoutes` in a run with a plan. The caller decides which peers may be asked: it
+handles failures, rests and cuts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Cut = Callable[[str, str], bool]  # True for two peers that recently could not r
 class Sent:
     """A microbatch in flight. `route`: the peers that are to compute it.
 
-    `loads`: number of our microbatches that each had before; `on_ways`: the same for the line from each peer to the
+    `loads`: number of our microbatches that each had before; `on_ways`: the same for the path from each peer to the
     next.
     """
 
@@ -30,7 +31,7 @@ class Sent:
 
 
 class RoutePolicy(Protocol):
-    """The choice of a trainer's paths through the stages."""
+    """Chooses a trainer's routes through the stages."""
 
     def choose(self, now: float, options: Options, cut: Cut) -> list[str]:
         """A peer of each stage. Two that are cut off from each other are chosen only if there is no alternative."""

@@ -29,7 +29,7 @@ class MicrobatchNotFinite(PeerdError):
 
 
 class SecondOpinion:
-    """The stage peers' reports about one microbatch."""
+    """The stage peers' reports that one microbatch has no finite result."""
 
     def __init__(self) -> None:
         self._said: dict[int, dict[str, str]] = {}  # by stage and peer, the peer that sent it the input
@@ -42,7 +42,7 @@ class SecondOpinion:
         self._said.setdefault(stage, {})[peer] = brought_by
 
     def said_by(self, stage: int) -> set[str]:
-        """The peers of a stage that have reported this."""
+        """The peers of a stage that have reported a result that is not finite."""
         return set(self._said.get(stage, ()))
 
     @property

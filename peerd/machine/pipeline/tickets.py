@@ -23,7 +23,7 @@ _AGAIN_S: Final = 0.3  # by then the member list usually contains a peer that ha
 
 
 class Tickets:
-    """Checks the tickets at a peer of `stage`, of `stages`. `own`: the peer's id as text."""
+    """Checks the tickets at a peer of `stage`, one of `stages` stages. `own`: the peer's id as text."""
 
     def __init__(self, run: bytes, own: str, stage: int, stages: int) -> None:
         self._run, self._own, self._stage, self._stages = run, own, stage, stages
@@ -36,7 +36,7 @@ class Tickets:
             return Refused(f"the ticket goes to stage {ticket.last}; this run has {self._stages} stages")
         if (ticket.first, ticket.last) != (max(0, ticket.low - 1), min(self._stages - 1, ticket.high + 1)):
             return Refused(
-                f"the ticket's route lacks a stage beside {ticket.low} to {ticket.high}, which are to be done"
+                f"the ticket's route lacks a stage beside {ticket.low} to {ticket.high}, the ones that must compute"
             )
         if not ticket.first <= stage <= ticket.last:
             return Refused(f"the ticket leads through stages {ticket.first} to {ticket.last}, the call is for {stage}")

@@ -43,7 +43,7 @@ class _Peer:
 
     @property
     def left_until(self) -> float:
-        """Time before which it must not be picked."""
+        """Time before which the peer must not be picked."""
         return max(self.rests_until, self.held_until)
 
 
@@ -155,7 +155,7 @@ class StochasticWiring:
             peer.held_until = float("-inf")
 
     def hold(self, name: str, now: float, until: float) -> None:
-        """Pick others until then, or until a call to `name` was answered, failed, or returned a request for rest."""
+        """Pick other peers until `until`, or until a call to `name` was answered, failed, or asked for a rest."""
         peer = self._peers.get(name)
         if peer is not None:
             peer.held_at, peer.held_until = now, until
@@ -180,7 +180,7 @@ class StochasticWiring:
         return peer is not None and max(peer.left_until, peer.lost_until) > now
 
     def is_full(self, name: str, now: float) -> bool:
-        """Return True while `name` rests only because it asked for it."""
+        """Return True while `name` rests only because it asked for a rest."""
         peer = self._peers.get(name)
         return peer is not None and now < peer.left_until <= peer.full_until
 

@@ -1,7 +1,8 @@
 """Layout: the stages' members during the search, and the cost of changing some of them.
 
-A change is rejected as soon as its cost is known to exceed the bar: after averaging, after lower bounds of the edges,
-or in full. Costs during the search include a fraction of the mean stage, which the slowest one hides: see `EVENED`.
+A change is rejected as soon as its cost is known to exceed a threshold, the bar: after averaging, after lower bounds
+of the edges, or in full. Costs during the search include a fraction of the mean stage, which the slowest one hides: see
+`EVENED`.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class StageLayout:
         self._change = change
 
     def changed(self, members: Mapping[int, Members], bar_s: float) -> Change | None:
-        """The change to new members of some stages, or None if its cost exceeds the bar."""
+        """The change to new members of some stages, or None if its cost exceeds `bar_s`."""
         model, keys, groups = self.model, self.keys.copy(), self.groups.copy()
         for stage, of in members.items():
             keys[stage] = key = model.key(of)
@@ -199,7 +200,7 @@ class StageLayout:
         return self.model.pairs(one, members.get(one, self.members[one]), members.get(other, self.members[other]))
 
     def _soon(self, edges: Edges) -> list[tuple[int, int]]:
-        """Edges to make exact before a path is searched: all, if that is faster than searching again."""
+        """Edges to compute exactly before a path is searched: all of them if that is faster than searching again."""
         if len(self.members) <= FEW_STAGES or self._order is None:
             return [(one, other) for one, other in np.argwhere(~edges.exact).tolist() if one < other]
         return edges.open_along(self._order)
@@ -212,7 +213,7 @@ class StageLayout:
         keys: list[Key],
         bar_s: float,
     ) -> bool:
-        """Make edges exact; returns False if the shortest path exceeds the bar in any case."""
+        """Compute edges exactly; returns False as soon as the shortest path is sure to exceed `bar_s`."""
         if self.model.least(edges.pass_s) > bar_s:
             return False
         for one, other in open_:

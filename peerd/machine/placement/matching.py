@@ -87,7 +87,7 @@ def _alternate(
 ) -> tuple[int, int, dict[int, int], int, list[int]]:
     """Search a free column along an alternating path from `start`, none of whose columns is free.
 
-    Returns the free column (-1 if there is none), the row before it, the way back (column -> row), the columns seen,
+    Returns the free column (-1 if there is none), the row before it, the path back (column -> row), the columns seen,
     and the rows reached.
     """
     came_from: dict[int, int] = {}  # column -> row that reached it

@@ -77,7 +77,7 @@ class Moves:
         return self._swap([(self._device(), self._device())])
 
     def _near_two(self) -> Proposal | None:
-        """Swap a device with the nearest to its peers among some of other stages."""
+        """Swap a device with one of another stage: of a few drawn ones, the nearest to the device's stage-mates."""
         one = self._device()
         return self._swap([(one, self._nearest(one))])
 
@@ -115,7 +115,7 @@ class Moves:
         return members[one], members[other]
 
     def _gain(self, pair: tuple[int, int], stages: tuple[Members, Members], ends: tuple[Members, Members]) -> float:
-        """Mean link to the other stage, which a pipeline would use, minus the fast link that it may use now."""
+        """Gain of swapping two devices: mean time to the other stage, minus that of the fast link inside their own."""
         gain = 0.0
         for device, to, own in zip(pair, stages[::-1], ends, strict=True):
             fast = max((float(self._times[device, end]) for end in own), default=0.0)
@@ -123,7 +123,7 @@ class Moves:
         return gain
 
     def _slowest(self) -> Proposal | None:
-        """Swap the slowest device of the slowest stage with one nearer to the rest."""
+        """Swap the slowest device of the slowest stage with one that is nearer to its stage-mates."""
         groups = self._layout.groups
         stage = max(range(self._stages), key=lambda at: groups[at].data_parallel_s)
         members = self._layout.members[stage]

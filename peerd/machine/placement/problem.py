@@ -83,11 +83,11 @@ class PlacementProblem:
     def __post_init__(self) -> None:
         """Raises ValueError if the parts are inconsistent."""
         if not self.devices or not self.stages or self.microbatches < 1:
-            raise ValueError("a device, a stage and a microbatch are needed")
+            raise ValueError("at least one device, one stage and one microbatch are needed")
         if len(self.network.delay_s) != len(self.devices):
-            raise ValueError(f"{len(self.devices)} devices, links of {len(self.network.delay_s)}")
+            raise ValueError(f"{len(self.devices)} devices, but links between {len(self.network.delay_s)}")
         if self.sizes is not None and (len(self.sizes) != len(self.stages) or min(self.sizes) < 1):
-            raise ValueError(f"sizes of {len(self.sizes)} stages, one device each at least; {len(self.stages)} stages")
+            raise ValueError(f"sizes of {len(self.sizes)} stages, at least one device each; {len(self.stages)} stages")
 
     @property
     def stages_alike(self) -> bool:

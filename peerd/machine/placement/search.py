@@ -174,7 +174,7 @@ def _starts(problem: PlacementProblem, model: CostModel, rng: Random, start: Sta
 
 
 def _anneal(layout: StageLayout, progress: _Progress, rng: Random, length: int, heat: float) -> None:
-    """One run: the bar for each move is drawn first, so that the cost of a rejected move is rarely computed fully."""
+    """One annealing run. The cost limit of each move is drawn first, so that bad moves are rarely computed fully."""
     moves = Moves(layout, rng)
     first_s = heat * HOT * _typical_s(layout, moves)
     for at in range(length):

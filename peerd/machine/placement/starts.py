@@ -24,7 +24,7 @@ def check_fits(problem: PlacementProblem) -> None:
     """Raise NoPlacement if the number of devices or their memory is not enough to fill each stage."""
     needs = wanted(problem)
     if len(problem.devices) < sum(needs):
-        raise NoPlacement(f"{len(problem.devices)} devices for {sum(needs)} places in {len(needs)} stages")
+        raise NoPlacement(f"{len(problem.devices)} devices are too few for {sum(needs)} places in {len(needs)} stages")
     places = [stage for stage, count in enumerate(needs) for _ in range(count)]
     unfit = _unfit(problem)[:, places]
     rows, columns = linear_sum_assignment(unfit)

@@ -1,4 +1,4 @@
-"""Failed moves: members that were ordered to a position that they claimed to reach, and did not arrive.
+"""Failed moves: members that claimed to be able to reach a position, were ordered there, and did not arrive.
 
 After a second failure, a member's claims to reach other positions do not count for a while, longer each time. Otherwise
 one peer that claims a state would hold up a swarm that could resume from an older one. A member that is only slow has
@@ -45,7 +45,7 @@ class FailedMoves:
             self.version += 1
 
     def look(self, now: float) -> None:
-        """Let claims count again once their time is over."""
+        """Let members' claims count again whose time of doubt is over."""
         for post in [post for post, until in self._doubted.items() if until <= now]:
             del self._doubted[post]
             self.version += 1

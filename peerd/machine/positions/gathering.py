@@ -2,8 +2,8 @@
 
 It ends after a quiet time since the last new member, later if members that are known to exist are missing, and at a
 time limit in any case: a peer that reports again, or in ever new sessions, does not delay the decision. Hearsay, a step
-in some peer's record, keeps a new run from beginning at the start for as long as such a record lives. A keeper does so
-for as long as it can be reached.
+in some peer's record, prevents a new run from beginning at the start while such a record exists. So does a keeper that
+stores the step, while it can be reached.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class PositionSearch:
         self._broken_since, self._forsaken, self._lacking = None, False, []
 
     def look(self, now: float) -> None:
-        """Let hearsay and doubts expire."""
+        """Expire hearsay, and doubts about members that failed to move."""
         self._believes_hearsay = self._gathering.believes_hearsay(now)
         self.failed_moves.look(now)
 
@@ -177,7 +177,7 @@ class PositionSearch:
         self.kept_step = max(steps, default=0)
 
     def wanted(self) -> list[Position]:
-        """Proven positions that members claim or keepers store, newest first: members may fetch what they lack."""
+        """Proven positions that members claim or keepers store, newest first, for members that lack their state."""
         judged = self._judgements()
         if judged.wanted is None:
             claimed = self._roster.witnessed() | self.proven.announced

@@ -64,7 +64,7 @@ class EstablishedMembers:
             self._forget(next(iter(known)))
 
     def rest(self, posts: Iterable[str]) -> None:
-        """Record that these rest. They have no vote on steps that they do not make, while others of their stage do."""
+        """Record which posts rest. They have no vote on steps that they do not make while others of their stage do."""
         self._resting.update(post for post in posts if post in self._stage)
         self._peers = None
 
@@ -127,7 +127,7 @@ class EstablishedMembers:
         return any(post in members for post in self._of.get(stage, ()))
 
     def _moved_away(self, members: Collection[str]) -> set[str]:
-        """Posts that are no longer members although their peers are, with other posts."""
+        """Posts that are no longer members, although their peers still are, at other posts."""
         there = set(map(peer_of, members))
         return {post for post in self._stage if post not in members and peer_of(post) in there}
 
@@ -150,7 +150,7 @@ class EstablishedMembers:
 
 
 class ProvenPositions:
-    """The conductor's evidence on positions. `version` changes with what follows from it."""
+    """The conductor's evidence of the run's positions. `version` changes when other positions may be proven."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Rate of this machine's access line, measured from its traffic: the maximum in each direction over short windows.
+"""Rate of this machine's internet connection (its access line): the maximum in each direction over short windows.
 
 Sums, over all connections because they share the line, the bytes that have crossed it: acknowledged by the other side,
 or received here; buffered bytes do not count. Sampling takes time, much on a busy machine, so a window lasts from
@@ -30,7 +30,7 @@ _MINUTE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Bytes of all connections that crossed the line since some moment."""
+    """Total bytes of all connections that have crossed the access line since some moment."""
 
     sent: int
     received: int
@@ -38,7 +38,7 @@ class Count:
 
 
 class LineRate:
-    """The estimate of one direction. `minutes`: number of newest minutes with traffic that count."""
+    """Estimated rate of one direction. `minutes`: number of newest minutes with traffic that count."""
 
     def __init__(self, minutes: int = ACTIVE_MINUTES) -> None:
         self._minutes: deque[tuple[int, float]] = deque(maxlen=minutes)  # (number, highest rate in it), with traffic
@@ -70,7 +70,7 @@ class LineRate:
 
 
 class AccessLine:
-    """The access line: an estimate of each direction."""
+    """Estimated rates of this machine's internet connection, one for each direction."""
 
     def __init__(self) -> None:
         self.up, self.down = LineRate(), LineRate()

@@ -1,11 +1,11 @@
 """Arrival rate of large payloads from each peer: an estimate of the path's rate, as far as it can be seen here.
 
 A sample counts the bytes of all of a peer's payloads, from the first piece of one payload to its last, so that several
-concurrent payloads on one line are not each measured as a part of it. The rate is at most that of sending: a peer that
-produces its payload slowly, waits for our window or shares its line looks like a slow line, and a payload that had
-already waited in our buffers looks like a fast one. This matters less for payloads much larger than those buffers, so
+concurrent payloads on one path are not each measured as a part of it. The rate is at most that of sending: a peer that
+produces its payload slowly, waits for our window or shares its connection looks slow, and a payload that had already
+waited in our buffers looks fast. This matters less for payloads much larger than those buffers, so
 small ones do not count; a few odd samples do not move the median, but a steady sender of slow payloads does. The other
-direction may be a different line. A peer can only falsify its own rate, by sending slowly.
+direction may be slower or faster. A peer can only falsify its own rate, by sending slowly.
 
 Bounded: the most recent peers are kept. No clock: times are arguments.
 """

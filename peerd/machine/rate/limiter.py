@@ -1,15 +1,15 @@
-"""Rate limiter of a line: a token bucket with two fair queues. It decides how many bytes may pass now, and whose turn
-it is.
+"""Rate limiter of one direction of this machine's internet connection, or of a relay: a token bucket with two fair
+queues. It decides how many bytes may pass now, and whose turn it is.
 
 A flow (one connection in one direction) asks for the bytes that it could move at once and is granted at most a quantum.
-Flows of members of the run (`Rank.FIRST`) get fifteen sixteenths of the line while they need it, all others the rest.
+Flows of members of the run (`Rank.FIRST`) get fifteen sixteenths of the rate while they need it, all others the rest.
 The others also leave half of the bucket unused, so that a member that sends after a pause finds tokens there. Within a
 rank, turns follow start-time fair queueing (Goyal et al. 1996): a grant starts where the account's last one ended in
 virtual time, or at the rank's virtual time if that is later, and the earliest start is served first. So accounts that
 always want more get equal bytes, up to a quantum or two. A member's connection has its own account; strangers at one
 place share one, however many connections and identities they have. A small message of an account that has used no more
 than its share goes before all these, so that a call overtakes other connections' bulk data. If such messages take more
-than half of the line, the others get their turn, and a new account starts behind those that wait, so nobody starves.
+than half of the rate, the others get their turn, and a new account starts behind those that wait, so nobody starves.
 
 Invariants: the bytes granted and charged in any time t are at most rate x t + burst, to within a byte; bytes charged
 without a request, such as headers, are deducted from later grants. While a flow waits no tokens are lost, as long as
@@ -66,7 +66,7 @@ class Flow:
 
 
 class Limiter:
-    """One direction of a line, or the rate of a relay. Times in seconds, amounts in bytes."""
+    """Limits one direction of an internet connection, or a relay's traffic. Times in seconds, amounts in bytes."""
 
     def __init__(self, bytes_per_s: float) -> None:
         if not (math.isfinite(bytes_per_s) and bytes_per_s > 0):

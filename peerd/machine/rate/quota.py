@@ -22,7 +22,7 @@ _SUBJECTS: Final = 1024
 
 
 class Quota:
-    """Several simultaneous bounds, each counted under a name of its own."""
+    """Several simultaneous bounds on actions per minute; each bound counts under its own names."""
 
     def __init__(self, *most: int) -> None:
         """`most`: limit of each bound, per minute and name."""
@@ -33,7 +33,7 @@ class Quota:
         return len(self._done)
 
     def exceeded(self, now: float, names: Sequence[Hashable]) -> int | None:
-        """Index of the first bound that leaves no room, or None. `names`: the name to check for each bound."""
+        """Index of the first bound that is reached, or None. `names`: the name to check for each bound."""
         for number, (most, name) in enumerate(zip(self._most, names, strict=True)):
             times = self._done.get((number, name), deque())
             while times and times[0] <= now - _MINUTE_S:

@@ -1,7 +1,7 @@
-"""Number of further connections (rails) of a link: none if one fills the line, several on long fat paths.
+"""Number of further connections (rails) of a link: none if the first one fills the path, several on long fat paths.
 
 One TCP connection has at most its send buffer in flight (usually about 3 MB, 240 Mb/s at 100 ms), and needs many round
-trips to reach that. Several connections start faster and hold more; but on a line that one can fill they would only
+trips to reach that. Several connections start faster and hold more; but on a path that one can fill they would only
 take bandwidth from others. So rails are opened if the data in flight shows that the path is long and fat, and either
 the rate still grows, so that its limit is unknown, or it is near what one connection can hold. If the round trip is so
 long that this takes seconds to see, rails are tried as soon as much data waits, and closed if the path turns out not to
@@ -81,7 +81,7 @@ class RailPlan:
         if now < self._retry_at:
             return rails, "the last attempt failed"
         if not rails and flight < _LARGE_BYTES and flight < _GREW * before:
-            return rails, "one connection fills the line"
+            return rails, "one connection fills the path"
         return max(rails, _rails_for(rtt_s, min(flight, before))), f"{flight / 1e6:.1f} MB are in flight"
 
     def trial_bytes(self, now: float, rtt_s: float | None, rails: int) -> float:

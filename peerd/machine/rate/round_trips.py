@@ -1,6 +1,6 @@
 """Round trips observed by this node: per peer, and over all peers.
 
-A search uses them to choose among suitable peers, and to decide how long a peer may hold it up. A peer's own figures
+A search uses them to choose among suitable peers, and to decide how long it waits for a peer. A peer's own figures
 are smoothed like TCP's (RFC 6298); a peer that has never answered gets the figures over all peers. Peers' claims play
 no role; a peer that answers fast only gains that it is asked first.
 """
@@ -51,12 +51,12 @@ class RoundTrips:
         self._mean_s += weight * (seconds - self._mean_s)
 
     def expected_s(self, peer: PeerId) -> float:
-        """Expected time of its answer, in seconds."""
+        """Expected seconds until `peer` answers a request."""
         known = self._peers.get(peer.raw)
         return known[0] if known is not None else self.typical_s
 
     def patience_s(self, peer: PeerId) -> float:
-        """Seconds to wait for its answer before others are asked in its place."""
+        """Seconds to wait for an answer of `peer` before other peers are asked instead."""
         general = self._mean_s + 3 * self._deviation_s if self._answers >= _ENOUGH else self._usual_s
         known = self._peers.get(peer.raw)
         if known is not None:

@@ -1,7 +1,7 @@
-"""Send-buffer sizing: a socket holds only what its connection sends within some milliseconds.
+"""Send-buffer sizing: a socket buffers only the data that its connection sends within some milliseconds.
 
 Data in a socket's buffer can no longer be overtaken: a call made while megabytes wait there waits for them. But too
-little data leaves the line idle while the event loop does other work. So the amount follows the rate at which the
+little data leaves the connection idle while the event loop does other work. So the amount follows the rate at which the
 connection accepts bytes, measured between the moments at which it accepts no more: its buffer is equally full at each
 of them. Sans-IO; bounded by constants alone; a peer can only lower the rate of its own connection, by receiving slowly.
 """

@@ -72,7 +72,7 @@ class Suspicion(Generic[K]):
         self._pause(suspect, max(suspect.until, until))
 
     def prolong(self, since: float, more_s: float) -> None:
-        """Make all pauses longer that had not ended at `since`."""
+        """Lengthen all pauses that had not ended at `since`."""
         for key in self.aside(since):
             self._pause(self._suspects[key], self._suspects[key].until + more_s)
 
@@ -121,7 +121,7 @@ class Suspicion(Generic[K]):
         return min((one.until for one in self._suspects.values() if not one.probed), default=math.inf)
 
     def _touched(self, key: K) -> Suspect:
-        """The row of the peer, as the newest one."""
+        """The entry of the peer, created if it has none, and moved to the newest end of the table."""
         suspect = self._suspects[key] = self._suspects.get(key) or Suspect()
         return suspect
 

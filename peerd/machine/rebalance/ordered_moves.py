@@ -21,7 +21,7 @@ from typing import Final
 from peerd.core.messages.swarm import MAX_MEMBERS, Position
 from peerd.machine.rate.suspicion import Suspicion
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
-from peerd.machine.rebalance.rebalancer import RebalanceConfig, Rebalancer
+from peerd.machine.rebalance.rebalance_rule import RebalanceConfig, RebalanceRule
 
 AGAIN_S: Final = 300.0  # a peer that has moved stays at least this long
 MOST_S: Final = 900.0  # time limit of a move
@@ -94,7 +94,7 @@ class OrderedMoves:
 
     def __init__(self, config: RebalanceConfig, own: str = "") -> None:
         self._work, self._own, self._least_price_s = config.work, own, config.price_s
-        self._rule = Rebalancer(config)
+        self._rule = RebalanceRule(config)
         self._under_way: dict[str, _UnderWay] = {}  # by peer
         self._resting = Suspicion[str](_FAILED_S, _FAILED_MOST_S, MAX_MEMBERS)  # by peer
         self._coming_since: dict[str, float] = {}
@@ -181,7 +181,7 @@ class OrderedMoves:
         return one.rate * self._work[one.stage] / self._work[target]
 
     def _harmless(self, moves: Iterable[Transfer], seen: _Posts) -> list[Transfer]:
-        """Those of the moves that leave every stage a current state, and the checkpoint that counts."""
+        """The moves that leave each stage a peer with the current state, and one with the common checkpoint."""
         reserves, found = _Reserves(len(self._work), seen.all, self._under_way), list[Transfer]()
         for one in moves:
             post = next(post for post in seen.of[one.peer] if post.stage == one.source)

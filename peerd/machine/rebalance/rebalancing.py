@@ -1,8 +1,8 @@
 """Rebalancing of a run by its conductor: estimates posts' rates from their claims and the batches, and orders moves.
 
 After each step it combines the posts that the roster has (`RosterEntry`), the loads that they claim (`EstimatedRates`)
-and the moves that follow (`OrderedMoves`). Loads are also estimated if moves are disabled, since newcomers join where
-they help most.
+the moves that pay off (`RebalanceRule`) and those that were ordered (`OrderedMoves`). Loads are also estimated if moves
+are disabled, since newcomers join where they help most.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
 from peerd.core.messages.swarm import PostLoad
-from peerd.machine.rebalance.beliefs import EstimatedRates
+from peerd.machine.rebalance.estimated_rates import EstimatedRates
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
 from peerd.machine.rebalance.ordered_moves import OrderedMoves, PostView, told
-from peerd.machine.rebalance.rebalancer import RebalanceConfig
+from peerd.machine.rebalance.rebalance_rule import RebalanceConfig
 from peerd.machine.swarm.events import Note, Output, SendTransfer
 from peerd.machine.swarm.posts import peer_of, post_name, short
 from peerd.machine.swarm.roster import Roster
@@ -82,7 +82,7 @@ class Rebalancing:
         for one in self._moves.look(now, posts, step_s):
             why = self._wished_for.get(one) or told(one, loads)
             out.append(SendTransfer(post_name(one.peer, one.source), one.target, why))
-            out.append(Note(f"peer {short(one.peer)} is ordered from stage {one.source} to stage {one.target}: {why}"))
+            out.append(Note(f"peer {short(one.peer)} must move from stage {one.source} to stage {one.target}: {why}"))
         return out
 
     def _publish_rates(self) -> None:

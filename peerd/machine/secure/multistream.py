@@ -120,7 +120,7 @@ class MultistreamSelector:
                     return answer + encode_line(protocol), protocol, bytes(self._buffer)
                 self._left -= 1
                 if self._left == 0:
-                    raise ProtocolViolation(f"{MULTISTREAM_ATTEMPTS} proposals, none of them spoken here")
+                    raise ProtocolViolation(f"{MULTISTREAM_ATTEMPTS} proposals, none of them supported here")
                 answer += NOT_AVAILABLE
         except ProtocolViolation:
             # An optimistic opener sends its first data before it receives "na": no proposal, but no violation either.

@@ -244,7 +244,7 @@ class _Symmetric:
         try:
             shared = bindings.crypto_scalarmult(secret, public)
         except nacl_exceptions.RuntimeError:
-            raise ProtocolViolation("a hand-shake key is of low order") from None
+            raise ProtocolViolation("a handshake key is of low order") from None
         self.chain, key = _hkdf(self.chain, shared)
         self._cipher = ChaCha20Poly1305(key)
         self._count = 0
@@ -263,7 +263,7 @@ class _Symmetric:
             try:
                 plain = self._cipher.decrypt(_NONCE.pack(self._count), sealed, self.digest)
             except InvalidTag:
-                raise ProtocolViolation("a hand-shake message does not authenticate") from None
+                raise ProtocolViolation("a handshake message does not authenticate") from None
             self._count += 1
         self.mix_hash(sealed)
         return plain
@@ -365,7 +365,7 @@ class NoiseHandshake:
         self._crossed = True
         own = bindings.crypto_scalarmult_base(self._secrets.ephemeral)
         if own == message:
-            raise Unreachable("that is this peer itself: its own hand-shake comes back", cause=Cause.OURSELVES)
+            raise Unreachable("that is this peer itself: its own handshake came back", cause=Cause.OURSELVES)
         if own > message:
             return b""
         self._initiator, self._greeted = False, True
@@ -378,7 +378,7 @@ class NoiseHandshake:
             return None
         size = buffer[0] << 8 | buffer[1]
         if size > NOISE_HANDSHAKE_BYTES:
-            raise ProtocolViolation(f"a hand-shake message of {size} bytes; allowed: {NOISE_HANDSHAKE_BYTES}")
+            raise ProtocolViolation(f"a handshake message of {size} bytes; allowed: {NOISE_HANDSHAKE_BYTES}")
         if len(buffer) < 2 + size:
             return None
         message = bytes(buffer[2 : 2 + size])
@@ -417,7 +417,7 @@ class NoiseHandshake:
 
     def _read_ephemeral(self, message: bytes) -> None:
         if len(message) < 32:
-            raise ProtocolViolation("a hand-shake message is too short for a key")
+            raise ProtocolViolation("a handshake message is too short for a key")
         self._their_ephemeral = message[:32]
         self._state.mix_hash(self._their_ephemeral)
 
@@ -436,11 +436,11 @@ class NoiseHandshake:
         """Read their static key, mix it with our ephemeral key, and verify the identity that signed it."""
         static = self._state.decrypt(message[: 32 + TAG_BYTES])
         if len(static) != 32:
-            raise ProtocolViolation("a hand-shake message is too short for a key")
+            raise ProtocolViolation("a handshake message is too short for a key")
         self._state.mix_key(self._secrets.ephemeral, static)
         payload = NoisePayload.decode(self._state.decrypt(message[32 + TAG_BYTES :]))
         if not verify(payload.peer, _SIGNED_PREFIX + static, payload.signature):
-            raise ProtocolViolation(f"the hand-shake claims to be {payload.peer} without its signature")
+            raise ProtocolViolation(f"the handshake names {payload.peer} without its signature")
         if self._expected not in (None, payload.peer):
             raise Unreachable(f"expected {self._expected}, but the peer there is {payload.peer}")
         return payload

@@ -1,10 +1,10 @@
-"""Pace of a member that catches up, sans-IO: whether its line is fast enough to ever reach the swarm's step.
+"""Pace of a member that catches up, sans-IO: whether its connection is fast enough to ever reach the swarm's step.
 
 While a member downloads a state, each step of the swarm adds a total (summed gradient) to download, and totals are kept
-for a bounded number of steps. So a line must carry one total per step, and in addition the state within the steps for
+for a bounded number of steps. So it must receive one total per step, and in addition the state within the steps for
 which totals are kept. A member whose downloads were slower gains nothing from another one: after two unsuccessful
 states it waits, longer each time, and reports what would help. It tries again at once if another donor appears, or if
-steps become slow enough for its line.
+steps become slow enough for its connection.
 
 Rates are measured: received bytes of states and totals, and the time between the swarm's steps. Times are arguments, in
 seconds.
@@ -94,11 +94,11 @@ class CatchUpPace:
         state, total = self._sizes
         step_s = self.step_s(now) or 1.0
         return (
-            f"a faster line: a state has {_size(state)} and each step adds {_size(total)}, which come from "
+            f"a faster connection: a state has {_size(state)} and each step adds {_size(total)}, which come from "
             f"{len(self._donors)} peer{'s' * (len(self._donors) != 1)} at {_size(self._rate)}/s, and the swarm makes "
             f"{60 / step_s:.3g} steps a minute, so that this peer never catches up. It would at {_size(needed)}/s: a "
-            "faster line here or at a donor, more donors of its stage, or a larger batch.target_samples. It tries "
-            f"again after {self._pause_s:.0f} s, or when one of these changes"
+            "faster connection here or at a donor, more donors of its stage, or a larger batch.target_samples. It "
+            f"tries again after {self._pause_s:.0f} s, or when one of these changes"
         )
 
 

@@ -1,4 +1,4 @@
-"""The donors of one download: what each claims and owes, how fast it sends, and when it may be asked again.
+"""The donors of one download: each one's claim, requested pieces and speed, and when it may be asked again.
 
 Bookkeeping only; `machine/state/download` decides. Speed is measured from arrival to arrival while anything is in
 flight, so that several pieces in flight do not count against each other. A donor that is silent for much longer than
@@ -22,7 +22,7 @@ _HORIZON_S = 2.0  # seconds of work to have in flight at a donor
 
 
 class DonorStanding(enum.Enum):
-    """Standing of a donor."""
+    """Standing of a donor in one download: whether it must still be asked, vouches for a state, or is excluded."""
 
     NEW = "to be asked for its claim"
     ASKED = "asked for its claim"

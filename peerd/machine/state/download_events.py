@@ -13,7 +13,7 @@ MANIFEST: Final = -2
 
 @dataclass(slots=True)
 class PartialState:
-    """Remains of an earlier download: the root of its state, the pieces that are there, and the donors' speeds."""
+    """Remains of an earlier download: the root of its state, the pieces received, and the donors' speeds."""
 
     root: bytes = b""  # empty: no state
     have: set[int] = field(default_factory=set)
@@ -75,7 +75,7 @@ class AskDonor:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The answer is no longer needed; report no event for it."""
+    """The answer to a request is no longer needed; report no event for it."""
 
     ask: int
 
@@ -99,12 +99,12 @@ class BlameDonor:
 
 @dataclass(frozen=True, slots=True)
 class Downloaded:
-    """All pieces are there."""
+    """All pieces have arrived: the download is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """The download is impossible for now. `moved_on`: donors have dropped the state, and the swarm is elsewhere."""
+    """The download is impossible for now. `moved_on`: donors have dropped the state, since the swarm is past it."""
 
     why: str
     moved_on: bool = False

@@ -18,7 +18,7 @@ _CAUSES: Final = 32
 
 
 class _Cause(NamedTuple):
-    """A cause: the time of its last log line, and its failures since then."""
+    """A cause of failures: the time of its last log line, and the number of failures since then."""
 
     logged_at: float
     unlogged: int

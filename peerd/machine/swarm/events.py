@@ -140,7 +140,7 @@ Event = MemberHello | MemberGone | TrainerReport | TrainerGone | PrepareEnded | 
 
 @dataclass(frozen=True, slots=True)
 class SendPrepare:
-    """Order to take part in one group's attempt at a sum.
+    """Order to take part in an attempt to sum the gradients of one group.
 
     A member contributes its own microbatches (`assigned`), or the sum that it has from the attempt `brings`.
     """
@@ -162,7 +162,7 @@ class SendPrepare:
 
     @property
     def takes_part(self) -> bool:
-        """True if the peer has anything to do. A helper may be left without a share when the work is split again."""
+        """True if the receiver contributes or sums. A new split of the work may leave a helper without a share."""
         return self.split is None or any(party.peer == self.peer for party in self.split.parties)
 
     @property

@@ -23,5 +23,5 @@ def stage_of(post: str) -> int:
 
 
 def short(name: str) -> str:
-    """Abbreviation of a peer's name for people (its end), also for a post."""
+    """The end of a peer's name, or of the name of a post's peer, for display."""
     return f"…{peer_of(name)[-8:]}"

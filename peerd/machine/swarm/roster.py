@@ -1,6 +1,6 @@
-"""The roster of a run: its live members, their positions and microbatches, and the network lines that peers declare.
+"""The roster of a run: its live members, their positions and microbatches, and the network rates that peers declare.
 
-A member is a peer at one stage (a post). A helper only sums for a stage, and is known only by its line. `version`
+A member is a peer at one stage (a post). A helper only sums for a stage; only its network rates are known. `version`
 increases with each change of what members see. Bookkeeping only: the conductor decides who is admitted, ready or
 removed. Hostile input: hellos of any content; each affects only its sender's post, and there are never more than
 MAX_MEMBERS members.
@@ -73,7 +73,7 @@ class RosterEntry:
 
     @property
     def is_anywhere(self) -> bool:
-        """True if the member claims to be, or to be able to get, anywhere but at the start."""
+        """True if the member claims to have, or to be able to reach, any position but the start."""
         return self.reach != {START}
 
     def move(self, position: Position, *, stepped: bool) -> None:
@@ -125,7 +125,7 @@ class Roster:
         return entry
 
     def remove(self, peer: str) -> RosterEntry | None:
-        """Remove a peer. Returns its entry, or None if it had none, as a helper."""
+        """Remove a peer. Returns its entry, or None if it had none, as in the case of a helper."""
         self._leave(peer)
         entry = self.entries.pop(peer, None)
         self._rates.pop(peer, None)
@@ -166,7 +166,7 @@ class Roster:
             self._stands(peer)
 
     def note_line(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...]) -> None:
-        """Record the network line that a member, or a helper of `stage`, declares."""
+        """Record the network rates that a member, or a helper of `stage`, declares."""
         if self.lines.tell(peer, stage, line, addrs):
             self.change()
 
@@ -235,7 +235,7 @@ class Roster:
         return [] if all(self._at) else [stage for stage in self.stages if not self._at[stage]]
 
     def held_stages(self) -> list[int]:
-        """Stages with a member that is, or could get, anywhere but at the start."""
+        """Stages with a member that claims to have, or to be able to reach, any position but the start."""
         return sorted({entry.stage for entry in self.entries.values() if entry.is_anywhere})
 
     def lagging_stages(self, position: Position | None) -> list[int]:

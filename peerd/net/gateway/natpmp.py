@@ -1,7 +1,7 @@
 """NAT-PMP (RFC 6886): requests a port mapping from the router in a UDP exchange of 12 bytes.
 
-Small enough to need no library. Hostile input: only the gateway's own address and port can answer (the socket is
-connected), answers have one of two exact lengths, and other peers test the mapping before it is used.
+The protocol is so small that no library is used. Hostile input: only the gateway's own address and port can answer (the
+socket is connected), answers have one of two exact lengths, and other peers test the mapping before it is used.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _check(answer: bytes, operation: int) -> None:
 
 
 class NatPmp:
-    """The router, by NAT-PMP."""
+    """Client for a router that supports NAT-PMP."""
 
     kind: Final = "NAT-PMP"
 

@@ -44,7 +44,7 @@ class _Failing:
 
 
 class UpnpRouter:
-    """The router, by UPnP."""
+    """Client for a router that supports UPnP."""
 
     kind: Final = "UPnP"
 

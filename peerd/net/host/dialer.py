@@ -1,10 +1,10 @@
 """Dialing of peers: the address book, and one dial per peer at a time, shared by all its callers.
 
-`machine/connectivity/happy_eyeballs.py` decides the order and timing of the attempts. The first authenticated link
-wins and the other attempts are cancelled, but if it is relayed, direct attempts may finish. Has no sockets: the owner
-passes `attempt`. Hearsay addresses are dialed within the limits of `machine/connectivity/dial_quota.py`. Invariants: a
-dial runs only while some caller waits for it; callers receive the reason of each failed address; the book is bounded in
-peers and in addresses per peer.
+`machine/connectivity/happy_eyeballs.py` decides the order and timing of the attempts. The first authenticated link wins
+and the other attempts are cancelled, but if it is relayed, direct attempts may finish. Has no sockets: the owner passes
+`attempt`. Hearsay addresses (reported by other peers) are dialed within the limits of
+`machine/connectivity/dial_quota.py`. Invariants: a dial runs only while some caller waits for it; callers receive the
+reason of each failed address; the book is bounded in peers and in addresses per peer.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A suspected link has some seconds to answer, since bulk data delays pings. If the path is dead, callers would wait for
 all that time and then for a dial. So a suspected peer that stays silent is dialed again, over a relay if there is no
-other way. Once there is another link, new streams use it, and the silent link times out early: a peer that answers on
+other path. Once there is another link, new streams use it, and the silent link times out early: a peer that answers on
 one path but not to a ping on another is not reachable there. As the same cause may have cut off other peers, the peers
 of all other silent links are pinged at the same time. A link on which the peer answers again is used as before.
 Invariants: one search per link at a time, a bounded number of dials; without another path nothing changes.
@@ -30,7 +30,7 @@ _DIALS: Final = 16  # concurrent dials: if our own line is dead, all peers are s
 
 
 class Failover:
-    """Searches other paths to the silent peers of one host."""
+    """Searches for other paths to the silent peers of one host."""
 
     def __init__(self, links: Links, dialer: Dialer) -> None:
         self._links, self._dialer = links, dialer
@@ -54,19 +54,22 @@ class Failover:
             self._ask_others(link)
             async with self._dials:
                 if self._links.best(link.peer) is link and link.silence.doubted:
-                    _log.debug("%s is silent; searching another path", link)
+                    _log.debug("%s is silent; searching for another path", link)
                     with trio.move_on_after(_DIAL_S), suppress(Unreachable):
                         await self._dialer.reach(link.peer, nursery)
             best = self._links.best(link.peer)
             if best is not None and best is not link and link.silence.doubted:
                 _log.info(
-                    "%s has fallen silent at %s: its %s path is used", link.peer.short, link.remote, best.way.word
+                    "%s has fallen silent at %s; new streams use its %s path",
+                    link.peer.short,
+                    link.remote,
+                    best.way.word,
                 )
         finally:
             self._searches.discard(link)
 
     async def _stays_silent(self, link: Link) -> bool:
-        """Wait for the time to answer; True if the peer has been silent since it was pinged."""
+        """Wait while the peer may still answer; True if it has been silent since it was pinged."""
         moment_s = max(_SILENT_S, _SILENT_RTTS * (link.rtt_s or 0.0))
         while link.usable and (asked_at := link.silence.doubted_at) is not None:
             if trio.current_time() >= asked_at + moment_s:

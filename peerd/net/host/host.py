@@ -59,11 +59,11 @@ class HostConfig:
 
     links: LinkLimits = field(default_factory=LinkLimits)
     link: LinkConfig = field(default_factory=LinkConfig)
-    half_open: int = limits.HALF_OPEN  # concurrent inbound hand-shakes
+    half_open: int = limits.HALF_OPEN  # concurrent inbound handshakes
     unread_link_bytes: int = limits.UNREAD_BYTES_LINK
     unread_host_bytes: int = limits.UNREAD_BYTES_HOST
     handshake_s: float = 10.0
-    dial_s: float = 15.0  # per address, including the hand-shake
+    dial_s: float = 15.0  # per address, including the handshake
     identify_s: float = 20.0
     shutdown_s: float = 2.0
     agent: str = f"peerd/{VERSION}"
@@ -103,7 +103,7 @@ class Host:
         self._buffers = buffers or Buffers()
         self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
         self.unread = Unread(self.config.unread_link_bytes, self.config.unread_host_bytes)
-        self._nursery: trio.Nursery | None = None  # handlers, dials, hand-shakes
+        self._nursery: trio.Nursery | None = None  # handlers, dials, handshakes
         self._link_nursery: trio.Nursery | None = None  # outlives the other, so that links can be closed properly
         self.handle(identify.IDENTIFY, self._introductions.serve)
         self.handle(identify.IDENTIFY_PUSH, self._introductions.serve_push)
@@ -193,7 +193,7 @@ class Host:
         return [addr for addr in addrs if may(addr.to_bytes())]
 
     def hearing(self, by: PeerId | None) -> Callable[[bytes], bool]:
-        """The filter of `believed`, for many addresses in binary form. Use it at once, since the links may change."""
+        """A function that tests a binary address as `believed` does. Use it at once, since the links may change."""
         links = self.links.to(by) if by is not None else []
         if not links and not self.links.blocks:
             return lambda raw: True  # no peer was ever connected, so the addresses are from the user
@@ -259,9 +259,9 @@ class Host:
                 link = self._adopt(secured, way)
                 adopted = True
                 return link
-            raise Unreachable(f"no hand-shake within {self.config.handshake_s:g} s", expected)
+            raise Unreachable(f"no handshake within {self.config.handshake_s:g} s", expected)
         except ProtocolViolation as error:
-            _log.info("hand-shake with %s: %s", raw.remote, error)
+            _log.info("handshake with %s failed: %s", raw.remote, error)
             raise Unreachable(error.args[0], expected, error.cause) from error
         finally:
             if not adopted:
@@ -277,7 +277,7 @@ class Host:
             with trio.fail_after(self.config.handshake_s):
                 await recognise(raw, self._secrets.fresh(self._clock.secure_bytes(32)), peer)
         except trio.TooSlowError:
-            raise Unreachable(f"no hand-shake within {self.config.handshake_s:g} s", peer) from None
+            raise Unreachable(f"no handshake within {self.config.handshake_s:g} s", peer) from None
         except RemoteError as error:
             raise Unreachable(error.args[0], peer, error.cause) from error
         finally:
@@ -373,7 +373,7 @@ class Host:
                 await handler(stream)
                 served = True
             except* ProtocolViolation as group:
-                _log.warning("peer %s broke %s: %s", stream.peer, stream.protocol, first_of(group))
+                _log.warning("peer %s violated the protocol %s: %s", stream.peer, stream.protocol, first_of(group))
             except* RemoteError as group:
                 _log.debug("%s ended: %s", stream, first_of(group))
 

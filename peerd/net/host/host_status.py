@@ -9,7 +9,7 @@ from peerd.net.faults import Faults
 
 
 def faults_told(faults: Faults) -> dict[str, Any]:
-    """Status of internal errors: their number, the place of the last one, and for each place its last error."""
+    """Status of internal errors: their number, the code line of the last one, and the last error at each line."""
     places = [
         {"place": place, "count": fault.count, "ended": fault.where, "error": fault.error}
         for place, fault in faults.places.items()
@@ -18,7 +18,7 @@ def faults_told(faults: Faults) -> dict[str, Any]:
 
 
 def budgets_told(book: Book) -> list[dict[str, Any]]:
-    """Use of each resource, and the peer, place and region that use most of it, with their limits."""
+    """Use of each resource, and the peer, place (address block) and region that use most, with their limits."""
     rows: list[dict[str, Any]] = []
     for use in book.told():
         bounds = use.bounds

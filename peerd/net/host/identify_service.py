@@ -91,9 +91,9 @@ class IdentifyService:
                 finally:
                     await stream.aclose()
             except ProtocolViolation as error:
-                _log.warning("peer %s broke identify: %s", link.peer, error)
+                _log.warning("peer %s violated the identify protocol: %s", link.peer, error)
             except RemoteError as error:
-                _log.debug("identify of %s: %s", link.peer, error)
+                _log.debug("identify request to %s failed: %s", link.peer, error)
 
     async def run(self) -> None:
         """Push changes to the peers that support it, until cancelled."""
@@ -116,7 +116,7 @@ class IdentifyService:
                 stream = await link.open(IDENTIFY_PUSH)
                 await send_identify(stream, self._describe(link))
             except RemoteError as error:
-                _log.debug("identify push to %s: %s", link.peer, error)
+                _log.debug("identify push to %s failed: %s", link.peer, error)
 
     def _describe(self, link: StreamOwner) -> Identify:
         host, local = self._host, reach(link.remote) == 0

@@ -1,9 +1,9 @@
 """Incoming connections until they are authenticated.
 
-Accepts connections and bounds their number and the time of each one's hand-shake; the Host authenticates (`prove`).
+Accepts connections and bounds their number and the time of each one's handshake; the Host authenticates (`prove`).
 Hostile input: strangers that connect and send nothing, from one address or many. If the limit is reached, the oldest
-connection of the fullest place (an address, an IPv6 /64) in the fullest region (a /24, a /48) is closed, so that no one
-can block all others.
+connection of the place (an address, an IPv6 /64) with the most, in the region (a /24, a /48) with the most, is closed,
+so that no one can block all others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class InboundGate:
     ) -> None:
         """`places`: maximum number of unauthenticated connections, each for at most `within_s` seconds.
 
-        `prove` authenticates a connection and takes it over, or raises RemoteError. On an error or timeout the
+        `prove` authenticates a connection and becomes its owner, or raises RemoteError. On an error or timeout the
         connection is closed.
         """
         self._places, self._within_s, self._prove = places, within_s, prove
@@ -73,9 +73,9 @@ class InboundGate:
                 await self._prove(raw)
                 kept = True
         except ProtocolViolation as error:
-            _log.info("hand-shake from %s: %s", raw.remote, error)
+            _log.info("handshake from %s failed: %s", raw.remote, error)
         except RemoteError as error:
-            _log.debug("hand-shake from %s: %s", raw.remote, error)
+            _log.debug("handshake from %s failed: %s", raw.remote, error)
         finally:
             self._half_open.pop(raw, None)
             if not kept:

@@ -1,5 +1,5 @@
-"""Measures the traffic of this machine's access line for `machine.rate.access_line`, by reading the counters of every
-TCP connection a few times per second.
+"""Measures the traffic of this machine's internet access for `machine.rate.access_line`, by reading the counters of
+every TCP connection a few times per second.
 
 Sent bytes count once they are acknowledged, received bytes once they have arrived; rails count like other connections.
 Connections within the machine or its own networks do not use the line and are excluded. Circuits are counted on the
@@ -29,7 +29,7 @@ def over_the_line(link: Link) -> bool:
 
 
 class LineMeter:
-    """Meter of one host's access line; it updates `host.line`."""
+    """Meter of one host's internet traffic; it updates `host.line`."""
 
     def __init__(self, host: Host, counts: Callable[[Link], bool] = over_the_line) -> None:
         self._host, self._counts = host, counts

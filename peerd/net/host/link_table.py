@@ -6,8 +6,9 @@ Does not dial or accept. If there are several links to a peer, new streams use t
 
 Invariants: a peer is up exactly while it has a usable link, and watchers receive every change at once and in order;
 every link is within the limits. Incoming links are accounted in the book. If the book's limits or the table's are
-reached, the fullest place makes room (see `make_room`), so that no place can keep out the others by many identities,
-open streams or long idle connections. Links that this host dialed are never closed for incoming ones.
+reached, a link of the place (address block) with the most is closed (see `make_room`), so that no place can keep out
+the others by many identities, open streams or long idle connections. Links that this host dialed are never closed for
+incoming ones.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class HostTraffic:
 
 
 class Links:
-    """All links of one host."""
+    """Table of all links of one host: adds and removes them, and selects the best link to each peer."""
 
     def __init__(self, bounds: LinkLimits, own: PeerId, book: Book, faults: Faults | None = None) -> None:
         self._bounds, self._own, self._book, self._faults = bounds, own, book, faults or Faults()
@@ -215,7 +216,7 @@ class Links:
         return None if best is None or best.way == PathKind.RELAYED else best
 
     def keep(self, peer: PeerId) -> None:
-        """Do not close this peer's idle links to make room, until `let_go` was called as often as `keep`."""
+        """Do not close this peer's idle links for new ones, until `let_go` was called as often as `keep`."""
         self._kept[peer] = self._kept.get(peer, 0) + 1
 
     def let_go(self, peer: PeerId) -> None:
@@ -225,7 +226,7 @@ class Links:
             self._kept[peer] = count
 
     def make_room(self, user: User, *, inbound: bool) -> str | None:
-        """Make room for one more link of `user`. Returns the reason if that is impossible, else None.
+        """Close a link if one more link of `user` exceeds a limit. Returns the reason if that is impossible, else None.
 
         For an incoming link: if its peer, place or region has reached its limit, one of their own links is closed. If
         the table is full, a link of the fullest place in the fullest region is closed: strangers' links before
@@ -282,7 +283,7 @@ class Links:
     def _end_for_room(self, link: Link) -> None:
         self._cut.add(link)
         self._give_back(link)
-        link.abort("closed to make room")
+        link.abort("closed for a new connection")
 
     def _give_back(self, link: Link) -> None:
         user = self._booked.pop(link, None)
@@ -356,7 +357,7 @@ class Links:
             try:
                 watcher.send_nowait(event)
             except trio.WouldBlock:
-                _log.warning("a watcher of connections does not keep up: %s is dropped", event)
+                _log.warning("a watcher of connections does not keep up: event %s is dropped", event)
 
     def traffic(self) -> HostTraffic:
         """Traffic counters of the host and of each connected peer."""

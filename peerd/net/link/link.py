@@ -145,7 +145,7 @@ class Link:
         return self.mux.rtt_s
 
     def rank(self, raw: RawLink) -> None:
-        """Give one of its connections priority on a rate-limited line while the peer is a member of the run."""
+        """Give one of its connections priority in rate limits while the peer is a member of the run."""
         if isinstance(raw, RankedLink):
             raw.rank_by(lambda: self.owner.book.is_member(self.user.peer))
 
@@ -348,7 +348,7 @@ class Link:
     async def violated(self, error: ProtocolViolation) -> None:
         """Handle a protocol violation: notify the peer, end the streams at once, ignore further data, end the link."""
         self.reason = self.reason or f"protocol violation: {error}"
-        _log.warning("peer %s at %s broke the protocol: %s", self.peer, self.remote, error)
+        _log.warning("peer %s at %s violated the protocol: %s", self.peer, self.remote, error)
         self._violated = True
         self.mux.go_away(GONE_PROTOCOL)
         self._leaving(self.reason)
@@ -456,7 +456,7 @@ class Link:
     def filled(self, size: int) -> int:
         """Wake streams and other writers after a batch of `size` bytes was filled; returns `size`.
 
-        Also after an empty batch, since it may have left a stream with new data to the other writers.
+        An empty batch wakes them too, since it may have left a stream with new data to the other writers.
         """
         mux = self.mux
         if mux.drained:
@@ -485,9 +485,9 @@ class Link:
         if now >= self._leave_at:
             self.abort("the peer left")
         if self._send_began is not None and now - self._send_began > self._config.stall_s:
-            self.abort(f"the peer took nothing for {self._config.stall_s:.0f} s")
+            self.abort(f"the peer accepted no data for {self._config.stall_s:.0f} s")
         if self.rails.stuck(now, self._config.stall_s):
-            self.abort(f"the peer took nothing on a rail for {self._config.stall_s:.0f} s")
+            self.abort(f"the peer accepted no data on a rail for {self._config.stall_s:.0f} s")
         for stream in [s for s in self.streams if s.negotiating and s.mux.inbound]:
             if now - stream.opened_at > self._config.negotiate_s:
                 stream.reset()

@@ -1,7 +1,7 @@
 """Rails: further TCP connections of one link, which carry its bulk data in parallel (see machine/mux/striping).
 
-Each rail is encrypted separately. Its hand-shake authenticates the same peer, with `/peerd/rail/1` in place of the
-muxer; its first frame contains the hash of the link's own hand-shake, which identifies the link. The hash need not be
+Each rail is encrypted separately. Its handshake authenticates the same peer, with `/peerd/rail/1` in place of the
+muxer; its first frame contains the hash of the link's own handshake, which identifies the link. The hash need not be
 secret, since only the link's peer may use it. The side that dialed the link opens rails when `machine.rate.rail_count`
 decides so; both sides send on them. Each rail has a reading and a writing task; the writer takes the next batch when
 its socket has room, so that the load is balanced. Rails are paced, because bursts of several connections would overflow
@@ -9,7 +9,7 @@ short queues on the path.
 
 Invariants: a broken rail ends its link, since its data is lost; a rail that both sides have closed does not. Hostile
 input: rails for links of others or for none (closed at once), too many rails, rails without data. The rails of a host
-are limited: no peer or place has more than remain free, so that nobody can take the last ones.
+are limited: no peer or place (address block) has more than remain free, so that nobody can take the last ones.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RailOwner(Protocol):
 
 
 class Rail:
-    """One further connection of a link."""
+    """One further TCP connection of a link."""
 
     def __init__(self, link: RailOwner, secured: UpgradedLink, early: list[bytes | memoryview]) -> None:
         self._link, self.raw, self._opener, self._early = link, secured.raw, secured.session.opener, early
@@ -279,7 +279,7 @@ class Rails:
     def _ask_rtt(self, now: float) -> None:
         """Report the receive-side round trip to the muxer: the median of the rails, since an idle rail's is outdated.
 
-        Not if it is much shorter than the link's, because then a proxy terminates the TCP connections.
+        Does nothing if it is much shorter than the link's, because then a proxy terminates the TCP connections.
         """
         self._ask_at = now + _ASK_S
         times = [info.receive_rtt_s for info in counted(self.raws()).values()]
@@ -331,7 +331,7 @@ class Rails:
                     with trio.CancelScope(shield=True):
                         await secured.raw.aclose()
         except RemoteError as error:
-            _log.debug("%s: no further connection: %s", link, error)
+            _log.debug("%s: cannot open a further connection: %s", link, error)
 
 
 def _check_room(links: Iterable[RailOwner], peer: PeerId, remote: Multiaddr) -> None:
@@ -341,7 +341,7 @@ def _check_room(links: Iterable[RailOwner], peer: PeerId, remote: Multiaddr) -> 
             used += count
             own += count if link.peer == peer or link.user.place == place else 0
     if own >= RAILS - used:
-        raise Unreachable("this host has too many connections, or too many from there", peer)
+        raise Unreachable("this host has too many connections, or too many from this peer's network", peer)
 
 
 async def secure_rail(raw: RawLink, secrets: Secrets, link: RailOwner, links: Iterable[RailOwner]) -> UpgradedLink:

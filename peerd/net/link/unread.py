@@ -3,8 +3,9 @@
 yamux grants each stream its initial window unconditionally. A peer may open hundreds of streams and fill them, while
 their handlers do not read because they are busy, perhaps due to the same peer. So unread bytes are counted: if a link
 exceeds its limit, its fullest stream is reset; if all links together exceed theirs, the fullest stream of the fullest
-link of the fullest place. Windows beyond the initial ones have their own budget (`WindowBudget`) and do not count here.
-Invariant: between two counts a link receives at most UNREAD_LOOK_BYTES. Hostile input: many streams, links, identities.
+link of the fullest place (address block). Windows beyond the initial ones have their own budget (`WindowBudget`) and do
+not count here. Invariant: between two counts a link receives at most UNREAD_LOOK_BYTES. Hostile input: many streams,
+links, identities.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Filled(Protocol):
 
 
 class Unread:
-    """Counter and limits of one host's unread bytes."""
+    """Counts the unread bytes in all streams of one host, and resets streams beyond the limits."""
 
     def __init__(self, link_bytes: int, host_bytes: int) -> None:
         self._link_bytes, self._host_bytes = link_bytes, host_bytes

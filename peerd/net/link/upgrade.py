@@ -1,4 +1,4 @@
-"""Upgrades a raw link to an authenticated one: multistream negotiation of /noise, Noise hand-shake, choice of yamux.
+"""Upgrades a raw link to an authenticated one: multistream negotiation of /noise, Noise handshake, choice of yamux.
 
 Sequential code on both sides; the parsers are sans-IO machines. The dialer's first packet has the proposal and the
 first Noise message, so that a connection takes one round trip after TCP's. The caller sets the timeout. Raises
@@ -19,14 +19,14 @@ from peerd.machine.secure.multistream import HEADER, MultistreamSelector, Propos
 from peerd.net.link.cpu import has_aes
 from peerd.net.transport import RawLink
 
-_READ_BYTES = 16 * 1024  # a hand-shake's packets are below 1 KiB
+_READ_BYTES = 16 * 1024  # a handshake's packets are below 1 KiB
 
 
 @dataclass(frozen=True, slots=True)
 class UpgradedLink:
-    """An authenticated, encrypted link with yamux. `early`: plaintext that was received after the hand-shake.
+    """An authenticated, encrypted link with yamux. `early`: plaintext that was received after the handshake.
 
-    `rtt_s` is the duration of the hand-shake: a round trip, at most half of another, and some computation. As nothing
+    `rtt_s` is the duration of the handshake: a round trip, at most half of another, and some computation. As nothing
     else was being sent, it is a better estimate of the path's delay than measurements beside bulk data.
     """
 
@@ -45,7 +45,7 @@ async def upgrade(
     expected: PeerId | None = None,
     muxers: tuple[str, ...] = (YAMUX,),
 ) -> UpgradedLink:
-    """Run the hand-shake on a new link. `initiator` is a parameter because hole punching decides it separately.
+    """Run the handshake on a new link. `initiator` is a parameter because hole punching decides it separately.
 
     `muxers`: the muxers to offer; `session.muxer` is the chosen one. Without yamux among them there is no fallback.
 
@@ -63,12 +63,12 @@ async def upgrade(
         if session.muxer is None:
             early = await _negotiate_muxer(raw, session, initiator, early)
     except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-        raise Unreachable(f"the connection broke during the hand-shake: {error}") from error
+        raise Unreachable(f"the connection broke during the handshake: {error}") from error
     return UpgradedLink(raw, session, initiator, early, rtt_s)
 
 
 async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> None:
-    """Verify that the other side is `expected`, from the second hand-shake message; the third is not sent.
+    """Verify that the other side is `expected`, from the second handshake message; the third is not sent.
 
     So the other side does not learn our identity, and never has a completed connection that is about to close.
     """
@@ -78,11 +78,11 @@ async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> N
         while handshake.result is None:
             handshake.feed(await _receive(raw))
     except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-        raise Unreachable(f"the connection broke during the hand-shake: {error}") from error
+        raise Unreachable(f"the connection broke during the handshake: {error}") from error
 
 
 async def _handshake(raw: RawLink, handshake: noise.NoiseHandshake) -> tuple[noise.Session, bool]:
-    """Run the Noise hand-shake; returns the session, and whether this side is its initiator."""
+    """Run the Noise handshake; returns the session, and whether this side is its initiator."""
     if handshake.initiator:
         rest = await _propose(raw, handshake)
     else:
@@ -115,7 +115,7 @@ async def _propose(raw: RawLink, handshake: noise.NoiseHandshake) -> bytes:
         while rest is None:
             rest = proposal.feed(await _receive(raw))
     except (ProtocolViolation, Refused) as error:
-        raise Unreachable(f"answers, but is no peerd peer: in its hand-shake, {error.args[0]}") from error
+        raise Unreachable(f"answers, but is no peerd peer: in its handshake, {error.args[0]}") from error
     return rest
 
 
@@ -155,5 +155,5 @@ async def _negotiate_muxer(
 async def _receive(raw: RawLink) -> bytes:
     data = await raw.receive_some(_READ_BYTES)
     if not data:
-        raise Unreachable("the peer closed the connection during the hand-shake")
+        raise Unreachable("the peer closed the connection during the handshake")
     return data

@@ -9,10 +9,10 @@
 A circuit is a stream on the link to the relay, used as a raw link: the host authenticates the far peer through it and
 encrypts end to end, so a relay sees only ciphertext and can at most delay or cut it. Invariants: a relay is reached
 directly, never over another relay; circuits are accepted only from relays where this peer has a reservation; the link
-to such a relay is kept even if idle; incoming hand-shakes are bounded, in total and per relay.
+to such a relay is kept even if idle; incoming handshakes are bounded, in total and per relay.
 
 A hostile relay may break its promises, claim addresses of others, claim a wrong source peer, or flood us with circuits;
-a hostile peer may not finish its hand-shake. Source: libp2p specs `relay/circuit-v2.md`.
+a hostile peer may not finish its handshake. Source: libp2p specs `relay/circuit-v2.md`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Circuits:
         self.reservations: dict[PeerId, Reservation] = {}
         self._host, self._clock = host, clock
         self._reaching: Counter[PeerId] = Counter()  # relays that are being dialed for a circuit
-        self._half_open: Counter[PeerId] = Counter()  # incoming hand-shakes, by relay
+        self._half_open: Counter[PeerId] = Counter()  # incoming handshakes, by relay
         self._renewal = Renewal(self._renew)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -127,7 +127,7 @@ class Circuits:
         return held
 
     def forget(self, relay: PeerId) -> None:
-        """Drop the reservation at this relay: refuse its circuits, and let its link end when idle. Sends nothing."""
+        """Drop the reservation at this relay: refuse its circuits, and close its link when idle. Sends nothing."""
         if self.reservations.pop(relay, None) is not None:
             self._host.links.let_go(relay)
 

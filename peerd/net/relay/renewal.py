@@ -3,7 +3,7 @@
 A relay closes a circuit when its bytes or its time are used up. Shortly before, this side opens another one; the host
 then uses the newer connection for new streams, and the older one drains. If that fails, the circuit ends, and the next
 user of the peer dials again. Invariants: per peer, only the youngest circuit is renewed, one attempt at a time, and at
-most once per _PAUSE_S, since a relay with tiny limits would otherwise cause endless hand-shakes.
+most once per _PAUSE_S, since a relay with tiny limits would otherwise cause endless handshakes.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class NetworkPlace:
 
 
 def here() -> NetworkPlace:
-    """Read the current state; takes well below a millisecond."""
+    """Read this machine's current addresses; takes well below a millisecond."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     routed = [_route_address(version) for version in (4, 6)]
     found: list[IpInterface] = []

@@ -1,9 +1,9 @@
 """TCP connections with rate limits: `machine.rate.limiter` decides; this module waits and counts.
 
-A LinePace is one direction of this machine's line, shared by all connections, or the rate of a relay, shared by its
-circuits; one of those that wait sleeps until the next grant for all of them, so there is no task or timer per packet. A
-RateLimitedLink sends and reads in quanta. Data that it does not read fills the receive window, which is kept small, so
-that TCP slows the sender down.
+A LinePace is one direction of this machine's internet connection, shared by all TCP connections, or the rate of a
+relay, shared by its circuits; one of those that wait sleeps until the next grant for all of them, so there is no task
+or timer per packet. A RateLimitedLink sends and reads in quanta. Data that it does not read fills the receive window,
+which is kept small, so that TCP slows the sender down.
 
 Payload is counted when it is sent or read. TCP's overhead (headers, acknowledgements, retransmissions) is charged
 afterwards, from the system's counters or else by an estimate, so that the total on the line keeps the limit. Members
@@ -39,7 +39,7 @@ _WINDOW_RTT_MOST_S: Final = 0.5
 
 
 class LimitedLine:
-    """This machine's line with `limits.upload_mbit` and `limits.download_mbit`, for TCP links and for other reads."""
+    """The rate limits `limits.upload_mbit` and `limits.download_mbit`, for TCP links and for other reads."""
 
     def __init__(self, limits: LimitsSection | None = None) -> None:
         limits = limits or LimitsSection()
@@ -86,8 +86,8 @@ class LimitedLine:
 
 
 class LineTurn(Flow):
-    """A connection's flow in one LinePace. `shared` is the account of all strangers at its place, which it uses unless
-    it has priority.
+    """A connection's flow in one LinePace. `shared` is the account of all strangers at its address block, which it uses
+    unless it has priority.
     """
 
     __slots__ = ("_look_at", "_own", "_shared", "closed", "event", "granted", "is_first")
@@ -110,7 +110,7 @@ class LineTurn(Flow):
 
 
 class LinePace:
-    """A rate limit that many flows share, such as all connections in one direction of the line."""
+    """A rate limit that many flows share, such as all TCP connections in one direction."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.limiter = Limiter(bytes_per_s)
@@ -119,7 +119,7 @@ class LinePace:
         self._keeper: trio.CancelScope | None = None  # of the task that sleeps until the next grant
 
     def at(self, place: str) -> Account:
-        """The account that all strangers at one place share."""
+        """The account that all strangers at one place (address block) share."""
         account = self._places.get(place)
         if account is None:
             account = self._places[place] = Account()

@@ -2,11 +2,11 @@
 
 The vector (numpy, 1-D) is cut into parts; each part has an owner, which sums it. One streaming call to each owner sends
 its parts one after the other, and returns the sums in the same order while later parts are still in flight. The
-transport provides back-pressure. All shares are sent at even rates, so that they end together and every line is busy to
-the end. A helper sums the parts that it owns and sends no vector. A client sends a vector and owns no parts. A listener
-requests each part with an empty message and receives its sum. A `PartCoder` encodes the parts. Encoding, and all but
-small sums, run on the worker; versions are added in the order of the senders. With a lossy code, the owner also uses
-the decoded sum, as the others do.
+transport provides back-pressure. All shares are sent at even rates, so that they end together and every internet
+connection is busy to the end. A helper sums the parts that it owns and sends no vector. A client sends a vector and
+owns no parts. A listener requests each part with an empty message and receives its sum. A `PartCoder` encodes the
+parts. Encoding, and all but small sums, run on the worker; versions are added in the order of the senders. With a lossy
+code, the owner also uses the decoded sum, as the others do.
 
 A round ends with all sums, or raises `RoundFailed` with the members at fault; the caller applies the result. A hostile
 member may send wrong shapes, wrong dtypes, NaN, parts of another owner, or parts of unknown attempts. Each is refused,
@@ -210,7 +210,7 @@ class AllReduceService:
             del self._rounds[attempt]
             state.evenly.end()
             if not state.done:
-                state.fail("the round was called off", ())
+                state.fail("the round was cancelled", ())
 
     async def _watch(self, plan: AveragingPlan, state: OpenRound) -> None:
         """Wait until the round is done, or fail it if a member is late."""
@@ -420,8 +420,8 @@ class AllReduceService:
             values = (part.end - part.begin) * len(ordered)
             found = await state.computed(job, values, "sum a part")
         except PeerdError as error:
-            state.fail(f"a sum cannot be made: {error}", ())
-            raise Refused("the sum cannot be made") from None
+            state.fail(f"a sum cannot be computed: {error}", ())
+            raise Refused("the sum cannot be computed") from None
         if isinstance(found, SumFault):
             state.fail(found.reason, tuple(state.round.senders[i] for i in found.versions))
             raise Refused(found.reason)

@@ -70,7 +70,7 @@ class OpenRound:
 
     def look(self, now: float, came_bytes: Callable[[str], int]) -> None:
         """Update who has sent bytes since the last check, and whether ours were sent: a part may take long on a slow
-        line.
+        internet connection.
         """
         since, self.looked_at = self.looked_at, now  # the earliest time at which these bytes can have come
         before, self.left_bytes = self.left_bytes, sum(call.left_bytes for call in self.calls)
@@ -126,8 +126,8 @@ class OpenRound:
 class SumReplies:
     """The sums that one member has requested. They are sent in the order of its requests, each as soon as it is ready.
 
-    No task waits in between: the task that computes a sum queues it on every call. Sums that a call has no room for
-    wait here.
+    No task waits in between: the task that computes a sum queues it on every call. If the queue of a call is
+    full, its sums wait here.
     """
 
     def __init__(self, state: OpenRound, parts: CallStream) -> None:
@@ -167,7 +167,7 @@ class SumReplies:
 
 
 class PartGate:
-    """Delays parts until the round's pace lets them leave. At most one part of each owner waits: its next one."""
+    """Delays parts until the round's pace allows sending them. At most one part of each owner waits: its next one."""
 
     def __init__(self, pace: PartPace) -> None:
         self._pace = pace
@@ -181,7 +181,7 @@ class PartGate:
             await opened.wait()
 
     def returned(self, owner: str) -> None:
-        """Record that the sum of the next part of `owner` has arrived, and release the parts that may now leave."""
+        """Record that the sum of the next part of `owner` has arrived, and release the parts that may now be sent."""
         if self._pace.returned(owner):
             for part, opened in [*self._waiting.values()]:
                 if self._pace.may_leave(part):

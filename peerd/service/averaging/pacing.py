@@ -1,11 +1,11 @@
-"""Pacing of each connection in an averaging round, so that the queues of slow lines do not overflow.
+"""Pacing of each connection in an averaging round, so that the queues of slow internet connections do not overflow.
 
-If twenty connections share a line of 20 Mb/s, each has a window of a few packets. They fill the line's queue in bursts.
+If twenty TCP connections share an uplink of 20 Mb/s, each has a window of a few packets. They fill its queue in bursts.
 A connection that loses its packets there waits for a TCP timeout, and the whole round waits with it. So each connection
 is limited to the rate at which all of them end together (`AveragingPlan.pair_bytes_per_s`). The limit stays until the
-end of the round, because a connection that finishes early only delays others. Where the system cannot pace, this
-module has no effect. Invariant: no connection stays limited after the round. A conductor that states rates that are too
-low slows its round down, as it could by a bad division of the vector; the lowest rate is bounded.
+end of the round, because a connection that finishes early only delays others. Where the system cannot pace, this module
+has no effect. Invariant: no connection stays limited after the round. A conductor that states rates that are too low
+slows its round down, as it could by a bad division of the vector; the lowest rate is bounded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RoundPacing:
     """Paces the connections of one round."""
 
     def __init__(self, pacer: Pacer | None, plan: AveragingPlan, own: str) -> None:
-        """If `pacer` is None, or the plan states no rates of lines, no connection is paced."""
+        """If `pacer` is None, or the plan states no network rates, no connection is paced."""
         self._pacer = pacer
         self._rates = plan.pair_bytes_per_s(own) if pacer is not None else {}
         self._begun: set[str] = set()

@@ -1,8 +1,8 @@
 """Connects to all peers of the next averaging round before the round begins.
 
 Drives `machine/connectivity/preconnect` over the host. `ConductorClient` has the conductor's list of these peers, and
-the time when the step is due. False peers in the list cost dials, a few at a time. The round itself reports peers that
-cannot be reached.
+the time when the step is due. Nonexistent peers in the list only cause failed dials, a few at a time. The round itself
+reports peers that cannot be reached.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOOK_S = 2.0  # links may break, and forecasts change
 
 
 class Preconnector:
-    """Keeps one peer's links to its stage-mates. `group_size`: the run's `averaging.group_size`."""
+    """Keeps a peer's links to the peers that it will average with. `group_size`: the run's `averaging.group_size`."""
 
     def __init__(self, host: Host, following: ConductorClient, group_size: int = 0) -> None:
         self._host, self._following, self._group_size = host, following, group_size
@@ -56,5 +56,5 @@ class Preconnector:
         try:
             await self._host.connect(PeerId.parse(mate))
         except RemoteError as error:
-            log.info("no link to …%s before a round: %s", mate[-8:], error)
+            log.info("cannot connect to …%s before an averaging round: %s", mate[-8:], error)
         self._assembly.ended(trio.current_time(), mate)

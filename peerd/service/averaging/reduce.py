@@ -58,7 +58,7 @@ class PartCoder(Protocol):
 
 
 class PlainParts:
-    """Parts without coding, bit for bit."""
+    """The `PartCoder` that leaves parts unencoded, bit for bit."""
 
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
         if seen is not None and seen is not values:
@@ -85,7 +85,7 @@ def check_form(frame: TensorFrame | FrameHeader, like: Vector) -> None:
 
 
 def is_plain(frame: TensorFrame | FrameHeader, like: Vector) -> bool:
-    """True if the frame's payload is the plain memory of such a vector."""
+    """True if the frame's payload is the unencoded memory of a vector like `like`."""
     uncoded = frame.coding == "none" and not frame.lossless
     return uncoded and (frame.dtype, frame.shape) == (name_of(like.dtype), like.shape)
 

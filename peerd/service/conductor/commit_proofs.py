@@ -1,4 +1,4 @@
-"""Commit proofs between peers: serves this peer's (`proofs/1/show`), fetches others', and verifies their signatures.
+"""Commit proofs (members' signatures on a reached position): serves this peer's, fetches and verifies others'.
 
 Also knows which peers are trusted, and decides whether a position that keepers announce counts. A keeper is a backbone
 that keeps checkpoints of the run. Hostile input: proofs. Only signatures of known members are verified, one for each
@@ -38,7 +38,7 @@ _AT_ONCE: Final = 32  # signatures verified in one turn: about three millisecond
 
 
 class CommitProofs:
-    """Serves, fetches and verifies commit proofs of one run. `run`: the run's fingerprint."""
+    """Serves, fetches and verifies members' signatures on positions of one run. `run`: the run's fingerprint."""
 
     def __init__(self, run: bytes, rpc: Rpc, host: Host, following: ConductorClient, trusted: Collection[str]) -> None:
         self._run, self._rpc, self._host, self._following = run, rpc, host, following
@@ -128,7 +128,10 @@ class CommitProofs:
     # --- keepers ----------------------------------------------------------------------------------------------
 
     def counts(self, position: Position, keepers: Collection[PeerId]) -> bool:
-        """True if a position that these keepers have was surely the run's; see `machine/positions/proven_positions`."""
+        """True if enough evidence shows that the run reached this position, of which `keepers` have checkpoints.
+
+        The rules are in `machine/positions/proven_positions`.
+        """
         evidence, names = self.evidence, {peer.text for peer in keepers}
         if position in evidence.seen or names & self.trusted:
             return True

@@ -1,7 +1,7 @@
 """Client of the conductor: finds and follows the stage-0 peer that has served longest and can be reached.
 
-Every peer of a run sorts the peers of stage 0 in the same way: peers that can be dialed first, then by the time since
-they serve, then by peer id. So all find the same conductor without an election. If a peer cannot be reached, it is
+Every peer of a run sorts the peers of stage 0 in the same way: peers that can be dialed first, then those that have
+served longest, then by peer id. So all find the same conductor without an election. If a peer cannot be reached, it is
 suspected for a while, and the next one in the order is asked. The next one accepts the duty only if it suspects all
 peers before it, too (`duty`). If a peer refuses, others are asked as well: the first in the order may have been away,
 and now follow a later one. If all refuse for long, `duty` skips those that refuse, because otherwise a peer that claims
@@ -336,10 +336,10 @@ class ConductorClient:
             await trio.sleep(_LOOK_S)
 
     async def _reaches_anew(self, peer: PeerId, on_full_line: bool) -> bool:
-        """True if a peer whose call failed answers a ping, on a new connection if needed; once until a call succeeds.
+        """True if a peer whose call failed answers a ping, on a new connection if needed.
 
-        A peer that answers pings but no calls is suspected at its second failure. With `on_full_line`, when its answer
-        may be queued behind other bytes, it is suspected some failures later.
+        Until a call succeeds, returns True only once, so that a peer that answers pings but no calls is suspected at
+        its second failure; with `on_full_line`, when its answer may be queued behind other bytes, some failures later.
         """
         suspect = self._suspicion.get(peer)
         if on_full_line and (suspect is None or suspect.failures < _FAILURES_ON_FULL_LINE):

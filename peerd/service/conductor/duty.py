@@ -148,7 +148,7 @@ class Duty:
         return Tenure(self.term, machine, granting, self._clock.rng(f"member list {own} {self.term} {now}"))
 
     def _place(self, name: str) -> str:
-        """The place (IPv4 address or IPv6 /64) of a connected peer; the peer id for others, as a place of their own."""
+        """The address block (IPv4 address or IPv6 /64) of a connected peer; for others the peer id."""
         link = self._host.links.best(PeerId.parse(peer_of(name)))
         return peer_of(name) if link is None else link.user.place
 
@@ -177,11 +177,11 @@ class Duty:
     # --- resigning --------------------------------------------------------------------------------------------
 
     def _resign(self, why: str) -> None:
-        self._driver.notes(f"hands the conductor's duty on: {why}")
+        self._driver.notes(f"hands over the conductor's duty: {why}")
         self._driver.end()
 
     async def look_around(self) -> None:
-        """Watch for rivals until cancelled. If two peers conduct for a moment, the one with the worse claim resigns.
+        """Watch for rival conductors until cancelled. If two peers conduct, the one with the worse claim resigns.
 
         At the start of a run the check is repeated every 0.5 s before the first step, because peers that start together
         announce themselves while each believes that it is alone.

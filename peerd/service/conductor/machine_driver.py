@@ -3,7 +3,7 @@
 While this peer has a tenure, reports and results of orders go to the machine as events. The machine's outputs become
 calls to members (`Orders`), probes and notes. Waiting reports are woken when something that their senders may see has
 changed. A peer that has not reported for 12 s is removed, as is a peer that neither members nor we can reach. While its
-bytes arrive, its report may be queued behind them on a full line, so the limit is 30 s then. Makes no decisions.
+bytes arrive, its report may be queued behind them, so the limit is 30 s then. Makes no decisions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MEMBERS: Final = ""  # group of all members, which need the same news; each trai
 
 
 class MachineDriver:
-    """Drives one machine at a time. `answers`: True if a peer answers a call; `notes`, `warnings`: log functions."""
+    """Drives a tenure's state machine. `answers`: True if a peer answers a call; `notes`, `warnings`: log functions."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class OrderContext:
 
 
 class Orders:
-    """The calls in progress, grouped by attempt."""
+    """Makes the conductor's calls to members, and cancels those of an averaging attempt together."""
 
     def __init__(self, config: ConductingConfig, rpc: Rpc) -> None:
         self._config, self._rpc = config, rpc
@@ -81,7 +81,7 @@ class Orders:
         self._attempts: dict[bytes, trio.CancelScope] = {}
 
     def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: OrderContext) -> None:
-        """Start these attempts: order all their peers to average."""
+        """Start these averaging attempts: order all their members to average."""
         attempts: dict[bytes, list[SendPrepare]] = {}
         for order in orders:
             attempts.setdefault(order.attempt, []).append(order)
@@ -90,12 +90,12 @@ class Orders:
             nursery.start_soon(self._run_attempt, found, reign, self._attempts[attempt])
 
     def cancel(self, attempt: bytes) -> None:
-        """Cancel an attempt."""
+        """Cancel the calls of an averaging attempt."""
         if scope := self._attempts.pop(attempt, None):
             scope.cancel()
 
     def cancel_all(self) -> None:
-        """Cancel every attempt."""
+        """Cancel all averaging attempts."""
         for attempt in list(self._attempts):
             self.cancel(attempt)
 

@@ -87,7 +87,7 @@ class Replanner:
     async def _measured(
         self, tenure: Tenure, loads: Sequence[PeerLoad]
     ) -> tuple[Views, dict[str, tuple[float, float]]]:
-        """The conductor's map of these peers, and the stated rates of their lines. Other tasks run in between."""
+        """The conductor's map of these peers, and the network rates that they state. Other tasks run in between."""
         now, lines = trio.current_time(), tenure.machine.roster.lines
         peers = [load.peer for load in loads]
         views: Views = {}

@@ -3,7 +3,7 @@
 A newcomer asks the conductor for its list of members. If nobody conducts, the records of the run count instead, but
 only those of peers that confirm their record when asked: a record outlives its peer by a minute, and a peer that has
 restarted serves nothing yet. A peer that can only dial cannot be asked; its record counts unless it has announced its
-arrival after that record. A peer whose turn it is to move (`machine/swarm/placement`) moves only if no peer confirms
+arrival after that record. A peer whose turn it is to move (`machine/swarm/stage_choice`) moves only if no peer confirms
 that it serves the empty stage, no peer is about to serve it, and a stage-mate with the state confirms that it stays.
 Hostile input: records, arrivals, the list, answers. A peer that falsely claims to serve a stage delays a move by 60 s.
 """
@@ -22,7 +22,7 @@ from peerd.core.errors import RemoteError, other_run_file
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import MemberInfo, PostsHeld, WhichPosts
 from peerd.machine.rpc.declaration import Declaration, Shows
-from peerd.machine.swarm.placement import Arrival, Move, Need, Seat, VacancyWatch, place
+from peerd.machine.swarm.stage_choice import Arrival, Move, Need, Seat, VacancyWatch, place
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.rivals import POSTS, Rivals
 from peerd.service.rpc.rpc_types import Answer, Incoming

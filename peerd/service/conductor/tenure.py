@@ -86,7 +86,7 @@ class Tenure:
     def network_between(self, posts: Mapping[str, str]) -> FilledNetwork:
         """Delays and rates between all pairs of peers, with estimates for pairs that were not measured.
 
-        `posts`: peer -> one of its posts, or its own name. The line stated for that post bounds the estimates.
+        `posts`: peer -> one of its posts, or its own name. The network rates stated for that post bound the estimates.
         """
         now, lines = trio.current_time(), self.machine.roster.lines
         stated = {peer: lines.rates(post) for peer, post in posts.items()}

@@ -16,7 +16,10 @@ LOOK_S: Final = 0.5
 
 
 class WaitingReports:
-    """Waits, grouped by senders that need the same news. Calls `sooner` if `look_at` becomes earlier."""
+    """Waiting reports, grouped by senders that need the same news.
+
+    Calls `sooner` if the time of the next check, `look_at`, becomes earlier.
+    """
 
     def __init__(self, sooner: Callable[[], None]) -> None:
         self._sooner = sooner
@@ -25,11 +28,11 @@ class WaitingReports:
 
     @property
     def idle(self) -> bool:
-        """True while nothing waits."""
+        """True while no report waits."""
         return not self._waiting
 
     async def wait(self, group: str, until: float) -> None:
-        """Wait until the group has news, or until the time `until`."""
+        """Let a report of this group wait for news, until the time `until` at most."""
         event = trio.Event()
         waits = self._waiting.setdefault(group, {})
         waits[event] = until
@@ -42,17 +45,17 @@ class WaitingReports:
                 del self._waiting[group]
 
     def news(self, group: str) -> None:
-        """Wake the waits of this group."""
+        """Wake the reports of this group."""
         for event in self._waiting.pop(group, ()):
             event.set()
 
     def news_but_for(self, but: str) -> None:
-        """Wake the waits of all groups except this one."""
+        """Wake the reports of all groups except this one."""
         for group in [group for group in self._waiting if group != but]:
             self.news(group)
 
     def end(self, now: float) -> None:
-        """Wake the waits whose deadline has passed. Call it when `look_at` is due."""
+        """Wake the reports whose deadline has passed. Call it when `look_at` is due."""
         if now < self.look_at:
             return
         for waits in self._waiting.values():

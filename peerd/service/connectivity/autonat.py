@@ -48,7 +48,7 @@ MAPPED = "mapped"  # source under which port mapping announces addresses of a ro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoNatConfig:
-    """Times in seconds."""
+    """Settings of the reachability test. Times in seconds."""
 
     verdict: ReachabilityConfig = field(default_factory=ReachabilityConfig)
     probe_s: float = 3.0  # one dial-back with its handshake; a lost packet is sent again after one second
@@ -77,7 +77,7 @@ class AutoNat:
 
     @property
     def finding(self) -> ReachabilityVerdict:
-        """The current verdict."""
+        """The current verdict on whether others can reach this host."""
         return self._machine.finding
 
     def count_relays(self, count: Callable[[], int]) -> None:
@@ -146,7 +146,7 @@ class AutoNat:
         return min(self._machine.wake_at(self._clock.now()), self._shut_at)
 
     async def _follow_machine(self) -> None:
-        """Ask again when this machine has moved to another network."""
+        """Test the reachability again when this machine has moved to another network."""
         while True:
             await self._host.whereabouts.relocated()
             self._machine.moved()
@@ -169,7 +169,7 @@ class AutoNat:
         self._machine.saw(self._clock.now(), sight)
 
     def _from_our_port(self, link: StreamOwner) -> bool:
-        """True if we dialed from the port on which we listen. Only then is its outside port of use."""
+        """True if we dialed from the port on which we listen. Only then can others use the port that the peer sees."""
         local = tcp_place(link.local) if link.local is not None else None
         return local is not None and any(
             (place := tcp_place(addr)) is not None and (place.family, place.port) == (local.family, local.port)
@@ -215,11 +215,11 @@ class AutoNat:
                 answer = await self._question(ask)
                 proven = _proven_addr(answer, ask) if answer.status == DialStatus.OK else None
                 tried = proven is not None or answer.status == DialStatus.DIAL_ERROR
-                _log.debug("%s dialed us back: %s %s", ask.peer, answer.status.name, answer.text)
+                _log.debug("%s answered a dial-back request: %s %s", ask.peer, answer.status.name, answer.text)
         except ProtocolViolation as error:
             _log.warning("peer %s violated the AutoNAT protocol: %s", ask.peer, error)
         except RemoteError as error:
-            _log.debug("%s was asked to dial back: %s", ask.peer, error)
+            _log.debug("dial-back request to %s failed: %s", ask.peer, error)
         self._machine.answered(self._clock.now(), ask.peer, tried=tried, proven=proven)
         self.look()
 
@@ -265,7 +265,7 @@ class AutoNat:
             try:
                 await self._host.probe(addr, peer)
             except Unreachable as error:
-                _log.debug("%s dialed back at %s: %s", peer, addr, error)
+                _log.debug("dialing %s back at %s failed: %s", peer, addr, error)
             else:
                 found.append(addr)
                 scope.cancel()

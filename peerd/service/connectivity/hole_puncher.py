@@ -7,7 +7,7 @@
 The peer that was dialed over the relay acts: it dials the other's public addresses, then both dial each other at the
 same time, so that each router takes the other side's packets for answers (`machine/connectivity/hole_punch` decides
 which side dials, which addresses, and when). The resulting connection joins the host like any other; the relayed one
-then drains. Invariants: one meeting per peer at a time and few in total; each wait has a deadline; nothing is dialed
+then drains. Invariants: one attempt per peer at a time and few in total; each wait has a deadline; nothing is dialed
 that `machine/connectivity/hole_punch` does not admit. A hostile peer may claim others' addresses, never answer, or fail
 forever: that only lengthens the pauses for itself. Source: libp2p specs `relay/DCUtR.md`.
 """
@@ -136,7 +136,7 @@ class HolePuncher:
             try:
                 await self._host.dial_at(addr, peer)
             except Unreachable as error:
-                _log.debug("%s at %s: %s", peer, addr, error)
+                _log.debug("cannot connect to %s at %s: %s", peer, addr, error)
             left.discard(addr)
             if not left or self._host.links.direct(peer) is not None:
                 nursery.cancel_scope.cancel()
@@ -322,12 +322,12 @@ class HolePuncher:
             raise Unreachable("the other side has ended the hole punching", stream.peer)
         message = HolePunch.decode(raw)
         if message.kind != kind:
-            raise ProtocolViolation(f"{message.kind.name} where {kind.name} was due", stream.peer)
+            raise ProtocolViolation(f"{message.kind.name} arrived instead of {kind.name}", stream.peer)
         return message
 
 
 def _said(info: PeerInfo | None) -> frozenset[Hashable]:
-    """The facts of which at least one must change before a peer that failed is tried again early."""
+    """The peer's claims (DCUtR support, addresses). If one changes, a peer that failed is tried again early."""
     if info is None:
         return frozenset()
     return frozenset([DCUTR in info.protocols, *(addr for addr in info.addrs if not is_relayed(addr))])

@@ -1,8 +1,8 @@
 """Discovery of peers in the local network: announces this peer's addresses, and connects to the peers found.
 
 A discovered address is only a hint. It is dialed like any other, but only if it belongs to one of this machine's
-networks, so nobody in a café can make us dial other hosts. Few are dialed at a time, and each peer at most once a
-minute. As usual, the directory rejects a peer of another run.
+networks, so a stranger in a shared network cannot make us dial other hosts. Few are dialed at a time, and each peer at
+most once a minute. As usual, the directory rejects a peer of another run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ class Finder(Protocol):
     """Discovery among peers of the local network."""
 
     async def run(self, addrs: Sequence[Multiaddr], found: Callable[[bytes], None]) -> None:
-        """Announce `addrs`, and call `found` with others' announcements, until cancelled. NoDiscovery says why not."""
+        """Announce `addrs`, and call `found` with others' announcements, until cancelled.
+
+        Raises NoDiscovery with the reason if this machine cannot do that.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanConfig:
-    """Times in seconds."""
+    """Settings of the discovery. Times in seconds."""
 
     again_s: float = 60.0  # before an unconnected neighbour is dialed again; longer after each failure
     retry_s: float = 300.0  # before failed discovery is retried
@@ -53,7 +56,7 @@ class _Neighbour:
 
 
 class LanDiscovery:
-    """Finds neighbours and connects to them. Idle until `run`."""
+    """Finds peers in the local network and connects to them. Idle until `run`."""
 
     def __init__(
         self, host: Host, finder: Finder, met: Callable[[PeerId, Multiaddr], None], config: LanConfig | None = None
@@ -144,7 +147,7 @@ class LanDiscovery:
             self._met(peer, neighbour.addrs[0])
         except RemoteError as error:
             neighbour.failures += 1
-            _log.debug("neighbour %s: %s", peer, error)
+            _log.debug("cannot connect to LAN neighbour %s: %s", peer, error)
         finally:
             self._dials -= 1
         self._dial_some()

@@ -1,9 +1,9 @@
 """Port mapping: keeps the listening port open at the home router while this peer runs.
 
 Asks each kind of router in turn and announces the public address and port that it maps. Renews long before the lease
-ends, because a router that restarts forgets the mapping; asks again when this machine moves; removes the mapping at the
-end. Other peers test whether the address works (`autonat`). An address that is not public is not announced, because
-behind a second router it is useless.
+ends, because a router that restarts forgets the mapping. Asks again when this machine joins another network, and
+removes the mapping at the end. Other peers test whether the address works (`autonat`). An address that is not public is
+not announced, because behind a second router it is useless.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAPPED: Final = "mapped"  # the source under which the address is announced
 _SHORTEST_LEASE_S: Final = 60.0  # shorter leases are renewed as if they had this length
 
 _WORDS: Final = {  # by state, for users
-    "mapped": "the router passes {address} on to this peer ({by})",
+    "mapped": "the router forwards {address} to this peer ({by})",
     "useless": "the router opens a port that others cannot reach: {why} ({by})",
     "none": "no router opens a port for this peer: {why}",
     "not needed": "no router is asked for a port: {why}",
@@ -39,7 +39,7 @@ _WORDS: Final = {  # by state, for users
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortMapConfig:
-    """Times in seconds."""
+    """Settings of the port mapping. Times in seconds."""
 
     lease_s: int = 3600  # half of what RFC 6886 recommends: after a crash the mapping expires sooner
     renew_s: float = 300.0  # a router that was restarted has no mapping

@@ -8,7 +8,7 @@ A circuit is two streams, and a task for each direction that reads a piece, wait
 reads the next one. So a slow reader slows only its own writer. The end of one direction is forwarded, too. The windows
 of its two streams bound the bytes that wait in a circuit; if the total is too large, the fullest circuits are ended. A
 peer with a reservation keeps its link. A hostile peer may send endless requests (refused with a reason), open circuits
-and send nothing (a deadline), never read (a deadline for each piece), send at full speed (equal shares by place), or
+and send nothing (a deadline), never read (a deadline for each piece), send at full speed (equal shares by address), or
 build chains of relays (refused). Source: libp2p specs `relay/circuit-v2.md`.
 """
 
@@ -132,7 +132,7 @@ class Relay:
             self._host.links.let_go(peer)
         for circuit in self._circuits.values():
             if now - circuit.moved_at > self.config.circuit_idle_s:
-                self._end(circuit, f"nothing moved for {self.config.circuit_idle_s:g} s")
+                self._end(circuit, f"no data passed for {self.config.circuit_idle_s:g} s")
 
     async def _keep_small(self) -> None:
         """End circuits in which too many bytes wait."""

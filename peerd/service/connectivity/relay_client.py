@@ -110,7 +110,7 @@ class RelayReservations:
             self._nursery = None
 
     def look(self) -> None:
-        """Do what is due now."""
+        """Request, renew or drop the reservations for which this is due now, or search for more relays."""
         if self._nursery is None:
             return
         now = self._clock.now()
@@ -126,7 +126,7 @@ class RelayReservations:
         self._timer.rearm()
 
     def _consider(self, peer: PeerId) -> None:
-        """Offer a connected peer as a relay if it relays, and if we reach it without a relay or a punched hole."""
+        """Consider a connected peer as a relay, if it is one and our link to it is neither relayed nor hole-punched."""
         link, info = self._host.links.direct(peer), self._host.info(peer)
         if link is None or info is None:
             return
@@ -178,7 +178,7 @@ class RelayReservations:
                 with trio.move_on_after(_CONNECT_S):
                     await self._host.connect(peer)
             except RemoteError as error:
-                _log.debug("looking for relays: %s", error)
+                _log.debug("cannot connect to a possible relay: %s", error)
 
         async with trio.open_nursery() as nursery:
             for peer in found[:_SEARCHED]:

@@ -2,7 +2,7 @@
 
 Keeps connections to three entry peers, so that two halves of a swarm that lost contact meet again there. If there are
 more addresses, each peer draws three at random and keeps the others in reserve. Otherwise the entry peers of a large
-swarm would be full, and would close another peer's connection for each newcomer, whereupon that peer returns. Reports
+swarm would be full, and would close another peer's connection for each newcomer; that peer would then return. Reports
 the result for each address in words that a user can act on. Knows nothing about the DHT.
 """
 
@@ -151,7 +151,7 @@ class BootstrapPeers:
         return failed
 
     def _settle_if_none(self) -> None:
-        """Settle if no address but our own is left: there is no peer to wait for."""
+        """Set `reached` and `settled` if no address but our own is left, because there is no peer to wait for."""
         if not self._entries:
             self.reached.set()
         if self._note_failures():
@@ -213,6 +213,6 @@ def why_unreachable(addr: Multiaddr, error: RemoteError) -> str:
 
 
 def _another(found: re.Match[str]) -> str:
-    """The two peer ids in their short form, for the user."""
+    """Text for the user that another peer answered, with both peer ids in their short form."""
     wanted, there = (PeerId.parse(text).short for text in found.groups())
     return f"another peer answers there: {there}, not {wanted}"

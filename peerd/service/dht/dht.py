@@ -367,7 +367,7 @@ class Dht:
                 outcome = q.Answered(ask.id, reply)
                 self.entries.answered(ask.contact.peer)
         except ProtocolViolation as error:
-            _log.info("peer %s: %s", ask.contact.peer, error)
+            _log.info("peer %s violated the DHT protocol: %s", ask.contact.peer, error)
             outcome = q.AskFailed(ask.id, lied=True)
         except RemoteError as error:
             _log.debug("a request to %s failed: %s", ask.contact.peer, error)
@@ -429,7 +429,7 @@ class Dht:
         return Answer(wire.reply_to_wire(reply, self._peer_clock.raw_wall(), values=values))
 
     def _name_replays(self, peer: PeerId, request: q.StoreRecords, reply: q.Stored) -> None:
-        """Log which peer brought outdated records of others, which were refused; once a minute for each peer.
+        """Log which peer sent outdated records of other peers, which were refused; once a minute for each peer.
 
         It is not blamed: an honest peer may not have the newer record yet, or have a clock that is off.
         """
@@ -438,7 +438,7 @@ class Dht:
         if not outdated or not self._log_limit.may_log(self._clock.now(), peer):
             return
         publisher, count = outdated[0].publisher, len(outdated)
-        _log.debug("peer %s offered %d outdated records, the first of them of %s: refused", peer, count, publisher)
+        _log.debug("peer %s sent %d outdated records, which were refused; the first is by %s", peer, count, publisher)
 
     def _may_vote(self, peer: PeerId) -> bool:
         """True if the peer's clock may correct ours: in a run with tokens, only a member's may."""

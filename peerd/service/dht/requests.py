@@ -63,7 +63,7 @@ class PeerClock:
         return max(self.skew.votes, self._heard.votes)
 
     def uncorrected_s(self) -> float:
-        """Seconds by which peers' clocks are ahead of ours beyond any correction; 0 if records are understood.
+        """Seconds by which peers' clocks are ahead of ours after the correction; 0 within the tolerance of records.
 
         Peers with a vote decide; if none is known, all others do.
         """
@@ -77,7 +77,7 @@ class PeerClock:
         count = self.skew.votes or self._heard.votes
         theirs = "that of the only peer that was compared" if count == 1 else f"those of {count} peers"
         way = "behind" if off > 0 else "ahead of"
-        told = f"this machine's clock is {age(abs(off))} {way} {theirs}: set it, as NTP does"
+        told = f"this machine's clock is {age(abs(off))} {way} {theirs}: set it, for example by NTP"
         return told if count > 1 else f"{told}; or give a second bootstrap address, which shows whose clock is wrong"
 
     def compare(self, peer: PeerId, at: Multiaddr, sent: float, theirs: float) -> None:
@@ -143,7 +143,7 @@ class DhtRequests:
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
-        """A place among the calls; does not yield to the scheduler if one is free."""
+        """Limits concurrent calls: waits for a free slot. Does not yield to the scheduler if one is free."""
         try:
             self._places.acquire_nowait()
         except trio.WouldBlock:
@@ -154,7 +154,7 @@ class DhtRequests:
             self._places.release()
 
     async def verify(self, records: Iterable[Record]) -> None:
-        """Verify signatures ahead of the machine, which then need not. Ends at the first forged one."""
+        """Verify the records' signatures before the machine needs the results. Stops at the first forged one."""
         fresh = 0
         for record in records:
             if self._verifier.knows(record):

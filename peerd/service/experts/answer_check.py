@@ -1,7 +1,7 @@
 """Check of an expert's answer: the requested rows, the run's shape, dtype and code, and neither NaN nor infinity.
 
 An invalid answer is a ProtocolViolation. The size limit of an answer follows from the requested rows, so that nothing
-larger is received. A single NaN in an average would ruin a training.
+larger is received. A single NaN in an average would ruin the training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORDS: Final = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class AnswerCheck:
-    """The requirements on answers of one kind."""
+    """Checks answers of one kind: their shape per row, dtype and code, and that all values are finite."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, code: str, worker: Worker) -> None:
         self._shape, self._dtype, self._code, self._worker = shape, dtype, code, worker

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class BlockingExperts:
-    """Calls of plain threads. Created in the trio run, and closed there before it ends."""
+    """Lets plain threads call experts. Create it in the trio run, and close it there before that run ends."""
 
     def __init__(self, network: ExpertNetwork, token: trio.lowlevel.TrioToken | None = None) -> None:
         """`token` identifies the trio run of `network`; the default is the current one."""
@@ -44,7 +44,7 @@ class BlockingExperts:
         return self._call(partial(self._network.forward, asks, samples))
 
     def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
-        """Gradients of the inputs. A None counts as a constant (no gradient)."""
+        """Gradients of the inputs, None for experts that failed: these count as constants (no gradient)."""
         return self._call(partial(self._network.backward, asks))
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ class CallFigures:
         self.stale_most = max(self.stale_most, stale)
 
     def note_version(self, uid: Uid, generation: int, version: int) -> None:
-        """Record the weights that an answer was computed with: a newer generation with fewer updates has lost some."""
+        """Record which weights computed an answer. If a newer generation has fewer updates, some were lost."""
         before = self._seen.get(uid)
         if before is not None and generation > before[0] and version < before[1]:
             self.lost_updates += before[1] - version

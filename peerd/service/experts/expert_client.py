@@ -8,7 +8,8 @@ answer late are left out of the average.
 
 A hostile host may stay silent, send its answer very slowly, answer with other rows, another dtype or shape, more
 frames, NaN, or an older generation than it claims, or say that it does not have the expert. Each of these fails only
-that call; the log names the host, and it rests (`host_rests`). Sizes are limited before frames arrive.
+that call; the log names the host, which is then not called for a while (`host_rests`). Sizes are limited before frames
+arrive.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from peerd.core.messages.experts import Backward, Forward, Gradient, Name, Outpu
 from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.answer_rule import AnswerRule, RoundLimit
-from peerd.machine.experts.beam import BeamSearch
 from peerd.machine.experts.prefix_cache import CachedClaim
+from peerd.machine.experts.product_key_beam import BeamSearch
 from peerd.service.experts.answer_check import AnswerCheck
 from peerd.service.experts.call_figures import CallFigures, reason_of
 from peerd.service.experts.expert_directory import ExpertDirectory
@@ -123,8 +124,9 @@ class ExpertClient:
         return replies
 
     async def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
-        """Gradients of the inputs; each expert that answers has made an update. A None counts as a constant (no
-        gradient).
+        """Gradients of the inputs, None for experts that failed: these count as constants (no gradient).
+
+        Each expert that answers has made an update.
         """
         self._check_asks(asks, 2)
         rule = AnswerRule([(ask.uid, ()) for ask in asks], 0, 0, math.inf)
@@ -316,7 +318,7 @@ class ExpertClient:
     # --- outcomes ----------------------------------------------------------------------------------------------
 
     def _failed(self, uid: Uid, host: PeerId, error: RemoteError, *, backward: bool, rests: bool = True) -> RemoteError:
-        """Count a failure, let the host rest, for all experts or for this one (unless `rests` is False), and log it.
+        """Count and log a failure. Unless `rests` is False, avoid the host for a while, for this or for any expert.
 
         A refused backward may only be too old or a repeat, so it does not count against the expert.
         """

@@ -4,10 +4,10 @@ experts.
 Each host publishes one record per prefix. Records come from strangers: they are strictly decoded, checked against the
 grid and their key, and in a run with tokens accepted only with a token for `expert`; a bad record is skipped and its
 publisher logged. Their addresses go to the host's address book. Of several claims to one expert the owner's counts
-(`contested`), else the highest (generation, peer id), unless its host rests because it failed this caller.
+(`contested`), else the highest (generation, peer id). Hosts that failed this caller are not used for a while.
 
 What was read is cached for one announcement period, and refreshed in time while it is used (`run`). This module does
-not call experts (`expert_client`) nor choose among them (`machine/experts/beam`).
+not call experts (`expert_client`) nor choose among them (`machine/experts/product_key_beam`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _RECORDS_A_TURN: Final = 16  # records processed before other tasks run: about a
 
 
 class ExpertDirectory:
-    """The hosts of the experts of one run."""
+    """Finds the hosts of one run's experts, and announces the experts that this peer hosts."""
 
     def __init__(self, run: RunFile, rpc: Rpc, host: Host, dht: Dht, clock: Clock) -> None:
         section = run.experts or ExpertsSection()
@@ -135,7 +135,7 @@ class ExpertDirectory:
         return self._cache.last(self._clock.now(), prefix, _LIVES_PERIODS * self._period_s + _LIVES_MORE_S)
 
     def live(self, found: Mapping[Uid, Claims]) -> dict[Uid, bytes]:
-        """Bitmaps of the experts below prefixes that may be called now, by their claims; empty if there are none."""
+        """Bitmaps of the experts below prefixes that have a host to call now; empty if there are none."""
         return self._bits.of(self._clock.now(), found)
 
     def owner(self, uid: Uid) -> CachedClaim | None:
@@ -221,7 +221,7 @@ class ExpertDirectory:
         self._taught[peer] = told, now
 
     def _name_ghost(self, prefix: Uid) -> None:
-        """Let hosts rest that announced a prefix below which there are no experts, and log them."""
+        """Log hosts that announced a prefix below which there are no experts, and do not use them for a while."""
         now = self._clock.now()
         for claim in (self._cache.get(now, prefix.prefix) or {}).get(prefix.at[-1], ()):
             self.rests.failed(now, claim.host, prefix)
@@ -260,7 +260,7 @@ class ExpertDirectory:
         await self.add(told.values())
 
     async def add(self, records: Iterable[Announced]) -> None:
-        """Publish these records in place of earlier ones under their prefixes; other records stay."""
+        """Publish these records, which replace earlier ones under their prefixes; other records remain."""
         told = {record.prefix.uid: record for record in records}
         token = self._rpc.gate.token if self._rpc.gate is not None else b""
         known = {"addrs": self._own_addrs(), "token": token, "client": not self._host.takes_inbound}

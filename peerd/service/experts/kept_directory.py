@@ -1,4 +1,4 @@
-"""Directory of kept experts: who holds which checkpoints, claims which experts and has room; reading and publishing it.
+"""Directory of kept experts: which peers hold checkpoints, claim experts, or offer disk space. Reads and publishes it.
 
 Records come from strangers: they are strictly decoded, and a bad one is skipped and its publisher logged. In a run with
 tokens a record counts only with its publisher's token in it: for role expert in a claim, for expert or backbone in the
@@ -67,7 +67,7 @@ _NOTHING: Final = PieceWanted(bytes(DIGEST_BYTES), 0)
 
 
 class VaultPeer(Protocol):
-    """The peer on which a vault runs: a role's context, or a peer's stack."""
+    """What a vault needs of its peer; a role's context and a `PeerStack` provide it."""
 
     @property
     def host(self) -> Host: ...
@@ -81,7 +81,7 @@ class VaultPeer(Protocol):
 
 @dataclass(slots=True)
 class CustodyView:
-    """The result of one read of the directory."""
+    """What one read of the directory found: checkpoints, claims and offers of disk space."""
 
     kept: dict[Uid, list[KeptCopy]] = field(default_factory=dict)  # of owners in the lineage, newest first
     claims: dict[Uid, SeenClaim] = field(default_factory=dict)  # the owner's claim of each
@@ -92,7 +92,7 @@ class CustodyView:
 
 @dataclass(frozen=True, slots=True)
 class ReadingPeer:
-    """A `VaultPeer` of a process that has no vault."""
+    """A `VaultPeer` for a process that only reads the directory, and stores no checkpoints itself."""
 
     host: Host
     rpc: Rpc
@@ -101,7 +101,7 @@ class ReadingPeer:
 
 
 class KeptDirectory:
-    """The directory of one run's kept experts."""
+    """Reads and publishes which peers host one run's experts, and which peers hold the experts' checkpoints."""
 
     def __init__(self, run: RunFile, peer: VaultPeer, worker: Worker) -> None:
         assert run.experts is not None
@@ -252,7 +252,7 @@ class KeptDirectory:
                 nursery.start_soon(self.answers, peer, self._patience_s)
 
     async def offers(self) -> dict[PeerId, HolderOffer]:
-        """The peers that offer room."""
+        """The peers that offer disk space for others' checkpoints, each with its offer."""
         key = holders_key(self.run)
         return self._offers(await self._peer.dht.get(key, most_bytes=DIRECTORY_READ_BYTES))
 
@@ -340,7 +340,7 @@ class KeptDirectory:
     # --- publishing -------------------------------------------------------------------------------------------
 
     async def announce(self, pointers: Sequence[CheckpointRef], offer: HolderOffer) -> None:
-        """Publish what we hold, most important first, and our free room. Raises RemoteError.
+        """Publish which checkpoints we hold, most important first, and our free disk space. Raises RemoteError.
 
         Checkpoints of a prefix that exceed our share of its key are held but not published. `offer` needs no addresses.
         """

@@ -1,12 +1,12 @@
 """Vault: the checkpoints of experts that this peer holds, for itself and for others; serves `vault/2`.
 
 `keep` asks it to fetch a checkpoint from the caller, the expert's host; `get` returns pieces of held checkpoints. It
-publishes in the directory what it holds and how much room it has. It is limited by `machine.experts.kept_shelf` and by
+publishes in the directory what it holds and how much space it has. It is limited by `machine.experts.kept_shelf` and by
 half of the disk's free space. Needs no torch, because only hosts interpret the bytes.
 
 A hostile peer may ask to keep a checkpoint that it did not sign, that is of another run, too large or beyond its share,
 or that it never sends (such a call ends by a deadline set by its size, and their number is limited); it may ask for
-pieces that are not held; or offer room and hold nothing (`fetch` checks every piece, and asks other holders). The log
+pieces that are not held; or offer space and hold nothing (`fetch` checks every piece, and asks other holders). The log
 names it.
 """
 
@@ -135,7 +135,7 @@ class Vault:
             rpc.unserve("vault/2")
 
     async def announce(self) -> bool:
-        """Publish what is held, the free room and the intended adoptions. Returns True once others can read it.
+        """Publish what is held, the free space and the intended adoptions. Returns True once others can read it.
 
         A failure is logged; the next announcement follows anyway.
         """
@@ -169,7 +169,7 @@ class Vault:
 
     @property
     def room_bytes(self) -> int:
-        """Room for others' checkpoints."""
+        """Bytes that are free for others' checkpoints."""
         coming = sum(pointer.size_bytes for pointer in self._coming.values())
         return max(0, min(self._shelf.room_bytes(), self._free_bytes // 2) - coming)
 
@@ -187,7 +187,7 @@ class Vault:
             raise ValueError(str(error)) from error
 
     async def put(self, pointer: CheckpointRef, digests: Bytes, data: Bytes) -> None:
-        """Write a checkpoint of our own. Raises OSError if the disk rejects it, and ValueError if the shelf does."""
+        """Write a checkpoint of our own. Raises OSError if the disk rejects it, ValueError if our limits do."""
         why = self._shelf.objection(pointer)
         if why is not None:
             raise ValueError(why)
@@ -283,7 +283,7 @@ class Vault:
             self.directory.blame(peer, text, peer, pointer.expert.uid)
             raise Refused("you do not own the expert, as far as this peer knows")
         if pointer.size_bytes > self.room_bytes or pointer.signature in self._coming:
-            raise Overloaded("no room besides the checkpoints being fetched", _SHAKE_S)
+            raise Overloaded("no space is left besides the checkpoints being fetched", _SHAKE_S)
         self._coming[pointer.signature] = pointer
         try:
             await self._pull(pointer, peer)

@@ -1,4 +1,4 @@
-"""Fetches checkpoints of experts from their holders: a `PieceFetch` of bytes whose root a signed pointer names.
+"""Fetches checkpoints of experts from their holders: a `PieceFetch` of bytes whose digest a signed pointer names.
 
 A hostile holder may send other bytes, other shapes, or nothing: the log names it, and a holder that sent wrong data is
 not asked for that checkpoint for a while (only for that one, as its disk may be corrupt).

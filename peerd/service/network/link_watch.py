@@ -34,7 +34,7 @@ PAGES: Final = 8  # of a map: 4,096 pairs in total
 
 
 class HasLine(Protocol):
-    """Rates of a line up and down, in bytes/s, as `RunServices.carries` returns them."""
+    """Upload and download rates of an internet connection in bytes/s, as `line_speeds` returns them."""
 
     @property
     def up_bytes_per_s(self) -> float: ...

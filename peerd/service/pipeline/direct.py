@@ -28,10 +28,10 @@ from peerd.core.messages.swarm import MemberInfo
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.run.stage_plan import followers
 from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.pipeline.cheapest_route import CheapestRoute
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
-from peerd.machine.pipeline.route_flow import RouteFlow
+from peerd.machine.pipeline.planned_routes import PlannedRoutes
 from peerd.machine.pipeline.route_policy import RoutePolicy, Sent
-from peerd.machine.pipeline.routes import PlannedRoutes
 from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rate.backoff import backoff_s
@@ -119,7 +119,7 @@ class DirectPipeline:
         self._last = run.pipeline.stages - 1
         self._cost = run.pipeline.microbatch * (1.0 + BACKWARD_COST)
         self._peers = StagePeers(run.pipeline.stages, clock, ways, _LATE)
-        flow = RouteFlow(clock.rng("routes"))
+        flow = CheapestRoute(clock.rng("routes"))
         self._policy: RoutePolicy = flow if run.plan is None else PlannedRoutes(flow, followers(run.plan))
         self._stages = StageClient(run, rpc, self._peers, papers)
         self._judge = NotFiniteJudge(run, self._peers)
@@ -224,7 +224,7 @@ class DirectPipeline:
         search.avoid[way.first].add(name)
 
     def _give_up_holder(self, search: _Search, way: _Way, reason: str) -> None:
-        """Have the stage before the lowest computed again as well."""
+        """Have the stage before the lowest computed again as well, because its holder does not provide its output."""
         log.info(
             "stage %d is computed again as well, because …%s does not provide its output: %s",
             way.first,

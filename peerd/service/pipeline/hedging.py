@@ -19,7 +19,7 @@ _AGAIN_S = 0.5  # between two searches for a mate
 
 
 class Hedged(Generic[T]):
-    """One call by `ask` to a named peer, and to a mate of it once that is late.
+    """One call, made by `ask` to a named peer and, once that peer is late, also to a mate.
 
     `mate` returns a peer that can do the same, or None if there is none now or no call may be sent twice.
     """

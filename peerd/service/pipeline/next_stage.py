@@ -54,7 +54,7 @@ _LEAST_S = 0.1  # least time for a call
 
 @dataclass(frozen=True, slots=True)
 class HandOnResult:
-    """The outcome of passing a microbatch on. `gradient` is of our output, if we requested it."""
+    """The outcome of passing a microbatch on. `gradient`: the gradient of our output, if we requested it."""
 
     passed: PassAnswer
     gradient: TensorFrame | None
@@ -65,7 +65,7 @@ class HandOnResult:
 
 
 class NextStage:
-    """The stage after `stage`, as called by one of its peers. `way_of` returns the kind of link to a peer."""
+    """Calls from a peer of `stage` to the stage after it. `way_of` returns the kind of link to a peer."""
 
     def __init__(
         self, run: RunFile, stage: int, rpc: Rpc, clock: Clock, ways: StageLinks, way_of: Callable[[PeerId], Way]
@@ -81,7 +81,7 @@ class NextStage:
 
     @property
     def line_bytes_per_s(self) -> float:
-        """The rate of the slowest line that an output may have to pass; 0 if unknown."""
+        """The lowest rate at which an output may arrive at a peer of the next stage; 0 if unknown."""
         return min(self._arrival.values(), default=0.0)
 
     def forget_gone(self, serving: Sequence[str]) -> None:
@@ -221,8 +221,9 @@ class NextStage:
         return way
 
     def _failed(self, name: str, started: float, error: RemoteError) -> None:
-        """Let a peer rest that did not answer, or answered wrongly. Not after a refusal: it may be the microbatch's
-        fault.
+        """Avoid a peer for a while that did not answer, or answered wrongly.
+
+        Not after a refusal, for which the microbatch may be at fault.
         """
         if isinstance(error, Refused):
             log.debug("…%s of stage %d refused a microbatch: %s", name[-8:], self.stage, error)

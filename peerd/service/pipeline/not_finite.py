@@ -50,7 +50,12 @@ class NotFiniteJudge:
             told = "the run has diverged, or the peer is wrong: no more are dropped in this step"
             most = self._lone.most
             log.log(
-                level, "…%s of stage %d alone calls over %d microbatches not finite; %s", peer[-8:], stage, most, told
+                level,
+                "…%s of stage %d alone reports over %d microbatches as not finite; %s",
+                peer[-8:],
+                stage,
+                most,
+                told,
             )
 
     def computed(self, opinion: SecondOpinion, started: float) -> None:

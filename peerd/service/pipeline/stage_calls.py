@@ -74,7 +74,7 @@ class StageHandlers:
 
 
 class StageCalls:
-    """The posts of this peer in one run. `conductor` returns the peer whose orders are accepted, or None."""
+    """Passes calls to this peer's posts in one run. `conductor` returns the peer whose orders are accepted, or None."""
 
     def __init__(self, rpc: Rpc, run: RunFile, conductor: Callable[[], PeerId | None]) -> None:
         self._rpc, self._fingerprint, self._conductor = rpc, fingerprint(run), conductor

@@ -3,7 +3,7 @@
 Works on encoded frames: an answer's header is checked, and the frame is passed on without decoding. If a peer fails,
 another one is called, until one succeeds or the caller cancels. If a peer reports its result as not finite, another
 peer of its stage is called; if both agree, or there is no other, the call raises MicrobatchNotFinite. Microbatches take
-another way (`direct`). Hostile input: an answer with a wrong shape is a protocol violation.
+another route (`direct`). Hostile input: an answer with a wrong shape is a protocol violation.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ class StageClient:
         return StageForward(self._fingerprint, call.stage, line_bytes_per_s=self._line(call, peer), grant=grant)
 
     def _line(self, call: _Call, peer: PeerId) -> float:
-        """The rate, in bytes/s, of the slowest line that the answer passes: to us, and on to the next stage; 0 if
-        unknown.
-        """
+        """The lowest rate, in bytes/s, at which an answer reaches us or is sent on to the next stage; 0 if unknown."""
         onward = self._peers.arrival_rates(call.stage + 1)
         return min((rate for rate in [self._rpc.arrival_rate(peer), *onward] if rate), default=0.0)
 

@@ -99,7 +99,7 @@ class StagePeers:
         return sum(len(wiring) for wiring in self._wirings)
 
     def wiring(self, stage: int) -> StochasticWiring:
-        """The choice among the peers of one stage."""
+        """The `StochasticWiring` that chooses among the peers of one stage."""
         return self._wirings[stage]
 
     def times(self, stage: int) -> CallTimes:

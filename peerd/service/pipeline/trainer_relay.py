@@ -64,7 +64,7 @@ class TrainerRelay:
 
     @contextmanager
     def open(self, ticket: Ticket) -> Iterator[None]:
-        """The scope of an attempt, in which its calls are relayed."""
+        """Relay the calls of this ticket's attempt until the block ends."""
         self._open[ticket.signature] = ticket
         try:
             yield
@@ -105,4 +105,4 @@ def _hop_of(body: RelayRequest) -> tuple[bytes, int]:
 
 
 def _busy() -> Overloaded:
-    return Overloaded("a call is carried for this hop", _AGAIN_S)
+    return Overloaded("a call of this hop is being relayed already", _AGAIN_S)

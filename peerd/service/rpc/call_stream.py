@@ -87,7 +87,7 @@ class CallStream:
 
     @property
     def full(self) -> bool:
-        """True if enough parts wait to be sent."""
+        """True if enough parts wait to be sent: do not put more until `on_room` calls back."""
         return self._outbox.full
 
     def be_patient(self) -> None:
@@ -98,7 +98,7 @@ class CallStream:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that have left on this call's stream. Growth shows that the other side accepts them."""
+        """Bytes transmitted on this call's stream. Growth shows that the other side accepts them."""
         return self._outbox.left_bytes
 
     def on_room(self, then: Callable[[], None] | None) -> None:

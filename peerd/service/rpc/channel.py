@@ -80,7 +80,7 @@ class _Waiting(Slot[Reply]):
 
 
 class Channel:
-    """One stream, and the calls on it."""
+    """One stream to a service of a peer, and the unary calls on it."""
 
     def __init__(self, peer: PeerId, room: Room, rates: LineRates) -> None:
         self.calls: PendingCalls[_Waiting] = PendingCalls()

@@ -114,8 +114,8 @@ class Inbound:
     async def batch(self) -> list[RpcMessage]:
         """The next messages that `quick` did not handle; [] at the end. The last may have frames: read or skip them.
 
-        Raises Overloaded or TooSlow if there is no room for a message, or its rest does not arrive; the stream is then
-        unusable.
+        Raises Overloaded if no memory can be reserved for a message, TooSlow if its rest does not arrive; the stream is
+        then unusable.
         """
         messages = [*self._left, *self._parser.feed(b"")]
         self._left = []
@@ -138,7 +138,7 @@ class Inbound:
         return messages
 
     def close(self) -> None:
-        """Release the room of an incomplete message; nothing more is read."""
+        """Release the memory reserved for an incomplete message; nothing more is read."""
         self.share.give(self._half_bytes)
         self._half_bytes = 0
 
@@ -187,11 +187,11 @@ class Inbound:
     async def frames(
         self, message: RpcMessage, deadline: float, place: Place | None = None, patient: bool = False
     ) -> tuple[TensorFrame, ...]:
-        """Receive the frames of `message`; their room is reserved until it is given back to `share`.
+        """Receive the frames of `message`; their memory stays reserved until the caller releases it in `share`.
 
         `place` may provide buffers for the payloads; otherwise new memory is allocated. `patient`: they belong to the
-        current round and may arrive at any rate. Raises Overloaded or TooSlow if there is no room or no time for them:
-        then `skip` them or drop the stream.
+        current round and may arrive at any rate. Raises Overloaded or TooSlow if there is no memory or no time for
+        them: then `skip` them or drop the stream.
         """
         self._pay = pay = Payment(self.share, message)
         self._patient = patient or self.share.patient
@@ -264,7 +264,7 @@ class Inbound:
 
 
 class Payment:
-    """Reserves one message's frames in a share: one step ahead of the bytes that came, and everything at the end."""
+    """Reserves memory for one message's frames: a step ahead of the bytes that arrive, and all of it at the end."""
 
     __slots__ = ("_share", "_total_bytes", "came_bytes", "paid_bytes")
 
@@ -295,7 +295,7 @@ class Payment:
         return True
 
     async def next(self) -> None:
-        """Reserve what is due. Raises Overloaded if there is no room soon."""
+        """Reserve what is due. Raises Overloaded if the memory does not become free soon."""
         due = self.due_bytes
         await self._share.wait(due)
         self.paid_bytes += due

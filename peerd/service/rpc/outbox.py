@@ -67,7 +67,7 @@ Outgoing = Buffer | GrowingPayload
 
 
 def _own_bytes(buffers: Iterable[Outgoing]) -> int:
-    """Bytes of those buffers whose memory is held by the queue alone."""
+    """Total size of the buffers that only the queue refers to; payloads belong to callers."""
     return sum(len(buffer) for buffer in buffers if isinstance(buffer, bytes))
 
 
@@ -257,8 +257,8 @@ class Outbox:
             self.close()
 
     def _write_down(self, unread: UsageTab, more: Sequence[Outgoing] = ()) -> str | None:
-        """Update the tab to what is queued plus `more`; small amounts are not counted. Returns None, or why there is no
-        room.
+        """Account the queued bytes plus `more` in `unread`, unless they are few. Returns None, or the reason why they
+        exceed the limit.
         """
         own = self._own_bytes + (len(more[0]) if len(more) == 1 else _own_bytes(more))
         if unread.used or own > RPC_FREE_STREAM_BYTES:

@@ -1,8 +1,8 @@
-"""Room for incoming data: bytes of peers' messages that we hold, accounted in the host's book, and tasks that wait for
-room.
+"""Memory for incoming messages: bytes that we store for peers, accounted in the host's book, and tasks that wait for
+free memory.
 
-Room is reserved as bytes arrive, at most a step ahead of them, so a message's declared size alone reserves nothing.
-Answers that we requested have a share separate from unrequested data, so neither uses up the other's room (see
+Memory is reserved as bytes arrive, at most a step ahead of them, so a message's declared size alone reserves nothing.
+Answers that we requested are accounted separately from unrequested data, so neither uses up the other's memory (see
 `asked`).
 """
 
@@ -19,35 +19,35 @@ from peerd.service.rpc.rpc_types import RpcStream
 def user_of(stream: RpcStream) -> User:
     """The user under which the book accounts the peer of `stream`.
 
-    A peer without an address, as on a stream to oneself, is its own place.
+    For a peer without an address, as on a stream to oneself, the peer id replaces the address block.
     """
     peer, link = stream.peer.text, stream.link
     return User(peer, peer, peer) if link is None else user_at(peer, link.remote)
 
 
 def asked(user: User) -> User:
-    """The user for data that we requested: peers at its place that send unrequested data do not use up its room."""
+    """The user for data that we requested: unrequested data from its address block does not count against it."""
     return User(user.peer, f"asked {user.place}", f"asked {user.region}")
 
 
 class Room:
-    """All bytes held of incoming messages. One per host."""
+    """Reserves memory for incoming messages, within the limits of the host's book. One per host."""
 
     def __init__(self, book: Book) -> None:
         self.book = book
         self._waiting = trio.lowlevel.ParkingLot()
 
     def take(self, user: User, count: int) -> str | None:
-        """Reserve `count` bytes for `user`. Returns None, or the reason why there is no room."""
+        """Reserve `count` bytes for `user`. Returns None, or the reason why they cannot be reserved."""
         return self.book.take(Resource.RECEIVING, user, count)
 
     @property
     def held(self) -> int:
-        """Number of bytes held for all users together."""
+        """Number of bytes reserved for all users together."""
         return self.book.used(Resource.RECEIVING)
 
     async def wait(self, user: User, count: int) -> None:
-        """Reserve `count` bytes for `user`. Raises Overloaded if there is no room soon."""
+        """Reserve `count` bytes for `user`. Raises Overloaded if they do not become free soon."""
         closed = self.take(user, count)
         if closed is None:
             return
@@ -65,7 +65,7 @@ class Room:
 
 
 class Share:
-    """One stream's share of the room."""
+    """Reserves memory for the incoming messages of one stream, for the user to which the stream belongs."""
 
     __slots__ = ("_demanding", "_room", "_user")
 
@@ -77,7 +77,7 @@ class Share:
         return self._room.take(self._user, count)
 
     async def wait(self, count: int) -> None:
-        """As `Room.wait`."""
+        """Reserve `count` bytes. Raises Overloaded if they do not become free soon."""
         await self._room.wait(self._user, count)
 
     def give(self, count: int) -> None:

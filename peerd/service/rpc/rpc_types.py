@@ -22,7 +22,7 @@ B = TypeVar("B", bound=msgspec.Struct, covariant=True)
 
 
 class Located(Protocol):
-    """A connection, as used by calls."""
+    """A link, of which calls need only the remote address."""
 
     @property
     def remote(self) -> Multiaddr: ...
@@ -102,7 +102,7 @@ class RpcHost(Protocol):
 
     @property
     def book(self) -> Book:
-        """The use of this host's resources by each peer, place and region."""
+        """The use of this host's resources by each peer, address and address block."""
         ...
 
     async def open_stream(self, peer: PeerId, protocol: str) -> RpcStream: ...
@@ -139,11 +139,11 @@ class AccessGuard(Protocol):
         ...
 
     def knows(self, peer: PeerId, method: MethodName) -> bool:
-        """True if `method` of `peer` can be called at once."""
+        """True if `method` of `peer` can be called without `introduce`."""
         ...
 
     async def introduce(self, peer: PeerId, method: MethodName) -> None:
-        """Introduce this peer so that the method can be called. Raises RemoteError."""
+        """Send our token to `peer`, so that the method can be called. Raises RemoteError."""
         ...
 
     def forgotten(self, peer: PeerId, refusal: Refused) -> bool:
@@ -165,8 +165,8 @@ class AccessGuard(Protocol):
     def named(self, peer: PeerId, token: bytes, *roles: str) -> str | None:
         """The name, perhaps empty, that the organizer gave to the publisher of a record with `token` in it.
 
-        Returns None, and logs the reason, if the publisher is no member with one of `roles` (without `roles`: no
-        member).
+        Returns None, and logs the reason, if the publisher is not a member with one of `roles` (any role, if
+        none is named).
         """
         ...
 

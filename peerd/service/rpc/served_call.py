@@ -1,9 +1,9 @@
 """One call being served: runs the handler, answers once, and releases the resources of the call.
 
 For its caller, a call ends in exactly one way: answered, failed (its error is sent), or cancelled (nothing is sent).
-Its places in the method's load and in the book, and its bytes, are released once: when the handler has really ended and
-the answer's frames are on their way. So neither by cancelling nor by not reading can a caller exceed its share. If an
-answer finds no room because its caller has too much unread, it is not kept: it becomes Overloaded.
+Its slots in the method's load and in the book, and its memory, are released once: when the handler has really ended and
+the answer's frames are being sent. So a caller cannot exceed its share by cancelling calls or by not reading answers.
+If a caller has too many unread answers, a further answer is dropped and the call fails with Overloaded.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Caller(Protocol):
         ...
 
     def give_back(self, held_bytes: int) -> None:
-        """Release the place and the bytes of a call that has ended."""
+        """Release the slot and the memory of a call that has ended."""
         ...
 
     def reset(self) -> None:
@@ -83,7 +83,7 @@ class Caller(Protocol):
 
 
 class ServedCall:
-    """A job of the crew: one call, already counted in its method's load."""
+    """One call being served, already counted in its method's load. A job of the task pool."""
 
     __slots__ = (
         "_body",
@@ -125,7 +125,7 @@ class ServedCall:
 
     @property
     def in_round(self) -> bool:
-        """True if it belongs to the current round."""
+        """True if the call belongs to the current round; its caller need not keep a minimum rate then."""
         return self._method.load.declared.in_round
 
     @property
@@ -136,7 +136,7 @@ class ServedCall:
     def stalled_s(self, now: float) -> float:
         """Seconds for which the call has waited for its caller, while that transferred less than the minimum rate.
 
-        Counted from the first check, because only from then on another call waits for the place.
+        Counted from the first check, because only from then on another call waits for its slot.
         """
         declared = self._method.load.declared
         if not (self.worker is None or self._sending or declared.fetches) or declared.in_round:
@@ -150,11 +150,11 @@ class ServedCall:
         return now - since
 
     def give_way(self) -> None:
-        """End the call, because others wait for its place and its caller makes no progress."""
+        """End the call, because others wait for its slot and its caller makes no progress."""
         self._method.load.counters.gave_way += 1
         if self._sending:
             self._caller.reset()
-        self.cancel(Overloaded("another call needs the place, and this call's caller makes no progress", RPC_STALL_S))
+        self.cancel(Overloaded("another call needs this slot, and this call's caller makes no progress", RPC_STALL_S))
 
     @property
     def over(self) -> bool:
@@ -185,7 +185,7 @@ class ServedCall:
         self._release()
 
     def cut(self, crashed: bool) -> None:
-        """Handle a handler that was cancelled or crashed."""
+        """End the call after its handler was cancelled or (`crashed`) failed by an internal error."""
         try:
             if self._sending:
                 self._caller.reset()
@@ -238,9 +238,9 @@ class ServedCall:
             self._sending = False
 
     async def _taken(self, size: int) -> None:
-        """Wait until the answer's frames are on their way. A caller that does not read them loses its stream.
+        """Wait until the answer's frames were passed to the stream. If the caller does not read them, reset the stream.
 
-        A caller that takes part in the current round does not lose it.
+        The stream of a caller that takes part in the current round is not reset.
         """
         patient = self._caller.share.patient or self.in_round
         while True:

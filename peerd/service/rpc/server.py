@@ -4,7 +4,7 @@ The gate, if there is one, is checked when a stream opens and again at each call
 service's methods, only the heads of messages are read. Gate and declaration are checked before payloads are received. A
 handler is cancelled if its caller cancels, resets the stream or is lost; it can fail only its own call. A peer that
 breaks the message grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it
-and resets the stream. If a method has no free place for a call, a call whose caller has made no progress for long is
+and resets the stream. If a method has no free slot for a call, a call whose caller has made no progress for long is
 ended. Calls whose proofs are invalid are counted against their caller (`machine/budget/tab`).
 
 Besides each method's own limits, the host's book limits: running calls; bytes of messages, from their arrival to the
@@ -151,8 +151,9 @@ class ServedStream:
         return found or Refused("this service is not for you")
 
     async def _turn_away(self) -> bool:
-        """Refuse calls by their heads alone while the gate is closed. Returns True if it opened: the next call may come
-        in.
+        """Refuse calls by their heads alone while the gate is closed.
+
+        Returns True if it opened, so that the next call may be accepted.
         """
         while head := await self._pass(wire.HEAD_BYTES):
             size, kind, frames, call_id = wire.read_head(head)
@@ -216,14 +217,14 @@ class ServedStream:
         if isinstance(error, RemoteError) and error.unproven:
             why = self._server.unproven.count(trio.current_time(), self.user)
             if why is not None:
-                _log.warning("peer %s shows proofs that do not hold; its calls are refused unread: %s", self.peer, why)
+                _log.warning("peer %s sends invalid proofs; its calls are refused without reading: %s", self.peer, why)
 
     def moved_bytes(self) -> int:
         """Payload bytes that the peer has sent us, plus bytes of this stream's answers that it has accepted."""
         return self._server.rates.total_bytes(self.peer) + self.outbox.sent_bytes
 
     def give_back(self, held_bytes: int) -> None:
-        """Release the place and the bytes of a call that has ended."""
+        """Release the slot and the memory of a call that has ended."""
         self._running.give()
         if held_bytes:
             self.share.give(held_bytes)
@@ -271,7 +272,7 @@ class ServedStream:
     def _begin(self, message: RpcMessage) -> ServedCall | None:
         """Accept a call, or refuse it with the reason."""
         if message.id <= self._last_id:
-            raise ProtocolViolation("call ids must rise")
+            raise ProtocolViolation("call ids must increase")
         self._last_id = message.id
         if not self._methods:  # our own call may arrive before the first method is served
             self._methods = self._server.protocols.get(self._stream.protocol, self._methods)
@@ -316,7 +317,7 @@ class ServedStream:
         return call
 
     def _objection(self, message: RpcMessage, method: Method) -> PeerdError | None:
-        """Reason to refuse a call no matter how much room there is, or None."""
+        """Reason to refuse a call even if the server is idle, or None."""
         gate = self._server.gate
         if gate is not None and (closed := gate.objection(self.peer, method.name)) is not None:
             return closed
@@ -329,13 +330,13 @@ class ServedStream:
         if declared.shows is Shows.MEMBERSHIP and not self._server.room.book.is_member(self.peer.text):
             return Refused(f"{method.name.full} is only for members, which have helped to make a step")
         if (why := self._server.unproven.objection(trio.current_time(), self.user)) is not None:
-            return Overloaded(f"too many calls showed a proof that does not hold: {why}", _UNPROVEN_S)
+            return Overloaded(f"too many calls had an invalid proof: {why}", _UNPROVEN_S)
         if len(self._calls) >= RPC_CALLS_PER_STREAM:
             return Overloaded(f"{len(self._calls)} calls of yours are running", method.load.retry_after_s())
         return None
 
     def _crowd(self, method: Method, held_bytes: int) -> Overloaded | None:
-        """Reason why there is no room for a call, or None; then it is counted in the method's load and in the book."""
+        """Reason why a limit excludes a call now, or None; then it is counted in the method's load and in the book."""
         book, load = self._server.room.book, method.load
         if (
             book.used(Resource.ANSWERS)
@@ -354,20 +355,20 @@ class ServedStream:
         return None
 
     def _make_way(self, method: Method, crowd: Crowd) -> None:
-        """In the crowded share, end the call whose caller has stalled longest, if that is long enough.
+        """End the call whose caller has stalled longest, of those under the exceeded limit, if that is long enough.
 
-        The next attempt of the present caller then finds its place.
+        The caller whose call was refused finds the slot free when it retries.
         """
         now = trio.current_time()
         rivals = [call for call in method.under_way if crowd.scope == EVERYBODY or self._shares(call, crowd.scope)]
         stalled = max(((call.stalled_s(now), -at) for at, call in enumerate(rivals)), default=(0.0, 0))
         if stalled[0] >= RPC_STALL_S:
             call = rivals[-stalled[1]]
-            _log.info("%s gives way: the caller has not moved for %.0f s", call.about(), stalled[0])
+            _log.info("ended %s to free its slot: its caller has made no progress for %.0f s", call.about(), stalled[0])
             call.give_way()
 
     def _shares(self, call: ServedCall, scope: int) -> bool:
-        """True if the call's user and ours have the same peer, place or region, as selected by `scope`."""
+        """True if the call's user and ours have the same peer, address or address block, as `scope` selects."""
         return call.user[scope] == self.user[scope]
 
     def _refuse(self, call_id: int, error: PeerdError) -> None:
@@ -375,7 +376,7 @@ class ServedStream:
             self._stream.reset()  # the caller does not even read refusals
 
     async def _receive(self, call: ServedCall, message: RpcMessage) -> bool:
-        """Receive the frames of a call. Returns False if there was no room or no time for them."""
+        """Receive the frames of a call. Returns False if there was no memory or no time for them."""
         if not message.headers:
             return True
         try:

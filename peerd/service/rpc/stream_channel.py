@@ -25,7 +25,7 @@ class StreamChannel:
     """The caller's end of a stream for streaming calls, one after another."""
 
     def __init__(self, stream: RpcStream, room: Room, rates: LineRates, tasks: Tasks) -> None:
-        """Starts two of `tasks`, which write and read until the lane is over."""
+        """Starts two of `tasks`, which write and read until the stream is over."""
         self.used = trio.current_time()
         self._stream = stream
         self._share = Share(room, asked(user_of(stream)), demanding=False)

@@ -1,5 +1,4 @@
-"""The crew: a pool of tasks that run call handlers, reused for the next call; and further tasks for reading and
-writing.
+"""A pool of tasks that run call handlers, each reused for the next call; and further tasks for reading and writing.
 
 A worker keeps its task and cancel scope from call to call, which is cheaper than new ones. A worker whose scope was
 cancelled, or whose handler crashed, ends, and the next call gets a new one. Workers are started on demand; callers
@@ -20,7 +19,7 @@ Supervise = Callable[[Callable[[], Awaitable[None]], Callable[[], str]], Awaitab
 
 
 class TaskJob(Protocol):
-    """A worker's job."""
+    """A job for a worker of the pool: one call."""
 
     worker: PoolWorker | None
 
@@ -52,7 +51,7 @@ def _task(work: Callable[[], None]) -> Callable[[], Awaitable[None]]:
 
 
 class Tasks:
-    """Tasks besides the calls, which write to streams or watch them."""
+    """Starts tasks that do not run handlers, but write to streams or watch them."""
 
     def __init__(self, supervise: Supervise, nursery: trio.Nursery) -> None:
         self._supervise = supervise
@@ -72,7 +71,7 @@ class Tasks:
 
 
 class PoolWorker:
-    """One task of the crew, which runs one job at a time."""
+    """One task of the pool, which runs one job at a time."""
 
     __slots__ = ("_crew", "_job", "_scope", "_task")
 

@@ -45,8 +45,8 @@ class BegunDownload:
     """A byte array that is being fetched, and the set of pieces that are there. Methods are called on the worker."""
 
     def __init__(self, pieces: Pieces, root: bytes, root_of: Callable[[memoryview], bytes], write: Write) -> None:
-        """`root`: that of the wanted array, as `root_of` returns it for the digests of all pieces. `write` stores a
-        piece that was checked, or raises OSError.
+        """`root`: root digest of the wanted array, which `root_of` computes from the digests of all pieces. `write`
+        stores a piece that was checked, or raises OSError.
         """
         self.pieces, self.root = pieces, root
         self.digests: memoryview | None = None  # of all pieces, once verified
@@ -100,7 +100,7 @@ class Shunned:
         self._liars = Suspicion[tuple[str, bytes]](_SHUN_S, _SHUN_S, LINKS)
 
     def honest(self, donors: Iterable[PeerId], what: bytes = b"") -> list[str]:
-        """The others of these donors."""
+        """Those of `donors` that have not sent wrong data lately."""
         now = trio.current_time()
         return [peer.text for peer in dict.fromkeys(donors) if not self._liars.is_aside(now, (peer.text, what))]
 
@@ -132,7 +132,7 @@ class PieceFetch(ABC, Generic[B]):
 
     @abstractmethod
     def _begin(self, chosen: dl.Chosen) -> None:
-        """Set `begun` to a download of the chosen array. Raises NoMemory if there is no room for it."""
+        """Set `begun` to a download of the chosen array. Raises NoMemory if there is no memory or disk space."""
 
     @abstractmethod
     async def _get(self, donor: PeerId, number: int, timeout_s: float) -> memoryview:
@@ -146,8 +146,8 @@ class PieceFetch(ABC, Generic[B]):
     async def run(self, *beside: Callable[[], Awaitable[None]]) -> B:
         """Fetch the whole array, with each piece verified, and run `beside` meanwhile.
 
-        Raises RemoteError if it cannot be fetched now, NoMemory if there is no room for it, or OSError if
-        writing fails.
+        Raises RemoteError if it cannot be fetched now, NoMemory if there is no memory or disk space for it,
+        or OSError if writing fails.
         """
         began = trio.current_time()
         async with trio.open_nursery() as nursery:

@@ -202,7 +202,7 @@ class StateFetch(PieceFetch[BegunState]):
             self._fetcher.rpc.tell(PeerId.parse(name), self._fetcher.methods.release, body, timeout_s=_RELEASE_S)
 
     def _remember_paces(self) -> None:
-        """Store the donors' paces, so that the next download does not take a slow line for a failure."""
+        """Store the donors' paces, so that the next download does not mistake a slow connection for a failure."""
         measured = self._machine.piece_s().items()
         self._fetcher.paces.update({name: piece_s / self._piece_bytes for name, piece_s in measured})
 
@@ -239,7 +239,7 @@ class StateFetch(PieceFetch[BegunState]):
     def _lacking_room(self, error: OSError | OverflowError) -> NoMemory:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         place = f"{self._fetcher.folder}: " if self._fetcher.folder is not None else ""
-        return NoMemory(f"no room for a state of {self._layout.total_bytes / 1e6:.1f} MB: {place}{reason}")
+        return NoMemory(f"no space for a state of {self._layout.total_bytes / 1e6:.1f} MB: {place}{reason}")
 
     def _blamed(self, donor: str, why: str) -> None:
         self._fetcher.notes(f"donor {donor[-6:]} is not asked again: {why}")

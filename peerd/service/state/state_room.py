@@ -34,7 +34,9 @@ class StateRoom:
             except OSError as error:
                 if needs_file:
                     raise
-                log.warning("a state is kept in memory, %s cannot take it: %s", folder, error.strerror or error)
+                log.warning(
+                    "keeping a state in memory, as it cannot be stored in %s: %s", folder, error.strerror or error
+                )
         self._is_file = mapped is not None
         self._mapped = mapped or mmap.mmap(-1, max(1, size))
         self._used_bytes = 0

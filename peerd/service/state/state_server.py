@@ -371,7 +371,7 @@ async def _newest(offer: _Offer, respected: Callable[[PeerId], bool]) -> _Copy:
 
 
 async def _of_name(offer: _Offer, name: Position, respected: Callable[[PeerId], bool]) -> _Copy:
-    """A copy of what `name` means now: after a rollback the swarm makes another step from the same position."""
+    """A copy of the data that has this name now: after a rollback, another step starts from the same position."""
     shelf = offer.by_name
     copy = next((copy for copy in shelf.copies.values() if copy.name == name), None)
     if copy is None or copy.manifest.position != name:

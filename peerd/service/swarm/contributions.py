@@ -34,7 +34,7 @@ _MOST: Final = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True)
 class ContributionOf:
-    """Identity of the totals. `worker` writes them to `file`; without it they count this process only."""
+    """Run and role of the totals. `worker` writes them to `file`; without it they count this process only."""
 
     run: str
     role: str
@@ -103,7 +103,7 @@ class ContributionTally:
         except OSError as error:
             problem = f"{file} can't be written: {error.strerror or error}"
             if problem != self._problem:
-                _log.info("contributions could not be kept: %s", problem)
+                _log.info("contributions could not be saved: %s", problem)
             self._problem = problem
         else:
             self._problem = ""

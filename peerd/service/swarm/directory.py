@@ -34,7 +34,7 @@ from peerd.core.messages.progress import (
 )
 from peerd.core.messages.settings import PublishedSettings, read_settings
 from peerd.core.messages.swarm import MemberInfo, Position
-from peerd.machine.swarm.placement import CHOOSING_S, TAKING_S, Arrival
+from peerd.machine.swarm.stage_choice import CHOOSING_S, TAKING_S, Arrival
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc_types import AccessGuard
@@ -63,7 +63,7 @@ class SettingsTold:
 
 
 class Directory:
-    """The stage peers and keepers of one run."""
+    """Finds the stage peers of one run and the keepers of its checkpoints, and publishes our own records."""
 
     def __init__(self, run: str, stages: int, host: Host, dht: Dht, gate: AccessGuard | None = None) -> None:
         self.run, self.stages = run, stages

@@ -20,7 +20,7 @@ log = logging.getLogger("peerd.service.swarm.kept_links")
 
 
 class KeptLinks:
-    """The links for one purpose; the log calls their peers `what`."""
+    """Keeps the links for one purpose; `what` names their peers in the log."""
 
     def __init__(self, host: Host, what: str) -> None:
         self._host, self._what = host, what
@@ -36,5 +36,5 @@ class KeptLinks:
         try:
             await self._host.connect(PeerId.parse(name))
         except RemoteError as error:
-            log.info("no link to %s …%s: %s", self._what, name[-8:], error)
+            log.info("cannot connect to %s …%s: %s", self._what, name[-8:], error)
         self._assembly.ended(trio.current_time(), name)

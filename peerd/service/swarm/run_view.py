@@ -34,7 +34,7 @@ Reachable = Callable[[Iterable[PeerId]], Awaitable[set[PeerId]]]
 
 
 class RunView:
-    """The view of one peer. `reachable`: returns those of the given peers that can be connected now."""
+    """One peer's view of its run. `reachable`: returns those of the given peers that can be connected now."""
 
     def __init__(
         self, net: tuple[Host, Dht], directory: Directory, gate: AccessGuard | None, reachable: Reachable, rng: Random

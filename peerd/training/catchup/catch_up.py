@@ -3,9 +3,9 @@
 The swarm makes further steps during a download. From the moment a state is chosen, the totals (summed gradients) of
 these steps are therefore fetched as well and applied with the optimizer, which gives the same bits as at all other
 members. Only if no peer keeps a total any longer is another state fetched. A member that is a few steps late needs only
-totals. A member whose line is too slow for the swarm's steps reports this and pauses instead of fetching state after
-state (`machine/state/catch_up_pace`). This module also implements the donor's side: it serves this peer's state and
-totals to peers that are behind.
+totals. A member whose internet connection is too slow to keep up reports this and pauses instead of fetching state
+after state (`machine/state/catch_up_pace`). This module also implements the donor's side: it serves this peer's state
+and totals to peers that are behind.
 
 Invariants: the member's parameters change only through its own methods (`CatchingMember`), as a whole, from the
 expected position, and to a state whose root digest most donors confirm. For hostile donors see
@@ -51,7 +51,7 @@ _LATE_S = 5.0  # time after a step by which a member that missed it is known or 
 
 
 class CatchingMember(Protocol):
-    """The member that catches up."""
+    """What `CatchUp` needs from the member that catches up."""
 
     @property
     def position(self) -> Position:
@@ -73,9 +73,9 @@ class CatchingMember(Protocol):
         ...
 
     async def take_over(self, before: Position, position: Position, state: dict[str, Tensor]) -> None:
-        """Replace the parameters at `before` by a complete state at `position`.
+        """Replace the parameters, which are at position `before`, by a complete state at `position`.
 
-        Raises ValueError if the state does not fit, and Elsewhere if the member is not at `before`.
+        Raises ValueError if the state does not fit, and PositionChanged if the member is not at `before`.
         """
         ...
 
@@ -89,7 +89,7 @@ class CatchingMember(Protocol):
 
 
 class ConductorReports(Protocol):
-    """The member's session with the conductor."""
+    """What `CatchUp` needs from the member's session with the conductor."""
 
     @property
     def members(self) -> list[MemberInfo]:
@@ -221,9 +221,9 @@ class CatchUp:
         return self._apart is not None
 
     def swarm_at(self, current: Position, stated: Position, apart: bool = False) -> None:
-        """Process the swarm's position, from the conductor's answer to a report of our position as `stated`.
+        """Process the swarm's position, which the conductor sent when we reported to be at position `stated`.
 
-        `apart` is True if the conductor never saw `stated`.
+        `apart` is True if the conductor never saw position `stated`.
         """
         position = self._joiner.position
         self._apart = stated if apart else None
@@ -328,7 +328,7 @@ class CatchUp:
         return True
 
     async def _along_a_trail(self, start: Callable[[TotalsTrail], Awaitable[Position]]) -> None:
-        """Replay a trail while it is fetched, from the position that `start` reaches."""
+        """Fetch the totals of a trail and apply its steps meanwhile, from the position that `start` reaches."""
         trail = self._trail = TotalsTrail(self._fetch_total, lambda: self._goal)
         failure: Exception | None = None
         try:
@@ -349,7 +349,10 @@ class CatchUp:
         return self._joiner.position
 
     async def _from_a_state(self, expected: Sequence[TensorSpec], trail: TotalsTrail) -> Position:
-        """Download and apply a stage-mate's state. `trail` begins at its position before the download ends."""
+        """Download and apply a stage-mate's state.
+
+        Meanwhile `trail` starts to fetch the totals of the steps that follow that state.
+        """
         before = self._joiner.position
         if before == self._apart != self._kept_apart and before.step:
             goal = self._goal.step if self._goal is not None else 0

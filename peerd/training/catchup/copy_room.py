@@ -1,10 +1,10 @@
-"""Room, in memory or in a file, for data that a stage keeps besides its state: copies of frozen states, and residuals.
+"""Storage, in memory or a file, for data that a stage keeps besides its state: copies of frozen states, and residuals.
 
 The unread rest of a frozen state is copied just before the next step. If the copy is large, or if `limits.memory_gb` is
-set, it goes to an unnamed file in the role's folder, so that a slow disk or a newcomer on a slow line never brings the
-process to its memory limit, or makes it much larger than its steps do. A small copy goes to memory, and so does one for
-which the disk has no space, if there is enough memory. A large residual (what the lossy code of averaging dropped) also
-goes to such a file, unless rounds are so short that writing would wear out the disk.
+set, it goes to an unnamed file in the role's folder, so that a slow disk or a newcomer with a slow link never brings
+the process to its memory limit, or makes it much larger than its steps do. A small copy goes to memory, and so does one
+for which the disk has no space, if there is enough memory. A large residual (what the lossy code of averaging dropped)
+also goes to such a file, unless rounds are so short that writing would wear out the disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORTH_WRITING_S: Final = 60.0  # in longer rounds, the disk writes at most a fe
 def room_for_copy(run: RunFile, folder: Path, size: int) -> StateRoom | None:
     """Create a file in `folder` for a copy of `size` bytes. Returns None if the copy should use memory.
 
-    Raises NoMemory, with the reasons, if neither has room.
+    Raises NoMemory, with the reasons, if neither memory nor disk has enough space.
     """
     limited = run.limits.memory_gb > 0
     fits = not limited and lacking_for_call(run, size) is None

@@ -84,7 +84,7 @@ class StepTotal(NamedTuple):
 
 
 class StepTotals:
-    """The kept totals. They are shared, not copied, and must not be modified. `most_bytes` may change at any time."""
+    """The kept totals of recent steps. Shared, not copied: do not modify them. `most_bytes` may change at any time."""
 
     def __init__(self, most_bytes: int, most: int = STATE_TOTALS) -> None:
         self.most_bytes, self._most = most_bytes, min(most, STATE_TOTALS)

@@ -1,4 +1,4 @@
-"""Trail: the totals of the steps from a position to the swarm's, fetched one after another, ahead of their replay.
+"""Trail: the totals of the steps from a position to the swarm's, fetched in order before the steps are replayed.
 
 Fetching can begin while the state at the start is still downloading, because donors keep a total for only a few steps
 and a download may take longer. Invariants: each leap (one step with its total) begins where the previous one ends; at
@@ -25,7 +25,7 @@ _REFUSALS = 2  # donors commit one after another, so the first request may be to
 
 
 class TotalsTrail:
-    """The fetched leaps that wait for their replay."""
+    """The fetched leaps (one step with its total each) that are to be replayed."""
 
     def __init__(self, fetch: Callable[[Position], Awaitable[StepTotal]], goal: Callable[[], Position | None]) -> None:
         """`fetch` downloads the leap from a position, or raises RemoteError or NoMemory. `goal` returns the swarm's

@@ -28,7 +28,7 @@ def state_at(position: Position, items: Sequence[StateItem]) -> dict[str, Tensor
 
 
 def checked(position: Position, items: Sequence[StateItem], room: MappedRoom | None = None) -> dict[str, Tensor]:
-    """The state as from `state_at`. Also raises ValueError if a tensor has values that are not finite.
+    """Like `state_at`, but also raises ValueError if a tensor has values that are not finite.
 
     `room` is the mapped memory that contains `items`, if any. Its pages are returned to the system once checked.
     """

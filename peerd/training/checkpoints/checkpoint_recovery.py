@@ -4,7 +4,7 @@ This happens when every stage has members but no position can be reached by all 
 all peers are new and the run is far beyond its start. The conductor reports this to its members. Each stage then
 fetches the newest position that backbones announce, stores it as a checkpoint of its own and reports it to the
 conductor like any other. Two members of a stage fetch at once; the others fetch only if these fail. Not a role; serves
-nothing.
+no calls.
 
 Any peer may claim to be a backbone. A position that it announces counts only if this peer has seen the position, if
 members signed that they reached it, if two backbones in different networks keep it, if the conductor has proof of it,

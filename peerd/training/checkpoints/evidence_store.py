@@ -1,9 +1,8 @@
-"""Stores a peer's evidence about its run in `evidence.json` beside the checkpoints, and fetches proofs from the
-conductor.
+"""Stores a peer's evidence (positions that its run reached, with proofs) in `evidence.json` beside the checkpoints.
 
-The file is written every few seconds if the evidence has changed, and once more at the end. A crash loses only the
-evidence of the last few seconds; the positions of the checkpoints are known from the checkpoints themselves. A damaged
-file is logged and replaced.
+Also fetches proofs from the conductor. The file is written every few seconds if the evidence has changed, and once more
+at the end. A crash loses only the evidence of the last few seconds; the positions of the checkpoints are known from the
+checkpoints themselves. A damaged file is logged and replaced.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _MOST_BYTES: Final = 64 << 20
 
 
 class EvidenceStore:
-    """The evidence file of one peer. Call `open` first."""
+    """File in which one peer keeps its proofs that its run reached certain positions. Call `open` first."""
 
     def __init__(self, ctx: RoleContext, services: RunServices, positions: Callable[[], Sequence[Position]]) -> None:
         """`positions` returns the positions of the checkpoints in the same folder, oldest first."""
@@ -50,7 +49,7 @@ class EvidenceStore:
         self._failed = False
 
     async def open(self) -> None:
-        """Read the stored evidence, unless this process already has evidence."""
+        """Read the evidence file, unless this process already has evidence in memory."""
         evidence = self._proofs.evidence
         if evidence.version or evidence.seen:
             return

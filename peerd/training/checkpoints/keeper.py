@@ -39,7 +39,7 @@ _LONGEST_S = 60.0  # longest pause after failed attempts, even at a new step
 
 
 class CheckpointKeeper:
-    """The kept checkpoint sets of one run. Call `open` first."""
+    """Fetches and keeps the checkpoint sets of one run. Call `open` first."""
 
     def __init__(self, ctx: RoleContext, services: RunServices) -> None:
         assert ctx.run is not None
@@ -208,7 +208,7 @@ class CheckpointKeeper:
         return True
 
     def _hold_the_furthest(self, position: Position) -> None:
-        """Keep the newest set if the run went back behind it, because its peers, or a proof of it, may return."""
+        """Protect the newest set if the run returned to an earlier position: the set's peers or proof may come back."""
         furthest = max(self.kept, default=position)
         if furthest.step > position.step:
             for saving in self._savings:

@@ -53,8 +53,8 @@ class StageCheckpoints:
 
     @property
     def told(self) -> list[Position]:
-        """The positions to report to the conductor, oldest first: recalled ones, which others return to, and the newest
-        others.
+        """The positions to report to the conductor, oldest first: those fetched from backbones, to which others may
+        return, and the newest of our own.
         """
         recalled = [p for p in self.positions if p in self._recalled][-SAVED_TOLD:]
         others = [p for p in self.positions if p not in self._recalled]

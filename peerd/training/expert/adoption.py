@@ -103,7 +103,7 @@ class Adoption:
                 await trio.sleep_until(min(due, began + self._announce_s / _LOOKS))
 
     def status(self) -> dict[str, object]:
-        """Plain data for users."""
+        """Numbers of adopted experts and lost updates, for `peerd status`."""
         return {
             "adopted": self.adopted,
             "began_anew": self.began_anew,
@@ -149,10 +149,10 @@ class Adoption:
                 nursery.start_soon(self._take, uid, view, silent)
 
     def _prefixes(self) -> list[Uid]:
-        """Prefixes of this read: those of our own experts, those of held checkpoints (a part in turn), and a part of
-        the rest.
+        """Prefixes to read next in the directory.
 
-        The rest is limited to what one read can cover, and covered in turn.
+        They are those of our own experts, those of held checkpoints (a part in turn), and a part of the rest. The rest
+        is limited to what one read can cover, and covered in turn.
         """
         directory, self._turn = self._vault.directory, self._turn + 1
         count, side = directory.last_prefixes, directory.grid.sides[-1]
@@ -179,7 +179,7 @@ class Adoption:
         return doubtful
 
     def _place(self, peer: PeerId, offer: HolderOffer) -> str:
-        """A peer's location, as its connection shows or, without one, as it announces."""
+        """A peer's network location (address block), by its connection or, without one, by its announcement."""
         return self._vault.directory.seat(peer) or place_of(offer.addrs)
 
     def _owner(self, uid: Uid, view: CustodyView) -> PeerId:
@@ -237,10 +237,10 @@ class Adoption:
             await self._host.drop(uid, f"{why}; {max(0, dropped)} updates are dropped")
 
     def _forked_at(self, uid: Uid, claim: SeenClaim, view: CustodyView) -> int:
-        """The number of our updates that the winner has as well.
+        """The number of our updates that the winner `claim` has as well.
 
-        They are those in our checkpoint that its chain continues from, or those before both continued from a common
-        one. A mere statement of the winner is no proof.
+        These are the updates in our checkpoint from which the winner continued, or in the common checkpoint from which
+        both continued. Only checkpoints count, not what the winner states.
         """
         ours, former = self._checkpoints.origin(uid)
         if former is not None and former.peer == claim.peer:
@@ -339,10 +339,10 @@ class Adoption:
         await self._host.tell(uid)
 
     def _settled(self, uid: Uid, generation: int, taken: CheckpointRef | None, copies: Sequence[KeptCopy]) -> None:
-        """Count lost updates: those that were announced, or are in a newer checkpoint, and that we do not have.
+        """Count lost updates: those that were announced, or are in a newer checkpoint, but not in the adopted one.
 
-        Both numbers are claims. If a checkpoint proves some updates, the loss counts at most twice the updates between
-        two checkpoints, and once more for each newer checkpoint that was unusable.
+        Announcement and checkpoint are claims of others. If a checkpoint proves some updates, the loss counts at most
+        twice the updates between two checkpoints, and once more for each newer checkpoint that was unusable.
         """
         known = [(copy.pointer.generation, copy.pointer.version) for copy in copies]
         last = self._watch.last(uid)

@@ -2,8 +2,8 @@
 hosts).
 
 A checkpoint is a snapshot between two updates, including moments, taken by a job on the device's worker. Its signed
-pointer and its bytes are handed to `experts.copies` other peers that offer room. The choice of peers follows from the
-names (`machine.experts.orphan_watch`), so a newer checkpoint usually goes to the holders of the previous one and
+pointer and its bytes are handed to `experts.copies` other peers that offer room. The choice of peers follows from
+their ids (`machine.experts.orphan_watch`), so a newer checkpoint usually goes to the holders of the previous one and
 replaces it. A full disk or missing holders cost only copies: `problem` reports them, and the copy is tried again. An
 expert that never made an update needs no checkpoint, because its weights follow from the run's seed.
 """
@@ -33,7 +33,7 @@ _ANSWER_S: Final = 2.0  # for a holder to answer a probe, as a lost one would de
 
 
 class SnapshotModel(Protocol):
-    """An expert's weights, as in `compute.experts.hosted_expert`."""
+    """An expert's model that can save its state: `compute.experts.hosted_expert.HostedExpert`."""
 
     @property
     def version(self) -> int: ...
@@ -53,7 +53,7 @@ class HostedState(Protocol):
 
 
 class AdoptingHost(Protocol):
-    """This peer's host of experts, as used by checkpoints and adoption."""
+    """What checkpoints and adoption need from this peer's `ExpertHost`."""
 
     @property
     def experts(self) -> Mapping[Uid, HostedState]: ...
@@ -80,7 +80,7 @@ class AdoptingHost(Protocol):
 
 @dataclass(slots=True)
 class _Safe:
-    """The saved part of an expert's history: its newest checkpoint and the holders of that."""
+    """Record of one expert's newest checkpoint and of its holders."""
 
     generation: int
     version: int  # of the newest checkpoint
@@ -103,7 +103,7 @@ class _HostSigner:
 
 
 class ExpertCheckpoints:
-    """Checkpoints of one host's experts. `run` does the work."""
+    """Writes and copies the checkpoints of one host's experts. `run` does the work."""
 
     def __init__(self, ctx: RoleContext, vault: Vault, host: AdoptingHost) -> None:
         assert ctx.run is not None
@@ -146,12 +146,12 @@ class ExpertCheckpoints:
         return safe.version if safe is not None else 0
 
     def origin(self, uid: Uid) -> tuple[int, PreviousOwner | None]:
-        """The expert's updates when its generation began here, and the checkpoint from which it continued."""
+        """Number of the expert's updates when its generation began here, and the checkpoint that it continued from."""
         safe = self._safe.get(uid)
         return (safe.began, safe.former) if safe is not None else (0, None)
 
     def status(self) -> dict[str, object]:
-        """Plain data for users."""
+        """Numbers of checkpoints, copies and unsaved updates, for `peerd status`."""
         known = self._known().items()
         copies = [len(safe.holders) for _, safe in known if safe.pointer is not None]
         unsaved = sum(max(0, self._host.experts[uid].model.version - safe.version) for uid, safe in known)
@@ -289,14 +289,14 @@ class ExpertCheckpoints:
         return True
 
     async def _copy(self, uid: Uid) -> None:
-        """Hand a checkpoint on our disk to further holders."""
+        """Send a checkpoint on our disk to further holders."""
         safe = self._safe[uid]
         if safe.pointer is not None:
             safe.holders |= await self._hand(safe.pointer, safe.holders)
             self._count(uid, safe)
 
     async def _hand(self, pointer: CheckpointRef, holders: set[PeerId]) -> set[PeerId]:
-        """Hand a checkpoint to as many peers as it lacks; returns those that hold it now."""
+        """Send a checkpoint to further peers until there are enough copies; returns the peers that accepted it."""
         found, uid = set[PeerId](), pointer.expert.uid
         lacking = self._section.copies - len(holders)
         for peer in self._candidates(pointer):
@@ -353,6 +353,6 @@ class ExpertCheckpoints:
 
 
 def place_of(addrs: Sequence[str]) -> str:
-    """A peer's location as it announces it: its first address without a relay, without the port."""
+    """A peer's network location as it announces it: its first address without a relay, without the port."""
     direct = [addr.split("/") for addr in addrs if "p2p-circuit" not in addr]
     return "/".join(direct[0][1:3]) if direct else ""

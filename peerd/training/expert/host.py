@@ -55,7 +55,7 @@ class StoredModel(ExpertModel, Protocol):
         ...
 
     def snapshot(self) -> bytes:
-        """Weights, moments and version."""
+        """Return weights, optimizer moments and version as bytes."""
         ...
 
     def load(self, data: bytes | bytearray) -> None:
@@ -64,7 +64,7 @@ class StoredModel(ExpertModel, Protocol):
 
 
 class HostClaim(Protocol):
-    """A claim as read from the directory."""
+    """A host's claim to own an expert, as read from the directory."""
 
     @property
     def host(self) -> PeerId: ...
@@ -96,7 +96,7 @@ class ClaimDirectory(Protocol):
         ...
 
     async def withdraw(self) -> None:
-        """Withdraw all our records."""
+        """Withdraw all our records from the directory."""
         ...
 
 
@@ -116,7 +116,7 @@ class Keeper(Protocol):
         ...
 
     async def state(self, uid: Uid) -> bytes:
-        """The checkpoint of one of these. Raises ValueError if it is damaged."""
+        """The checkpoint of an expert that `recall` returned. Raises ValueError if it is damaged."""
         ...
 
     async def orphans(self, uids: Collection[Uid]) -> Collection[Uid]:
@@ -124,7 +124,7 @@ class Keeper(Protocol):
         ...
 
     def taking(self) -> Collection[Uid]:
-        """Experts that it is about to adopt here; their capacity is reserved."""
+        """Experts that it is about to adopt here; the host reserves capacity for them."""
         ...
 
     async def run(self, host: ExpertHost) -> None:
@@ -152,7 +152,7 @@ class Hosted:
 
 @dataclass(slots=True)
 class HostTally:
-    """Counters since the start."""
+    """Counters and rates of one host since its start."""
 
     adopted: int = 0  # experts with a generation above 0, or from a checkpoint
     updates_per_s: float = 0.0  # in the last announcement period
@@ -222,7 +222,7 @@ class ExpertHost:
             await self._measure()
 
     async def leave(self) -> None:
-        """Hand over the experts that others accept, withdraw the rest, and save what of it is not saved.
+        """Hand over the experts that others accept, withdraw the rest, and save experts without a current checkpoint.
 
         Calls in progress are still answered.
         """
@@ -281,7 +281,7 @@ class ExpertHost:
         await trio.lowlevel.checkpoint()
 
     def status(self) -> dict[str, object]:
-        """Plain data for users."""
+        """The host's experts, rates and counters, for `peerd status`."""
         stats = self.server.stats
         return {
             "hosted": len(self.experts),
@@ -341,7 +341,7 @@ class ExpertHost:
         return sum([await self._begin(uid) for uid in chosen if uid not in seen])
 
     async def _begin(self, uid: Uid) -> bool:
-        """Start an expert from its initial weights. Returns False if it, or its room, was taken meanwhile."""
+        """Start an expert from its initial weights. Returns False if it runs here already or no capacity is left."""
         try:
             await self.adopt(uid, 0, None)
         except Refused:

@@ -57,7 +57,7 @@ DECLARED: Final = {
 
 
 class SharingHost(AdoptingHost, Protocol):
-    """This peer's host of experts, as used for sharing."""
+    """What sharing needs from this peer's `ExpertHost`."""
 
     def share(self) -> HostShare:
         """Its experts, free places and speed."""
@@ -73,7 +73,7 @@ class SharingHost(AdoptingHost, Protocol):
 
 
 class ExpertStateSharing:
-    """Sharing of one host's experts; `run` does the work. `state_bytes` is the maximum size of a state in this run."""
+    """Hands experts of one host to others and takes theirs, in `run`. `state_bytes` is the maximum size of a state."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ExpertStateSharing:
             self._rpc.unserve("sharing/2")
 
     def status(self) -> dict[str, object]:
-        """Plain data for users."""
+        """Numbers of experts handed over and taken, for `peerd status`."""
         return {"given": self.given, "received": self.received}
 
     # --- giving -----------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class ExpertStateSharing:
         }
 
     async def _give_some(self) -> None:
-        """Hand experts to the host that lacks most of its share, up to that share."""
+        """Hand experts to the host that is furthest below its share, until it has its share."""
         found = best_taker(self._host.share(), await self._others())
         if found is not None:
             taker, count = found
@@ -177,7 +177,7 @@ class ExpertStateSharing:
         with self._vault.lent(pointer, digests, data):
             generation = await self._taken(body, taker)
         if not await self._is_claimed(uid, taker, generation):
-            raise ProtocolViolation(f"took expert {uid} but does not announce it", taker)
+            raise ProtocolViolation(f"accepted expert {uid} but does not announce it", taker)
         if self._host.experts.get(uid) is hosted:
             await self._host.drop(uid, f"peer {taker.short} owns it in generation {generation}")
             self._vault.directory.lineages.gave(trio.current_time(), uid, generation, taker)
@@ -195,7 +195,7 @@ class ExpertStateSharing:
             raise
         if answer.body.generation != following:
             generation = answer.body.generation
-            raise ProtocolViolation(f"took expert {uid} in generation {generation}, not in the next one", taker)
+            raise ProtocolViolation(f"accepted expert {uid} in generation {generation}, not in the next one", taker)
         return following
 
     async def _is_claimed(self, uid: Uid, peer: PeerId, generation: int) -> bool:
@@ -238,7 +238,7 @@ class ExpertStateSharing:
         if not mine.places:
             return "there is no room for another expert"
         if not body.leaves and not experts_to_give(HostShare(body.hosted, 0, body.sample_s), mine):
-            return f"{mine.hosted} experts here are this host's part already"
+            return f"{mine.hosted} experts here are this host's full share already"
         return None
 
     async def _state(self, uid: Uid, pointer: CheckpointRef, peer: PeerId) -> bytes | bytearray:

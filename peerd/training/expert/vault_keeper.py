@@ -36,10 +36,9 @@ class VaultKeeper:
         self.sharing = ExpertStateSharing(ctx, self.vault, host, self.checkpoints, state_bytes)
 
     async def recall(self) -> Mapping[Uid, OwnExpert]:
-        """This host's own experts, except those of which others hold a newer checkpoint; these are adopted in the usual
-        order.
+        """This host's own experts, except those of which others hold a newer checkpoint, which any host may adopt.
 
-        Considers only what can be read from the directory.
+        Considers only newer checkpoints that can be read from the directory.
         """
         try:
             await self.vault.open()
@@ -93,7 +92,7 @@ class VaultKeeper:
         await self.checkpoints.leave()
 
     def status(self) -> dict[str, object]:
-        """Plain data for users."""
+        """Status of checkpoints, adoption and sharing, for `peerd status`."""
         parts = (self.checkpoints.status(), self.adoption.status(), self.sharing.status())
         return {key: value for part in parts for key, value in part.items()} | {"held": len(self.vault.held)}
 

@@ -18,9 +18,9 @@ from typing import Final
 
 import trio
 
-from peerd.compute.experts.era import TooOld
-from peerd.compute.experts.flight import TrunkMicrobatch
+from peerd.compute.experts.earlier_parameters import TooOld
 from peerd.compute.experts.landing_queue import GradientQueue
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.model.microbatch_books import Stale
 from peerd.core.experts.expert_network import ExpertNetwork
 from peerd.core.frame import TensorFrame
@@ -40,7 +40,7 @@ _NOTHING: Final = TensorFrame("uint8", (0,), b"")
 
 @dataclass(frozen=True, slots=True)
 class FlightPlan:
-    """Callbacks from the trainer to its flights."""
+    """Callbacks of the trainer that its flights call."""
 
     take: Callable[[], Awaitable[Microbatch]]  # returns the next samples
     goes_on: Callable[[], bool]  # True while further flights may begin
@@ -149,7 +149,7 @@ class AsynchronousFlights(ExpertFlights):
         return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
     async def _lands(self, step: int, mb: Mb, load: Microbatch) -> bool:
-        """Add the gradients that have waited longest to the sum of `step`. Returns False if none wait."""
+        """Do the work of `train`. Returns False if no gradients wait."""
         while self._queue is not None or self._not_finite:
             await self._step_is_open(step)
             if self._not_finite:
@@ -180,7 +180,7 @@ class AsynchronousFlights(ExpertFlights):
         return {"in_flight": self.counts.away}
 
     def samples_since(self, counted: int) -> int:
-        """Samples of flights that came back since the last call."""
+        """Samples of flights that came back since the last call; `counted` is not needed."""
         return self.counts.samples_since()
 
     @property

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from peerd.compute.codec.frames import from_frame
 from peerd.compute.codec.layout import NotFinite
-from peerd.compute.experts.era import TooOld
-from peerd.compute.experts.flight import Scores, TrunkMicrobatch
+from peerd.compute.experts.earlier_parameters import TooOld
+from peerd.compute.experts.trunk_microbatch import Scores, TrunkMicrobatch
 from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, RemoteError
@@ -170,8 +170,9 @@ class ExpertFlights:
             self.retries += 1
 
     async def _step_is_open(self, step: int | None) -> None:
-        """Wait until the trunk accepts microbatches of `step`; our own step may precede or follow the conductor's
-        answer.
+        """Wait until the trunk accepts microbatches of `step`.
+
+        The conductor's answer, which assigns `step`, may arrive before or after our trunk reaches that step.
         """
         while step is not None and not 0 <= step - self._post.step <= int(self._run.optimizer.delayed):
             await self._post.state.stepped.wait()
@@ -208,7 +209,7 @@ class ExpertFlights:
         return post
 
     def update(self, members: Iterable[MemberInfo]) -> None:
-        """Record whether our own trunk, one of these members, is at the swarm's position."""
+        """Record from the member list whether our own trunk is at the swarm's position."""
         own = self._ctx.host.id.text
         self._ready = any(member.ready and member.peer == own for member in members)
 
@@ -234,12 +235,10 @@ class ExpertFlights:
         return flights_at_once(self._run, self._trunk_bytes)
 
     def offer(self, waiting: list[Microbatch], opened: int) -> None:
-        """Append to the loads that wait for a number. Does nothing here: these loads are samples, which the trainer
-        adds.
-        """
+        """Does nothing: here the loads are samples, which the trainer itself appends to `waiting`."""
 
     def under_way(self) -> dict[str, int]:
-        """Counts that replace those of the ledger, if the ledger does not contain the flights. Empty here."""
+        """Microbatch counts for status that replace the ledger's; empty here, since the ledger contains all flights."""
         return {}
 
     def samples_since(self, counted: int) -> int:

@@ -77,7 +77,7 @@ class FlightCounts:
 
     @contextmanager
     def one_away(self) -> Iterator[None]:
-        """The scope of a flight."""
+        """Context manager that counts a flight as under way until the block ends."""
         self.away += 1
         try:
             yield
@@ -111,7 +111,7 @@ class FlightCounts:
         return samples
 
     def told(self) -> dict[str, object]:
-        """Plain data, for status."""
+        """The counters as plain data, for `peerd status`."""
         return {
             "in_flight": self.away,
             "came_back": self.came_back,

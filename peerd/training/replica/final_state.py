@@ -27,7 +27,7 @@ _LOOK_S: Final = 1.0
 
 
 class FinalState:
-    """The final state of one replica. `waits_for` is what it waits for, as text."""
+    """Waits until the final state of one replica is safe. `waits_for` is what it waits for, as text."""
 
     def __init__(self, ctx: RoleContext, services: RunServices, replica: StageMember) -> None:
         self._ctx, self._services, self._replica = ctx, services, replica

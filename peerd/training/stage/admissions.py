@@ -23,7 +23,7 @@ _AGAIN_S = 0.3  # usually enough for a peer that follows the wrong conductor to 
 
 
 class Admissions:
-    """The admissions of one stage peer. `conductor` returns the conductor that it follows now.
+    """Grant checks of one stage peer. `conductor` returns the conductor that it follows now.
 
     `evaluated_every` is the number of steps between evaluations; 0 if the run has none.
     """

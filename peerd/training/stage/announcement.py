@@ -25,7 +25,7 @@ async def announce_now_and_then(
         try:
             await services.directory.announce(progress())
             told.set()
-            await services.publish_settings()
+            await services.settings.publish()
         except RemoteError as error:
             ctx.log.event("dht.announce_failed", level="warning", reason=str(error))
         with trio.move_on_after(pause_s(services.following.step_in_s, _ANNOUNCE_S, _ANNOUNCE_RARELY_S)):

@@ -183,8 +183,8 @@ class AveragingRounds:
         self._vector_is = first, outline.dtype, further  # the conductor derives a round's time limit from it
 
     def line(self) -> LineInfo:
-        """Our line rates and the size of our vector, by which the conductor divides rounds."""
-        return own_line(self._services.carries(), "node", *self._vector_is)
+        """Our link rates and the size of our vector, by which the conductor divides rounds."""
+        return own_line(self._services.line_speeds(), "node", *self._vector_is)
 
     def plan(self, order: Prepare, sender: PeerId) -> AveragingPlan:
         """The plan of the round that `sender` orders. Raises ProtocolViolation if the order is inconsistent."""

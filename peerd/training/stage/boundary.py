@@ -30,7 +30,7 @@ _DECODED_CALLS: Final = 4  # enough to keep the device busy
 
 
 class DecodedRoom:
-    """`places` for calls with decoded tensors, assigned in the order of `FairTurns`; at most one to an evaluation."""
+    """Lets at most `places` calls have decoded tensors, in the order of `FairTurns`; at most one is an evaluation."""
 
     def __init__(self, places: int) -> None:
         self._free = places
@@ -81,7 +81,7 @@ class DecodedRoom:
 
 
 class Boundary:
-    """The boundary of one post. Start `run` before using it."""
+    """Encodes and decodes the tensors of one post. Start `run` before using it."""
 
     def __init__(self, ctx: RoleContext, run: RunFile) -> None:
         self._ctx = ctx
@@ -127,7 +127,7 @@ class Boundary:
             raise ProtocolViolation(str(error), peer) from None
 
     async def encode(self, outcome: StageOutcome, name: str, line_bytes_per_s: float = 0.0) -> tuple[TensorFrame, ...]:
-        """Encode an outcome's tensor, if it has one, for the slowest line that it has to pass; returns its frames.
+        """Encode an outcome's tensor, if it has one, for the slowest link on its route; returns its frames.
 
         The frame is stored in the outcome, so that a repeated call does not encode it again.
         """

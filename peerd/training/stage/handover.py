@@ -51,7 +51,7 @@ _FULL_S: Final = 0.08  # retry delay for callers while there is no room
 
 
 class HandOverPlace(Protocol):
-    """The post, as its `HandOver` uses it."""
+    """What `HandOver` needs from its post."""
 
     stage: int
     admissions: Admissions
@@ -64,7 +64,7 @@ class HandOverPlace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Above:
-    """The hops of the stages after this one, from an earlier attempt."""
+    """Results of the stages after this one, kept from an earlier attempt: their hops and the loss."""
 
     hops: Sequence[Hop]
     loss_sum: float
@@ -81,7 +81,7 @@ class _UnderWay:
 
 
 class HandOver:
-    """The hand-over of one post.
+    """Hands microbatches of one post over to the next stage.
 
     `room_bytes` limits the tensors that are kept or in flight; microbatches beyond it are refused. `room_for` computes
     that limit from the bytes kept now.
@@ -100,7 +100,7 @@ class HandOver:
         self._takes_inbound: Callable[[], bool] = lambda: ctx.host.takes_inbound
         self.next: NextStage | None = None
         if not self._is_last:
-            self.next = NextStage(self._run, place.stage, ctx.rpc, ctx.clock, services, services.way)
+            self.next = NextStage(self._run, place.stage, ctx.rpc, ctx.clock, services.links, services.links.way)
         self._before = frozenset({self._own.text})
         self._under_way: dict[tuple[int, Mb], _UnderWay] = {}
         self._above = BoundedDict[tuple[int, Mb], _Above](MICROBATCHES)
@@ -292,7 +292,7 @@ class HandOver:
         return self._answer(call, passed, made.frames if ticket.is_done_at(self._place.stage - 1) else ())
 
     async def _output(self, call: Incoming[PassRequest], mine: _UnderWay, x: TensorFrame) -> StageResult:
-        """Compute the output, and keep its graph for the backward pass while that takes no room from other
+        """Compute the output, and keep its graph for the backward pass while that leaves enough memory for other
         microbatches.
         """
         assert self.next is not None
@@ -360,7 +360,7 @@ class HandOver:
 
     @asynccontextmanager
     async def _attempt(self, call: Incoming[PassRequest], mb: Mb) -> AsyncIterator[_UnderWay]:
-        """The scope of an attempt, which a later attempt of the same microbatch cancels.
+        """Context manager around an attempt, which a later attempt of the same microbatch cancels.
 
         A second call with the same attempt waits for the first one to end and then uses its result. So a peer that has
         seen a ticket cannot cancel the work of the peer that sent it first.

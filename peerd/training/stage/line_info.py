@@ -1,4 +1,4 @@
-"""The line information that a peer declares to the conductor, and a sentence for users whose line is too slow."""
+"""The network rates that a peer declares to the conductor, and a sentence for users whose connection is too slow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final, Literal
 from peerd.core.messages.contributions import Rest
 from peerd.core.messages.swarm import LineInfo
 from peerd.core.run.runfile import BYTES_PER_MBIT
-from peerd.service.run_services import LineSpeeds
+from peerd.service.network.line_speeds import LineSpeeds
 
 _NOTHING_BYTES_PER_S: Final = 1.0  # 0 would mean unknown
 
@@ -15,8 +15,7 @@ _NOTHING_BYTES_PER_S: Final = 1.0  # 0 would mean unknown
 def own_line(
     carries: LineSpeeds, mode: Literal["node", "aux"], elements: int = 0, dtype: str = "", further: int = 0
 ) -> LineInfo:
-    """The line's rates: its limits, or else the measured rates. `elements` and `dtype` describe the vector for
-    averaging.
+    """The rates of this peer's connection: its limits, else measured rates. `elements`, `dtype`: the vector to average.
 
     A peer that can only dial does not sum for others: a member becomes a client, and a helper gets no share in any
     round.
@@ -37,14 +36,14 @@ def own_line(
 
 
 def rest_text(rest: Rest, carries: LineSpeeds) -> str:
-    """One sentence for the user: why this peer contributes no gradients, and which line rate would change that."""
+    """One sentence for the user: why this peer contributes no gradients, and which network rate would change that."""
     told = f"this peer rests: a step takes {_seconds(rest.without_s)} without its gradients"
     told += f", and would take {_seconds(rest.with_s)} with them"
     if not rest.needed_bytes_per_s:
         return f"{told}; its device computes too slowly to make up for that"
     known = [rate for rate in (carries.up_bytes_per_s, carries.down_bytes_per_s) if rate]
     now = f" (it carries {_mbit(min(known))})" if known else ""
-    return f"{told}; it would contribute with a line of {_mbit(rest.needed_bytes_per_s)}{now}"
+    return f"{told}; it would contribute with a connection of {_mbit(rest.needed_bytes_per_s)}{now}"
 
 
 def _seconds(seconds: float) -> str:

@@ -1,9 +1,9 @@
-"""A peer's posts in a run: chooses its stages, enters and leaves them, and counts their contributions. Not a role
-itself.
+"""A peer's posts (stages that it serves) in a run: chooses, enters and leaves them, and counts their contributions.
 
-Role `stage` runs one. Role `trainer` runs one if the model has a single stage: a replica of its own. With
-`ExternalModel` it serves a user's model, and only the user computes its gradients. If the run file sets the stages
-(`limits.stage`), the peer stays there; else it chooses the stage that needs a peer most, and may move later (`moving`).
+Not a role itself. Role `stage` runs one. Role `trainer` runs one if the model has a single stage: a replica of its own.
+With `ExternalModel` it serves a user's model, and only the user computes its gradients. If the run file sets the stages
+(`limits.stage`), the peer stays there; else it chooses the stage that needs a peer most, and may move later
+(`stage_move`).
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class StageMember:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve stages until cancelled."""
-        await self._services.compare_settings()
+        await self._services.settings.compare()
         async with trio.open_nursery() as nursery:
             if self._run.pipeline.stages > 1:
                 nursery.start_soon(self._placing.answer, self._serving)
             stages = self._run.limits.stages or [await self.choose()]
             self._nursery = nursery
-            nursery.start_soon(self._services.keep_comparing)
+            nursery.start_soon(self._services.settings.keep_comparing)
             for stage in stages:
                 await self.enter(stage)
             nursery.start_soon(self._tally.run)

@@ -301,7 +301,7 @@ class Post:
 
     @property
     def _stands_still(self) -> bool:
-        """True while no step can end, because a stage has no peer."""
+        """True while no step can be completed, because a stage has no peer."""
         staffed = {m.stage for m in self.members if m.since}
         return not staffed.issuperset(range(self._run.pipeline.stages))
 
@@ -349,7 +349,7 @@ class Post:
     # --- conductor --------------------------------------------------------------------------------------------
 
     def report(self, whole: bool) -> PostReport:
-        """As `session.ReportingPost.report`."""
+        """Our report to the conductor, as `session.ReportingPost.report`."""
         orders, model, seen = self.orders, self.state.model, self._services.proofs.evidence.seen
         return PostReport(
             line=self._rounds.line(),
@@ -365,7 +365,7 @@ class Post:
         return PostLoad(min(load.rate, 1e9), load.busy, min(load.queue, MICROBATCHES), self.moves_to is not None)
 
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
-        """As `session.ReportingPost.heard`."""
+        """Process the conductor's answer, as `session.ReportingPost.heard`."""
         self.admissions.follow(self._following.conductor)
         self.handover.note_members(self.members)
         self._rounds.call_off_unless_of(self._following.conductor)
@@ -390,7 +390,7 @@ class Post:
             self._ctx.log.event("stage.contributes", stage=self.stage)
 
     def _rest_text(self) -> str | None:
-        return rest_text(self._rest, self._services.carries()) if self._rest is not None else None
+        return rest_text(self._rest, self._services.line_speeds()) if self._rest is not None else None
 
     # --- status -----------------------------------------------------------------------------------------------
 

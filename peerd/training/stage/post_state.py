@@ -69,7 +69,7 @@ class PostState:
 
     @property
     def model(self) -> Model:
-        """The model, after `build`."""
+        """The model. Call `build` first."""
         assert self._served is not None
         return self._served
 
@@ -241,7 +241,7 @@ class PostState:
         return True
 
     async def take_over(self, before: Position, position: Position, state: dict[str, Tensor]) -> None:
-        """Replace the parameters at `before` by others' state at `position`. Raises ValueError if it does not fit."""
+        """Replace the parameters, now at `before`, by others' state at `position`. ValueError if it does not fit."""
         await self._catch_up(before, position, lambda: self.model.load(state), "load the downloaded state")
 
     async def step_on(self, before: Position, leap: StepTotal) -> None:

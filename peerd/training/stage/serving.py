@@ -58,7 +58,7 @@ class StageResult:
 
 
 class StagePlace(Protocol):
-    """The post, as its `ServingCalls` uses it."""
+    """What `ServingCalls` needs from its post."""
 
     stage: int
     admissions: Admissions
@@ -189,7 +189,7 @@ class ServingCalls:
 
     @asynccontextmanager
     async def _present(self, trainer: str, step: int | None, *, backward: bool = False) -> AsyncIterator[None]:
-        """Occupy a place among the calls with decoded tensors. Waiting calls count as this peer's load.
+        """Context manager that limits the calls with decoded tensors: waits for a place. Waiting calls count as load.
 
         `step` None is an evaluation. Raises Overloaded if the call's tensors do not fit into memory now.
         """

@@ -25,7 +25,7 @@ _ANSWER_S: Final = 8.0  # for the answer, in addition to that wait
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """The parts of a report that are sent only when they changed. `early` is held for the step after this one."""
+    """The parts of a report that are sent only when they changed. `early`: microbatches held for the next step."""
 
     held: list[Mb]
     counted: list[Mb]
@@ -48,7 +48,7 @@ class PostReport:
 
 
 class ReportingPost(Protocol):
-    """The post, as its session uses it."""
+    """What a session needs from its post."""
 
     def report(self, whole: bool) -> PostReport:
         """The current state; `holdings` is set only in a `whole` report of a member."""

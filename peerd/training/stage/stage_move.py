@@ -35,7 +35,7 @@ _LAST_STEP_S: Final = 120.0  # for the current step to end, once the new post se
 
 
 class Movable(Protocol):
-    """The member that moves, as `StageMove` uses it."""
+    """What `StageMove` needs from the member that moves."""
 
     @property
     def posts(self) -> list[Post]: ...
@@ -68,7 +68,7 @@ class _Order:
 
 
 class StageMove:
-    """The moves of one member, one at a time."""
+    """Moves one member from stage to stage, one move at a time."""
 
     def __init__(self, ctx: RoleContext, services: RunServices, placing: StageFinder, member: Movable) -> None:
         assert ctx.run is not None

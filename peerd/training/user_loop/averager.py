@@ -56,7 +56,7 @@ class UserPart:
 
 
 class AveragerRole:
-    """The role of one user's loop. `role_for` makes a subclass for each user."""
+    """Role that contributes the gradients of a user's own loop; `role_for` makes a subclass for each user."""
 
     name: ClassVar[str] = "library"
     acts_as: ClassVar[str] = "trainer"  # in a run with tokens
@@ -145,7 +145,7 @@ class AveragerRole:
         """Compare settings until the first step: peers that start together may not have published theirs yet."""
         while not self._begun:
             await trio.sleep(_SETTINGS_S)
-            await self._services.compare_settings()
+            await self._services.settings.compare()
 
     def _came_in(self) -> None:
         if not self._contributor.books.open():
@@ -246,7 +246,7 @@ class AveragerRole:
 
 
 def role_for(user: UserPart) -> type[AveragerRole]:
-    """A role class bound to this user."""
+    """Make the role class of this user."""
 
     class Bound(AveragerRole):
         part = user

@@ -25,7 +25,7 @@ class CallerPart:
 
 
 class ExpertCallsRole:
-    """The role of one user's loop. `calls_role_for` makes a subclass for each user."""
+    """Role that makes expert calls for a user's own loop; `calls_role_for` makes a subclass for each user."""
 
     name: ClassVar[str] = "library"
     acts_as: ClassVar[str] = "trainer"  # in a run with tokens: the role that may call experts
@@ -39,7 +39,7 @@ class ExpertCallsRole:
         self.part.role = self
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        await self._services.compare_settings()
+        await self._services.settings.compare()
         calls = BlockingExperts(self._client)
         try:
             async with trio.open_nursery() as nursery:
@@ -51,14 +51,14 @@ class ExpertCallsRole:
             calls.close()
 
     async def leave(self) -> None:
-        """Does nothing: each update was either made or not when its call was answered."""
+        """Does nothing: there is no unfinished work, since each update is complete once its call was answered."""
 
     def status(self) -> dict[str, Any]:
         return {"experts": self._client.status(), "waits_for": None}
 
 
 def calls_role_for(user: CallerPart) -> type[ExpertCallsRole]:
-    """A role class bound to this user."""
+    """Make the role class of this user."""
 
     class Bound(ExpertCallsRole):
         part = user

@@ -81,11 +81,11 @@ class GradientHandoff:
         self._bridge.wait()
 
     def come_to_stay(self) -> None:
-        """Stay inside for good: the user computes nothing more."""
+        """Keep the user's thread inside from now on: the user computes nothing more."""
         self._bridge.send(self._stay)
 
     def end(self, failure: BaseException) -> None:
-        """Call it when the loop has ended: the current wait, or the next one, raises `failure`."""
+        """Report that the loop has ended: the user's current wait, or the next one, raises `failure`."""
         self._bridge.fail(failure)
 
     # --- the loop -----------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class GradientHandoff:
 
     @asynccontextmanager
     async def changing(self, patient: bool) -> AsyncIterator[None]:
-        """The scope of a change of the user's parameters. Raises Refused if the user does not come inside in time."""
+        """Context manager around a change of the user's parameters. Refused if the user's thread stays outside."""
         with trio.move_on_after(float("inf") if patient else self._patience_s) as limit:
             while self._changing or not self._inside:
                 await self._moved.wait()

@@ -154,7 +154,7 @@ def test_who_wants_packing_always_or_never_gets_it() -> None:
 def test_the_reason_is_a_sentence() -> None:
     assert choose(BoundarySection(code="auto"), 12.5e6, NORMAL, "float32", 1 << 20) == (
         CodingPlan("int8", 64, True),
-        "a link of 12.5 MB/s takes 8 bits; int8 would have an error of 0.58 %, dynamic8 of 0.94 %; "
+        "8 bits per value on a link of 12.5 MB/s; int8 would have an error of 0.58 %, dynamic8 of 0.94 %; "
         "packed, which pays below 25.6 MB/s",
     )
     assert choose(BoundarySection(code="bf16"), None, None, "float32")[1] == (

@@ -213,6 +213,6 @@ def test_a_redirect_never_leads_to_something_weaker(origin: str, target: str, al
         assert followed is not None
         assert followed.full_url == target
     else:
-        with pytest.raises(ConfigError, match=f"{origin}: the server points to {target}; allowed: https"):
+        with pytest.raises(ConfigError, match=f"{origin}: redirects to {target}; allowed: https"):
             _Redirects().redirect_request(request, body, 302, "Found", Message(), target)
     assert body.closed

@@ -171,7 +171,7 @@ def test_a_damaged_file_in_the_cache_is_fetched_again(web: WebServer, cache: Rem
 
 
 def test_a_file_larger_than_the_cache_is_a_config_error(web: WebServer, cache: RemoteFileCache) -> None:
-    with pytest.raises(ConfigError, match=r"^data.path: .*/000.txt has 500 bytes, the cache .*/cache 499"):
+    with pytest.raises(ConfigError, match=r"^data.path: .*/000.txt has 500 bytes; the cache .*/cache may hold 499"):
         read_first(web, RemoteFileCache(cache.folder, 499))
 
 
@@ -188,7 +188,7 @@ def test_abandoned_halves_are_cleared_away_and_fresh_ones_are_not(web: WebServer
 
 def test_a_failed_fetch_leaves_nothing_behind(web: WebServer, cache: RemoteFileCache) -> None:
     web.faults[FIRST].append("403")
-    with pytest.raises(ConfigError, match=r"/000.txt: the server says 403 Forbidden"):
+    with pytest.raises(ConfigError, match=r"/000.txt: the server answered 403 Forbidden"):
         read_first(web, cache)
     assert not list(cache.folder.iterdir())
 
@@ -271,7 +271,7 @@ def test_nobody_there_is_unavailable(cache: RemoteFileCache, web: WebServer) -> 
 
 
 def test_a_missing_index_is_a_config_error_at_once(web: WebServer, cache: RemoteFileCache, waits: Waits) -> None:
-    with pytest.raises(ConfigError, match=r"^data.path: http://.*/sub/index.json: the server says 404 Not Found"):
+    with pytest.raises(ConfigError, match=r"^data.path: http://.*/sub/index.json: the server answered 404 Not Found"):
         stream(web.url("sub"), cache)
     assert not waits.seconds
 
@@ -320,7 +320,7 @@ def test_a_redirect_is_followed_but_not_for_ever(web: WebServer, cache: RemoteFi
     (web.folder / "moved.json").write_bytes((web.folder / INDEX_NAME).read_bytes())
     assert read_first(web, cache) == b"A" * 500
     web.faults[INDEX_NAME].extend([f"to {web.url(INDEX_NAME)}"] * 50)
-    with pytest.raises(ConfigError, match=r"index.json: the server says 302"):
+    with pytest.raises(ConfigError, match=r"index.json: the server answered 302"):
         read_first(web, cache)
 
 

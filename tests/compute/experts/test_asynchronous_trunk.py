@@ -11,9 +11,9 @@ import torch
 import trio
 
 from peerd.compute.experts import trunk as trunk_file
-from peerd.compute.experts.era import TooOld
-from peerd.compute.experts.flight import TrunkMicrobatch
+from peerd.compute.experts.earlier_parameters import TooOld
 from peerd.compute.experts.landing_queue import GradientQueue
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model import footprint
 from peerd.compute.model.microbatch_books import Stale

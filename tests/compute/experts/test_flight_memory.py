@@ -10,8 +10,8 @@ import pytest
 import trio
 from torch import Tensor
 
-from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.landing_queue import GradientQueue
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.footprint import footprint, lacking
 from peerd.core.experts.expert_network import ExpertCall, ExpertReply

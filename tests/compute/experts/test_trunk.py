@@ -13,8 +13,8 @@ from torch import Tensor
 
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.experts.expert_mixture import imbalance
-from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.trunk import TrunkModule
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.microbatch_books import Stale
 from peerd.core.errors import ConfigError, TooFewExperts

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peerd.commands.export import saved_experts
-from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.trunk import TrunkModule
+from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.export.experts import ExportedExperts, fault_of
 from peerd.compute.export.export import Exported, ExportRequest, export
 from peerd.compute.export.folder import CONFIG, read_config
@@ -169,7 +169,7 @@ def test_experts_of_another_run_or_block_are_left_out(tmp_path: Path) -> None:
     for pointer in (wrong, foreign):
         disk.write(pointer, digests_of(stranger), stranger)
     (note,) = swarm.exported().notes
-    assert note.endswith("is of another block than the run's")
+    assert note.endswith("has another block than the run")
 
 
 GOOD = ExportedExperts(first=2, block="ffn", hidden=12, grid=[2, 3], top_k=3, missing=["1.0.1"])

@@ -132,7 +132,7 @@ def test_one_of_several_runs_is_chosen_by_its_name(tmp_path: Path) -> None:
     save_all(tmp_path / "all" / "y", other, [7])
     assert "contains checkpoints of 2 runs: other, out; add --run NAME" in refusal(tmp_path / "all")
     assert exported(tmp_path / "all", run_name="other").config.step == 7
-    assert "no checkpoint of run 'third', but of other, out" in refusal(tmp_path / "all", run_name="third")
+    assert "no checkpoint of run 'third', only of other, out" in refusal(tmp_path / "all", run_name="third")
 
 
 def test_two_runs_of_one_name_are_told_apart_by_their_run_file(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_two_runs_of_one_name_are_told_apart_by_their_run_file(tmp_path: Path) -
     assert "run out with 2 different settings; add --model FILE" in refusal(tmp_path / "all")
     assert exported(tmp_path / "all", settings=theirs).config.step == 7
     third = msgspec.structs.replace(mine, seed=10)
-    assert "no checkpoint with the run file's settings, but of out" in refusal(tmp_path / "all", settings=third)
+    assert "no checkpoint with the run file's settings, only of out" in refusal(tmp_path / "all", settings=third)
 
 
 def test_checkpoints_without_settings_need_the_run_file(tmp_path: Path) -> None:

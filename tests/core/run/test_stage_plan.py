@@ -67,11 +67,11 @@ def test_a_run_without_a_plan_keeps_its_fingerprint_and_another_plan_is_another_
     [
         (
             "stages: [[near], [far]]",
-            "stages: 'near' (and 1 more) is no peer; allowed: a peer id, or a name with its peer id in",
+            "stages: 'near' (and 1 more) is not a peer; allowed: a peer id, or a name with its peer id in",
         ),
         (f"stages: [[{A}]]", "has 1 stages; allowed: 2, as pipeline.stages says"),
         (f"stages: [[{A}], [{A}]]", "twice; allowed: each peer in one stage"),
-        (f"stages: [[{A}], [{B}]]\nfollows: [[[{B}, {A}]]]", "is no pair of a peer of stage 0 and one of stage 1"),
+        (f"stages: [[{A}], [{B}]]\nfollows: [[[{B}, {A}]]]", "is not a pair of a peer of stage 0 and one of stage 1"),
         (f"stages: [[{A}], [{B}]]\nfollows: []\nfollow: []", "follow is not a known key; did you mean follows?"),
         (
             f"stages: [[{A}], [{B}]]\nfollows: [[], []]",
@@ -110,9 +110,9 @@ def test_a_hostile_plan_is_refused_by_its_size_and_its_places() -> None:
     many = [peer(number) for number in range(PLAN_BYTES // 50)]
     for plan, words in (
         (PlanSection(stages=[many[:-1], many[-1:]]), "bytes; allowed: up to"),
-        (PlanSection(stages=[[A], [B]], follows=[[[0, 1]]]), "has a pair that is no place"),
-        (PlanSection(stages=[[A], [B]], follows=[[[-1, 0]]]), "has a pair that is no place"),
-        (PlanSection(stages=[[A], [B]], follows=[[[0]]]), "has a pair that is no place"),
+        (PlanSection(stages=[[A], [B]], follows=[[[0, 1]]]), "is not an index into that stage"),
+        (PlanSection(stages=[[A], [B]], follows=[[[-1, 0]]]), "is not an index into that stage"),
+        (PlanSection(stages=[[A], [B]], follows=[[[0]]]), "is not an index into that stage"),
         (PlanSection(stages=[[A], ["../etc"]]), "stage 1 has '../etc'; allowed: peer ids"),
     ):
         ((key, message),) = check(RunFile(run="r", pipeline=pipeline, plan=plan))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.admission import Admission
-from peerd.machine.batch.ledger import Counted, Ledger
+from peerd.machine.batch.batch_ledger import BatchLedger, Counted
 
 
-def fill(admission: Admission, ledger: Ledger, now: float) -> list[Mb]:
+def fill(admission: Admission, ledger: BatchLedger, now: float) -> list[Mb]:
     taken = []
     for mb in admission.wishes(now, ledger, Counted()):
         ledger.admit(mb, now)
@@ -35,7 +35,7 @@ def run_steps(
     now = 0.0
     for step in range(steps):
         open_ |= {name: [] for name in seconds if (joins or {}).get(name, 0) == step}
-        ledger, begun_at, busy = Ledger(1, batch), now, dict.fromkeys(open_, False)
+        ledger, begun_at, busy = BatchLedger(1, batch), now, dict.fromkeys(open_, False)
         admitted: dict[str, list[tuple[Mb, float]]] = {name: [] for name in open_}
         due: list[tuple[float, str, Mb, float]] = []
         done = 0
@@ -66,14 +66,14 @@ def run_steps(
 
 
 def test_in_a_pipeline_trainers_take_turns() -> None:
-    admission, ledger = Admission(own_pace=False), Ledger(2, 5)
+    admission, ledger = Admission(own_pace=False), BatchLedger(2, 5)
     admission.report("b", (10, 11, 12))
     admission.report("a", (1, 2))
     assert fill(admission, ledger, 0.0) == [Mb("a", 1), Mb("b", 10), Mb("a", 2), Mb("b", 11), Mb("b", 12)]
 
 
 def test_trainers_whose_gradients_are_summed_work_on_where_others_may_have_nothing() -> None:
-    admission, ledger = Admission(own_pace=True), Ledger(1, 4)
+    admission, ledger = Admission(own_pace=True), BatchLedger(1, 4)
     for name in ("a", "b"):
         admission.report(name, (1, 2))
     ledger.admit(Mb("a", 1), 0.0)
@@ -107,7 +107,7 @@ def test_the_rest_of_a_batch_is_not_left_to_a_quick_newcomer_that_gets_no_more_o
 @pytest.mark.parametrize("why", ["wishes for nothing", "sits out"])
 @pytest.mark.parametrize("own_pace", [False, True])
 def test_newcomers_get_a_whole_batch_when_those_who_have_helped_do_nothing(why: str, own_pace: bool) -> None:
-    admission, ledger, done, now = Admission(own_pace), Ledger(1, 8), list[float](), 0.0
+    admission, ledger, done, now = Admission(own_pace), BatchLedger(1, 8), list[float](), 0.0
     admission.report("old", (1,))
     admission.step_made({"old"})
     if why == "sits out":
@@ -143,7 +143,7 @@ def test_every_batch_is_filled_when_newcomers_of_any_speed_join(
 
 @pytest.mark.parametrize("own_pace", [False, True])
 def test_a_trainer_that_is_gone_is_not_waited_for(own_pace: bool) -> None:
-    admission, ledger = Admission(own_pace), Ledger(1, 4)
+    admission, ledger = Admission(own_pace), BatchLedger(1, 4)
     admission.report("a", (1, 2))
     admission.report("b", (5, 6))
     fill(admission, ledger, 0.0)
@@ -163,18 +163,18 @@ def test_a_slow_trainer_is_given_less_only_while_there_are_others_to_do_the_rest
     admission.report("slow", wishes)
     admission.finished(90.0, "slow", 0.0)
     admission.strike(300.0, "slow", under_way=6)
-    assert len(fill(admission, Ledger(1, 8), 300.0)) == 8
+    assert len(fill(admission, BatchLedger(1, 8), 300.0)) == 8
     admission.report("slow", wishes)
     admission.report("other", wishes)
-    given = [mb.trainer for mb in fill(admission, Ledger(1, 8), 300.0)]
+    given = [mb.trainer for mb in fill(admission, BatchLedger(1, 8), 300.0)]
     assert (given.count("slow"), given.count("other")) == (3, 5)
     admission.gone("other")
     admission.wish_again()
-    assert len(fill(admission, Ledger(1, 8), 301.0)) == 8
+    assert len(fill(admission, BatchLedger(1, 8), 301.0)) == 8
 
 
 def test_what_the_last_batches_counted_is_not_admitted_again() -> None:
-    admission, ledger, counted = Admission(own_pace=False), Ledger(1, 4), Counted()
+    admission, ledger, counted = Admission(own_pace=False), BatchLedger(1, 4), Counted()
     admission.report("a", (1, 2, 3))
     for step in range(5):
         counted.add(step, {"a": [1], "b": [step]} if step == 0 else {"b": [step]})
@@ -182,7 +182,7 @@ def test_what_the_last_batches_counted_is_not_admitted_again() -> None:
 
 
 def test_trainers_get_places_in_turn_each_by_its_own_order_also_after_some_have_theirs() -> None:
-    admission, ledger = Admission(own_pace=False), Ledger(1, 20)
+    admission, ledger = Admission(own_pace=False), BatchLedger(1, 20)
     for name, wishes in (("a", (1, 2, 3, 4)), ("b", (11, 12, 11)), ("c", (21,))):
         admission.report(name, wishes)
     for mb in (Mb("a", 1), Mb("a", 3), Mb("c", 21)):

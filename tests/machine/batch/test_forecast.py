@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from peerd.core.limits import FORESEEABLE_S
 from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.admission import Admission
+from peerd.machine.batch.batch_ledger import BatchLedger, Counted
 from peerd.machine.batch.forecast import TrainerPace, WorkerPace, whole_in_s
-from peerd.machine.batch.ledger import Counted, Ledger
 
 SECONDS = st.floats(0.01, 1000.0)
 WORKERS = st.lists(
@@ -27,7 +27,7 @@ class Swarm:
         self.seconds, self.batch, self.in_flight = seconds, batch, in_flight
         self.admission = Admission(own_pace=True)
         self.now = 0.0
-        self.ledger = Ledger(1, batch)
+        self.ledger = BatchLedger(1, batch)
         self._number = 0
         self._begun: dict[str, list[tuple[float, Mb]]] = {name: [] for name in seconds}
 
@@ -42,7 +42,7 @@ class Swarm:
 
     def step(self) -> list[tuple[float, float | None]]:
         """A whole step: when each microbatch was done, and the forecast just after it."""
-        self.ledger = Ledger(1, self.batch)
+        self.ledger = BatchLedger(1, self.batch)
         for begun in self._begun.values():
             begun.clear()
         told = []
@@ -111,7 +111,7 @@ def test_a_forecast_is_possible_while_trainers_come_and_go(paces: list[float], b
         if rng.random() < 0.3 and len(swarm.seconds) > 1:
             swarm.go(rng.choice(sorted(swarm.seconds)))
         if not any(swarm.ledger.missing) and swarm.ledger.full:
-            swarm.ledger = Ledger(1, batch)
+            swarm.ledger = BatchLedger(1, batch)
         told = swarm.one()
         assert told is None or 0 <= told <= FORESEEABLE_S
     for name in sorted(swarm.seconds)[1:]:
@@ -191,7 +191,7 @@ def test_a_pace_follows_a_trainer_that_has_become_slower() -> None:
 
 
 def test_what_a_lost_peer_held_and_what_a_lost_trainer_had_begun_is_still_to_do() -> None:
-    admission, ledger = Admission(own_pace=False), Ledger(2, 4)
+    admission, ledger = Admission(own_pace=False), BatchLedger(2, 4)
     for name in ("a", "b"):
         admission.report(name, (1, 2))
         for seq in (1, 2):

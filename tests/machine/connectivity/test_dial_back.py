@@ -34,7 +34,7 @@ def test_only_addresses_where_the_asker_is_are_dialed() -> None:
 @pytest.mark.parametrize(
     ("asker", "asked", "why"),
     [
-        (ASKER, DialRequest(peer=OTHER, addrs=(AT_HOME.to_bytes(),)), "asker itself"),
+        (ASKER, DialRequest(peer=OTHER, addrs=(AT_HOME.to_bytes(),)), "peer itself"),
         (Asker(PEER, REMOTE, PathKind.RELAYED), question(str(AT_HOME)), "does not show"),
         (Asker(PEER, with_peer(REMOTE, OTHER), PathKind.PUNCHED), question(str(AT_HOME)), "does not show"),
         (Asker(PEER, tcp_addr("192.168.1.5", 9), PathKind.LOCAL), question("/ip4/192.168.1.5/tcp/9"), "public"),

@@ -71,7 +71,7 @@ def test_a_sample_without_experts_says_that_none_is_known() -> None:
     r.begin(0.0, 10.0)
     assert (r.over(0.0), r.shortage()) == (
         True,
-        "sample 0 has 0 of 1 answers: no expert was asked, for none is known to live",
+        "sample 0 has 0 of 1 answers: no expert was asked, because none is known to be alive",
     )
 
 

@@ -60,7 +60,7 @@ def test_one_peer_has_no_more_than_half_but_for_ourselves() -> None:
     assert "one peer" in str(shelf.objection(pointer(1, uid=1, size=11)))
     assert shelf.objection(pointer(2, uid=1, size=11)) is None
     assert shelf.objection(pointer(0, uid=1, size=60)) is None
-    assert "no room" in str(shelf.objection(pointer(0, uid=1, size=61)))
+    assert "no space" in str(shelf.objection(pointer(0, uid=1, size=61)))
 
 
 def test_spares_make_room_and_the_newest_do_not() -> None:
@@ -71,7 +71,7 @@ def test_spares_make_room_and_the_newest_do_not() -> None:
     assert shelf.room_bytes() == 50
     gone = shelf.take(pointer(3, uid=2, size=50))
     assert [(p.owner[0], p.version) for p in gone] == [(1, 1), (2, 1)]
-    assert "no room" in str(shelf.objection(pointer(4, uid=3, size=1)))
+    assert "no space" in str(shelf.objection(pointer(4, uid=3, size=1)))
 
 
 def test_a_generation_of_somebodys_own_making_takes_one_place_of_an_expert_and_not_all() -> None:

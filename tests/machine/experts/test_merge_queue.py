@@ -70,9 +70,9 @@ def test_requests_beyond_a_callers_bound_or_that_of_all_are_refused_with_a_time_
     assert [q.put(0.0, ask("x", "a")), q.put(0.0, ask("y", "a"))] == [None, None]
     mine = q.put(0.0, ask("z", "a"))
     assert isinstance(mine, Overloaded)
-    assert "2 requests of yours wait" in str(mine)
+    assert "2 of your requests are waiting" in str(mine)
     assert q.put(0.0, ask("x", "b")) is None
-    assert "3 requests wait; allowed: 3" in str(q.put(0.0, ask("x", "c")))
+    assert "3 requests are waiting; allowed: 3" in str(q.put(0.0, ask("x", "c")))
     q.served(1.0, 10.0)
     refusal = q.objection("a")
     assert refusal is not None

@@ -146,4 +146,4 @@ def test_a_batch_without_room_is_no_reason_to_wish_for_more() -> None:
     for number in range(1000):
         flow.returned(number * 1.0, 0.5, 3)
     assert flow.wanted(16) == 16
-    assert flow.why == "the batch has no more room"
+    assert flow.why == "the batch is full"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from random import Random
 
@@ -12,13 +11,11 @@ import pytest
 
 from peerd.machine.placement.cost import CostKind
 from peerd.machine.placement.search import SearchOptions, plan
+from scripts.benchmarks import _placement_cases, placement
 from tests.kit.amount import some
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT.parent / "shared/data/network-cases.json"
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from benchmarks import _placement_cases, placement  # noqa: E402
 
 
 @pytest.mark.skipif(not FILE.exists(), reason="the file of the five networks is not beside the project")

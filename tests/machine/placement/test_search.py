@@ -164,7 +164,7 @@ def test_a_plan_is_better_than_random_ones_and_says_who_follows_whom() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"sizes": (5, 4)}, "8 devices for 9 places in 2 stages"),
+        ({"sizes": (5, 4)}, "8 devices are too few for 9 places in 2 stages"),
         ({"stages": (StageWork(1.0, 1.0, memory=2e9), StageWork(1.0, 1.0))}, "0 of 8 devices have that much"),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_line_that_one_connection_fills_keeps_one() -> None:
     slow = Line(0.1)
     slow.at(19)
     assert slow.at(22) == 0
-    assert slow.why == "one connection fills the line"
+    assert slow.why == "one connection fills the path"
 
 
 def test_a_flow_near_what_a_connection_holds_gets_more_though_it_no_longer_grows() -> None:

@@ -11,7 +11,7 @@ import pytest
 from peerd.core.messages.swarm import Position
 from peerd.machine.rebalance.loads import Transfer
 from peerd.machine.rebalance.ordered_moves import AGAIN_S, MOST_S, OrderedMoves, PostView
-from peerd.machine.rebalance.rebalancer import RebalanceConfig
+from peerd.machine.rebalance.rebalance_rule import RebalanceConfig
 
 LATER_S = 10_000.0  # by then any lack has cost more than a move
 

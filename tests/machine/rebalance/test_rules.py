@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from peerd.machine.rebalance.loads import PeerLoad, StageLoads, Transfer
-from peerd.machine.rebalance.rebalancer import RebalanceConfig, Rebalancer
+from peerd.machine.rebalance.rebalance_rule import RebalanceConfig, RebalanceRule
 from tests.kit.amount import some
 
 PRICE_S = RebalanceConfig((1.0,)).price_s
@@ -19,11 +19,11 @@ def swarm(*counts: int, rate: float = 1.0) -> list[PeerLoad]:
     return [PeerLoad(f"{stage}-{n}", stage, rate) for stage, count in enumerate(counts) for n in range(count)]
 
 
-def ours(stages: int, *work: float) -> Rebalancer:
-    return Rebalancer(RebalanceConfig(work or (1.0,) * stages))
+def ours(stages: int, *work: float) -> RebalanceRule:
+    return RebalanceRule(RebalanceConfig(work or (1.0,) * stages))
 
 
-def in_the_end(rule: Rebalancer, loads: list[PeerLoad], now: float = 0.0) -> list[Transfer]:
+def in_the_end(rule: RebalanceRule, loads: list[PeerLoad], now: float = 0.0) -> list[Transfer]:
     """The moves that the rule begins when nothing else changes."""
     if moves := rule.look(now, loads):
         return moves

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
-
-from benchmarks import rebalance
-from benchmarks._queue_rule import QueuedLoad, QueueRule
-
 from peerd.machine.rebalance.loads import Transfer
+from scripts.benchmarks import rebalance
+from scripts.benchmarks._queue_rule import QueuedLoad, QueueRule
 
 
 def test_a_trace_is_the_same_for_the_same_seed_and_another_for_another() -> None:

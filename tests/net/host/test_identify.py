@@ -70,7 +70,7 @@ async def test_what_is_no_introduction_is_logged_with_the_peers_name(
 ) -> None:
     with caplog.at_level(logging.WARNING, "peerd.net"):
         assert await told(said) == (False, "")
-    assert "broke identify" in caplog.text
+    assert "violated the identify protocol" in caplog.text
     assert why in caplog.text
 
 

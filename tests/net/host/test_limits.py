@@ -231,7 +231,7 @@ async def test_a_peer_that_takes_nothing_is_given_up(autojump_clock: Clock) -> N
             event = await events.receive()
             while not isinstance(event, PeerDown):
                 event = await events.receive()
-        assert "took nothing" in event.reason
+        assert "accepted no data" in event.reason
 
 
 async def test_a_watcher_that_does_not_read_costs_bounded_memory(

@@ -366,7 +366,7 @@ async def test_garbage_on_a_rail_ends_the_link_and_names_the_peer(
         await trio.sleep(3)
         assert not link.usable
         assert f"peer {a.id}" in caplog.text
-        assert "broke the protocol" in caplog.text
+        assert "violated the protocol" in caplog.text
 
 
 async def crowd(hosts: Hosts, place: str, count: int) -> None:

@@ -22,8 +22,8 @@ from peerd.machine.averaging.allreduce import RoundFailed
 from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.service.averaging.allreduce import AllReduceService
+from peerd.service.network.line_speeds import LineSpeeds
 from peerd.service.rpc.rpc import CallStream
-from peerd.service.run_services import LineSpeeds
 from peerd.training.stage.averaging import AveragingRounds, Total
 from tests.service.averaging.test_allreduce import Node, group, send_part
 from tests.worlds.machines.grids import attempt_name, order_of, rounds_of
@@ -43,7 +43,7 @@ class Services:
 
     averaging: AllReduceService
 
-    def carries(self) -> LineSpeeds:
+    def line_speeds(self) -> LineSpeeds:
         return LineSpeeds(0.0, 0.0, True, True, True)
 
 

@@ -8,8 +8,8 @@ from peerd.core.keys import Keypair
 from peerd.core.run.runfile import LimitsSection, RunFile
 from peerd.machine.rate.access_line import Count
 from peerd.net.clock import RealClock
+from peerd.service.network.line_speeds import LineSpeeds, line_speeds
 from peerd.service.peer_stack import peer_stack
-from peerd.service.run_services import LineSpeeds, RunServices
 from peerd.training.stage.line_info import own_line
 
 
@@ -19,7 +19,7 @@ async def carries(limits: LimitsSection, takes_inbound: bool = True, *, busy: bo
     stack.host.takes_inbound = takes_inbound
     for number in range(8):
         stack.host.line.note(number * 0.25, number * 0.25, Count(250_000, 500_000) if busy else Count(0, 0))
-    return RunServices(RunFile(run="x", limits=limits), stack.host, stack.rpc, stack.dht, clock).carries()
+    return line_speeds(RunFile(run="x", limits=limits), stack.host)
 
 
 async def test_what_was_measured_counts_where_nothing_is_stated() -> None:

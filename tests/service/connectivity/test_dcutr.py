@@ -164,7 +164,7 @@ async def test_who_proposes_over_a_direct_link_or_out_of_turn_is_sent_away(
             with pytest.raises((Unreachable, RemoteError)):
                 await receive_message(early, 100)
         assert "without a relay" in caplog.text
-        assert "SYNC where CONNECT was due" in caplog.text
+        assert "SYNC arrived instead of CONNECT" in caplog.text
 
 
 async def test_each_new_proposal_of_a_peer_ends_its_last_one(autojump_clock: Clock) -> None:

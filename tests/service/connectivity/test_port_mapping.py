@@ -97,7 +97,7 @@ async def test_a_router_behind_another_one_promises_nothing_worth_telling(
 @pytest.mark.parametrize(
     ("ip", "words"),
     [
-        ("9.8.7.6", "the router passes /ip4/9.8.7.6/tcp/"),
+        ("9.8.7.6", "the router forwards /ip4/9.8.7.6/tcp/"),
         ("192.168.7.7", "others cannot reach: the router's own address, 192.168.7.7, is not public (NAT-PMP)"),
         ("", "no router opens a port for this peer: no NAT-PMP here"),
     ],

@@ -330,7 +330,7 @@ async def test_a_caller_that_floods_is_told_to_wait_and_others_are_served_meanwh
             await trio.sleep(200.0)
         told = [one for one in answers if isinstance(one, Overloaded)]
         assert len(told) == 1010 - 960 - 2 * 1
-        assert all("960 requests of yours wait; allowed: 960" in str(one) for one in told)
+        assert all("960 of your requests are waiting; allowed: 960" in str(one) for one in told)
         assert all(one.retry_after_s > 0 for one in told)
         mallory = str(s.callers["mallory"][0].id)
         assert [mallory in record.getMessage() for record in caplog.records] == [True]
@@ -364,7 +364,7 @@ async def test_callers_of_a_host_without_memory_are_asked_to_come_again(
         with caplog.at_level(logging.WARNING), pytest.raises(Overloaded, match="no memory is left for it"):
             await s.backward(request=request)
         assert [record.getMessage() for record in caplog.records] == [
-            "experts cannot compute: there is no memory for the job “expert backward”: this machine has none"
+            "experts cannot compute: there is no memory for the job “expert backward”: this machine is out of memory"
         ]
         assert not s.host.crashes
         lacks.append(False)

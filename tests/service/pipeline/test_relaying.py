@@ -79,7 +79,7 @@ async def test_a_hop_that_floods_has_one_call_carried_at_a_time(autojump_clock: 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(one.call)
             await wait_all_tasks_blocked()
-            assert "a call is carried for this hop" in one.objection()
+            assert "a call of this hop is being relayed already" in one.objection()
             for _ in range(100):  # that were let in before its frames had come
                 with pytest.raises(Overloaded):
                     await one.call()

@@ -144,7 +144,7 @@ async def test_who_holds_a_place_and_gives_nothing_loses_it_when_another_waits(
         while s.held == 2 and not s.served.rpc.status()["served"]["t/1/fetch"]["gave_way"]:
             await s.hold(honest, "fetch")
         assert RPC_STALL_S <= trio.current_time() - began < RPC_STALL_S + 5
-        assert "gives way: the caller has not moved" in caplog.text
+        assert "its caller has made no progress" in caplog.text
         await s.hold(honest, "fetch")
         await trio.sleep(60)
         assert s.held == 2
@@ -250,7 +250,7 @@ async def test_calls_whose_proofs_do_not_hold_count_against_who_makes_them(
         assert [await failure(forgers[2]) for _ in range(8)] == ["Overloaded"] * 8  # of this address enough have come
         assert looked_at == 8
         assert await failure(await s.caller("honest", "192.0.2.1"), "good") == ""
-        assert caplog.text.count("shows proofs that do not hold") == 2
+        assert caplog.text.count("sends invalid proofs") == 2
         await trio.sleep(61)
         assert await failure(forgers[0], "good") == ""
         s.served.host.book.check()

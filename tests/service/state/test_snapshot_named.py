@@ -149,7 +149,7 @@ async def test_a_fetch_that_needs_a_file_lies_in_one_or_fails(tmp_path: Path, au
         giver(rpc)
         fetcher, request = SnapshotFetcher(joiner), StateRequest(RUN, 1, of=at(7))
         fetcher.folder, fetcher.needs_file = tmp_path / "missing", True
-        with pytest.raises(NoMemory, match=r"no room for a state of 2\.4 MB: .*missing: No such file or directory"):
+        with pytest.raises(NoMemory, match=r"no space for a state of 2\.4 MB: .*missing: No such file or directory"):
             await fetcher.fetch([donor], request, TOTAL, WORKER)
         fetcher.folder = tmp_path
         position, (item,), room = await fetcher.fetch([donor], request, TOTAL, WORKER)

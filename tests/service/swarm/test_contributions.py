@@ -111,7 +111,7 @@ async def test_a_disk_that_takes_nothing_is_named_once_and_nothing_is_left_on_it
         patch.setattr(os, "replace", full)
         for _ in range(3):
             await mine.publish()
-    said = f"contributions could not be kept: {file} can't be written: No space left on device"
+    said = f"contributions could not be saved: {file} can't be written: No space left on device"
     assert caplog.messages == [said]
     assert os.listdir(tmp_path) == []
     await mine.publish()

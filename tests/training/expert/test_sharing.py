@@ -167,7 +167,7 @@ async def test_a_host_takes_only_what_its_owner_hands_over(autojump_clock: MockC
                 "another peer's checkpoint",
                 "does not say that you own",
                 "is here already",
-                "are this host's part already",
+                "are this host's full share already",
                 "a state takes",
             ],
             said,

@@ -12,7 +12,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.compute.experts.era import Snapshot
+from peerd.compute.experts.earlier_parameters import Snapshot
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import TooFewExperts
 from peerd.core.experts.expert_network import ExpertNetwork

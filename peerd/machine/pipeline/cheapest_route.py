@@ -3,7 +3,7 @@
 The flow of all microbatches should be spread so that no peer is a bottleneck, and should have the least cost: seconds
 of computing, and between peers. This is a min-cost flow, as in GWTF (arXiv 2509.21221), here solved one microbatch at a
 time. A peer's price is the computing that our microbatches in flight there still need, so shares follow speeds, and
-among peers with equal prices nearby ones are chosen. Tensors of several microbatches on the line between the same two
+among peers with equal prices nearby ones are chosen. Tensors of several microbatches on the path between the same two
 peers also wait for each other. Routes are compared as a whole: a peer that is slow to reach from one side may be the
 best one from the other. The trainer itself counts what is in flight, so a peer that does not return microbatches gets
 no more of them, regardless of its claims (`hop_costs`).
@@ -35,7 +35,7 @@ _STILL_ON_THE_LINE: Final = 0.25  # one of two directions, half of it done
 _CUT_S: Final = 1e9  # added for two peers that cannot reach each other
 
 
-class RouteFlow:
+class CheapestRoute:
     """Route policy by least cost. `rng`: draws the samples, and the initial coordinates of peers."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -85,7 +85,7 @@ class RouteFlow:
         return prices
 
     def _ways_s(self, one: str, others: Sequence[str], now: float) -> list[float]:
-        """Seconds from a peer to each of `others` and back, including what is on the line between the two."""
+        """Seconds from a peer to each of `others` and back, including the microbatches that are between the two."""
         ways_s = self._costs.between(one, others, now)
         return [
             seconds * _times_as_long(self._between[one, other]) for other, seconds in zip(others, ways_s, strict=True)
@@ -122,7 +122,7 @@ class RouteFlow:
 
 
 def _times_as_long(others: float) -> float:
-    """Factor by which other microbatches on the same line lengthen the time between two peers."""
+    """Factor by which other microbatches on the same path lengthen the time between two peers."""
     return 1.0 + _STILL_ON_THE_LINE * max(0.0, others)
 
 
@@ -135,7 +135,7 @@ def _take(counter: Counter[T], keys: Iterable[T]) -> None:
 
 
 def _back(stages: Sequence[Sequence[str]], totals: Sequence[float], ways: Sequence[Sequence[int]]) -> list[str]:
-    """The route with the least total."""
+    """The route with the least total cost; `ways`: for each peer, the index of the best peer before it."""
     at = min(range(len(totals)), key=totals.__getitem__)
     route = []
     for names, came in zip(reversed(stages), reversed(ways), strict=True):

@@ -11,7 +11,7 @@ import pytest
 
 from peerd.core.errors import LocalError
 from peerd.core.experts.grid import Grid, Uid, bitmap
-from peerd.machine.experts.beam import BeamSearch
+from peerd.machine.experts.product_key_beam import BeamSearch
 
 GRIDS = [(7,), (16,), (4, 5), (16, 16), (3, 4, 5), (6, 2, 9)]
 

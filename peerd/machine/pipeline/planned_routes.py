@@ -11,7 +11,7 @@ from peerd.machine.pipeline.route_policy import Cut, Options, RoutePolicy
 
 
 class PlannedRoutes:
-    """A `RoutePolicy` in which each peer is followed by those of a plan, as far as they may be asked.
+    """A `RoutePolicy` in which each peer sends to the next ones that a plan names for it, as far as they may be asked.
 
     All other decisions are those of another policy.
     """

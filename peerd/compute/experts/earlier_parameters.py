@@ -80,7 +80,9 @@ class EarlierParameters:
 
 @dataclass(frozen=True, slots=True)
 class Era:
-    """The parameters of a microbatch: those after `at` global steps, with load number `loads`."""
+    """The parameters of a microbatch: those after `at` global steps. `loads`: number of the state that the trunk had
+    loaded.
+    """
 
     at: int
     loads: int

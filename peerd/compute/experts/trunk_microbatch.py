@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peerd.compute.experts.era import Era
+from peerd.compute.experts.earlier_parameters import Era
 from peerd.compute.experts.exchange import Exchange
 from peerd.compute.experts.trunk import Answers, Junction, TrunkModule
 from peerd.core.experts.expert_network import ExpertCall, ExpertReply
@@ -38,7 +38,7 @@ class _Stop:
 
 
 class TrunkMicrobatch:
-    """One microbatch. With `era` None, for evaluation, each segment uses the parameters of the time it runs."""
+    """A microbatch in progress. With `era` None, for evaluation, each segment uses the then current parameters."""
 
     def __init__(self, trunk: TrunkModule, tokens: Tensor, targets: Tensor, era: Era | None) -> None:
         self._trunk, self._given = trunk, era
@@ -51,12 +51,12 @@ class TrunkMicrobatch:
 
     @property
     def era(self) -> Era:
-        """The parameters that it is computed with."""
+        """The parameters with which the microbatch is computed."""
         return self._given or self._trunk.era
 
     @property
     def layer(self) -> int:
-        """The layer of experts that it has reached."""
+        """Number of the layer of experts that the microbatch has reached."""
         return len(self._stops) - 1
 
     @property

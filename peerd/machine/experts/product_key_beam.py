@@ -1,10 +1,10 @@
 """Beam search over the grid of experts, for all samples of a batch at once, sans-IO (Learning@home, section 3.2).
 
 The score of an expert is the sum of its coordinates' scores. For each prefix length the search goes through a sample's
-candidates by rank, looks up those that it does not know yet, skips the dead ones (below which nothing lives), and
+candidates by rank, looks up those that it does not know yet, skips the dead ones (below which no expert is alive), and
 continues with the best `width` live ones; below the last prefix it selects the best `k` experts. A sample that ends
 with fewer is searched again with a wider beam, until everything is known or the beam has widened `_WIDENINGS` times. A
-host that announces prefixes below which nothing lives costs look-ups, but hides no experts of others.
+host that announces prefixes without live experts costs look-ups, but hides no experts of others.
 
 Several milliseconds of arithmetic for thousands of samples: run it in a worker thread. Invariants (`check`): what is
 looked up was unknown, is inside the grid, and is looked up once; every expert in the result had its bit set. The caller
@@ -34,15 +34,15 @@ _UNKNOWN, _LIVE, _DEAD = 0, 1, 2
 
 
 class BeamSearch:
-    """One search. Pass what was looked up to `step` until it requests nothing more; then read `result`."""
+    """One beam search. Pass looked-up bitmaps to `step` until it requests no more of them; then read `result`."""
 
     def __init__(
         self, grid: Grid, layer: int, scores: Sequence[np.ndarray[Any, Any]], k: int, live_share: float = 1.0
     ) -> None:
         """`scores`: [samples, side] for each dimension.
 
-        `live_share`: fraction of live first prefixes in an earlier search; the smaller it is, the more are requested at
-        once.
+        `live_share`: fraction of live first prefixes in an earlier search; the smaller it is, the more prefixes `step`
+        requests at once.
         """
         import numpy as np
 
@@ -66,7 +66,7 @@ class BeamSearch:
         self._begin()
 
     def step(self, found: Mapping[Uid, bytes]) -> list[Uid]:
-        """Process bitmaps of prefixes, empty for dead ones. Returns those to look up next, none if it is over."""
+        """Process bitmaps of prefixes (empty for dead ones). Returns the prefixes to look up next; empty at the end."""
         for length in sorted({len(prefix.at) for prefix in found}):
             self._note(length, {self._code(prefix): bits for prefix, bits in found.items() if len(prefix.at) == length})
         while self._rows.size:
@@ -85,7 +85,7 @@ class BeamSearch:
 
     @property
     def live_share(self) -> float:
-        """Fraction of first prefixes that live, as seen by this search and its predecessor."""
+        """Fraction of first prefixes with live experts, as seen by this search and its predecessor."""
         return self._share(self._first)
 
     def check(self) -> None:
@@ -120,7 +120,7 @@ class BeamSearch:
         return self._tables[length]
 
     def _share(self, length: int) -> float:
-        """Estimated fraction of live prefixes of this length; the earlier estimate counts as four of them."""
+        """Estimated fraction of live prefixes of this length; the earlier estimate weighs like four observed ones."""
         table = self._table(length)
         live, dead = int((table == _LIVE).sum()), int((table == _DEAD).sum())
         prior = self._prior if length == self._first else 1.0
@@ -142,7 +142,7 @@ class BeamSearch:
             self._codes, self._ranks = _best(codes, self._scores[0][self._rows], side)
 
     def _settle(self) -> list[Uid]:
-        """Prefixes to look up until every sample has its `width` live candidates; none if it has, or none are left."""
+        """Prefixes to look up next; empty once each sample has `width` live candidates, or no unknown prefix left."""
         import numpy as np
 
         status = np.where(np.isneginf(self._ranks), _DEAD, self._table(self._length)[self._codes])
@@ -161,7 +161,7 @@ class BeamSearch:
         return []
 
     def _descend(self) -> None:
-        """Go one dimension deeper. Below the last prefix, store experts; continue with samples that found too few."""
+        """Extend candidates by a dimension. At the last one, store the experts; search on for samples with too few."""
         last = self._length == len(self._grid.sides) - 1
         keep = self.k if last else max(64, 8 * self._width)
         self._codes, self._ranks = self._extended(keep)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.messages.swarm import PostLoad
-from peerd.machine.rebalance.beliefs import HEADROOM, EstimatedRates, by_chance
+from peerd.machine.rebalance.estimated_rates import HEADROOM, EstimatedRates, by_chance
 
 STEP_S = 10.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peerd.machine.pipeline.routes import PlannedRoutes
+from peerd.machine.pipeline.planned_routes import PlannedRoutes
 from tests.worlds.machines.in_turn import InTurn
 
 

@@ -3,7 +3,7 @@
 The rule plans a sequence of moves to the weakest stage, each the one after which the weaker of the two stages is
 strongest. Of that sequence it selects the prefix that gains most for its price. These are ordered once the work that
 is lost without them, up to the next call of the rule, exceeds their price: a small deficit waits for a newcomer, a
-large one does not. So the rule never pays much more than twice what one that knew the future would pay (ski rental).
+large one does not. So the rule never pays much more than twice what a rule that knew the future would pay (ski rental).
 Rates decide, not queues: if stages are equal, queues are noise, and a rule that follows them moves peers for ever.
 Decides only. Hostile input: rates; the caller limits them to what was measured.
 """
@@ -40,7 +40,7 @@ class _Plan:
     price: float = 0.0  # microbatches
 
 
-class Rebalancer:
+class RebalanceRule:
     """The rule for one conductor. Call `look` at every change, and when `due`."""
 
     def __init__(self, config: RebalanceConfig) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.messages.handover import Hop
-from peerd.machine.pipeline.route_flow import RouteFlow
+from peerd.machine.pipeline.cheapest_route import CheapestRoute
 from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.machines.routesim import RECEIPT, RouteSim
 
@@ -24,8 +24,8 @@ def never(one: str, other: str) -> bool:
     return False
 
 
-def flow() -> RouteFlow:
-    return RouteFlow(random.Random(1))
+def flow() -> CheapestRoute:
+    return CheapestRoute(random.Random(1))
 
 
 def alike(one: str, other: str) -> float:

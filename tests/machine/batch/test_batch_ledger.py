@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.messages.swarm import Mb
-from peerd.machine.batch.ledger import NOBODY, Ledger
+from peerd.machine.batch.batch_ledger import NOBODY, BatchLedger
 
 STAGES, HOLDERS, TRAINERS = 2, ("x", "y", "z"), ("a", "b")
 
 
 @given(st.randoms(use_true_random=False))
 def test_what_it_keeps_count_of_follows_from_its_entries(rng: random.Random) -> None:
-    ledger = Ledger(STAGES, 8)
+    ledger = BatchLedger(STAGES, 8)
     for now in range(60):
         mb, stage, holder = Mb(rng.choice(TRAINERS), rng.randrange(6)), rng.randrange(STAGES), rng.choice(HOLDERS)
         held = frozenset(other for other in ledger.entries if rng.random() < 0.5)
@@ -48,7 +48,7 @@ def test_what_it_keeps_count_of_follows_from_its_entries(rng: random.Random) -> 
 
 
 def test_each_member_is_assigned_what_it_holds() -> None:
-    ledger = Ledger(1, 3)
+    ledger = BatchLedger(1, 3)
     for seq, holder in ((1, "x"), (2, "y"), (3, "x")):
         ledger.admit(Mb("a", seq), 0.0)
         ledger.hold(Mb("a", seq), 0, holder)
@@ -58,7 +58,7 @@ def test_each_member_is_assigned_what_it_holds() -> None:
 
 
 def test_a_holder_that_lost_what_is_in_a_sum_holds_it_no_more_once_the_sum_is_given_up() -> None:
-    ledger, mbs = Ledger(1, 3), [Mb("a", seq) for seq in range(3)]
+    ledger, mbs = BatchLedger(1, 3), [Mb("a", seq) for seq in range(3)]
     for mb in mbs:
         ledger.admit(mb, 0.0)
         ledger.hold(mb, 0, "x")
@@ -74,7 +74,7 @@ def test_a_holder_that_lost_what_is_in_a_sum_holds_it_no_more_once_the_sum_is_gi
 
 
 def test_a_batch_that_is_over_is_let_go_of_in_pieces() -> None:
-    ledger = Ledger(1, 10)
+    ledger = BatchLedger(1, 10)
     for seq in range(10):
         ledger.admit(Mb("a", seq), 0.0)
         ledger.hold(Mb("a", seq), 0, f"holder {seq}")
@@ -86,7 +86,7 @@ def test_a_batch_that_is_over_is_let_go_of_in_pieces() -> None:
 
 
 def test_trainers_are_found_by_their_oldest_open_microbatch() -> None:
-    ledger = Ledger(1, 4)
+    ledger = BatchLedger(1, 4)
     for now, name in ((1.0, "a"), (2.0, "b"), (3.0, "a")):
         ledger.admit(Mb(name, int(now)), now)
     assert (ledger.waiting_since(1.0), ledger.waiting_since(2.0)) == (["a"], ["a", "b"])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.messages.swarm import MemberInfo
-from peerd.machine.swarm.placement import (
+from peerd.machine.swarm.stage_choice import (
     EMPTY_S,
     MOVE_AGAIN_S,
     TURN_S,

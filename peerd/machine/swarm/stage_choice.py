@@ -45,7 +45,7 @@ class Arrival:
     takes: int | None = None
 
     def counts(self, wall: float) -> bool:
-        """False if it has taken so long that it will probably not come."""
+        """False if it has taken so long that the peer will probably not arrive."""
         return wall - self.since < (CHOOSING_S if self.takes is None else TAKING_S)
 
 

@@ -30,7 +30,7 @@ class Entry:
     proofs: list[Proof]  # that they hold it; only verified if a holder denies it
     since: float  # when it was admitted, or last lost a gradient
     lacking: int  # number of stages without a holder
-    done: bool = False  # its trainer has finished all its stages at least once; see `Ledger.finish`
+    done: bool = False  # its trainer has finished all its stages at least once; see `BatchLedger.finish`
 
     @property
     def is_open(self) -> bool:
@@ -39,8 +39,8 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Ledger:
-    """The microbatches of one batch. `capacity` make it complete; each needs a holder in each of `stages` stages."""
+class BatchLedger:
+    """The microbatches of one batch, `capacity` at most. Each needs a holder in each of `stages` stages."""
 
     stages: int
     capacity: int
@@ -176,11 +176,11 @@ class Ledger:
                 self.ceded[stage].discard(mb)
 
     def sum_up(self, stage: int, mbs: Iterable[Mb]) -> None:
-        """Record that these enter a partial sum of `stage`: until their release, losing a holder has no effect."""
+        """Record that these microbatches enter a partial sum: until their `release`, losing a holder has no effect."""
         self.summed[stage].update(mbs)
 
     def release(self, stage: int, mbs: Iterable[Mb], now: float) -> None:
-        """Record that these left their partial sum: their holders hold them, unless they have lost them meanwhile."""
+        """Record that these microbatches left their sum: their holders hold them again, unless lost meanwhile."""
         for mb in mbs:
             if mb in self.summed[stage]:
                 self.summed[stage].discard(mb)
@@ -321,7 +321,7 @@ V = TypeVar("V")
 
 
 def _forget(by_name: dict[str, dict[K, V]], name: str, one: K) -> None:
-    """Remove `one`; a name without entries is removed, too."""
+    """Remove `one` from the entries of `name`, and the name if it has no other entry."""
     of_one = by_name.get(name)
     if of_one is not None:
         of_one.pop(one, None)
