@@ -306,7 +306,7 @@ async def test_what_one_observer_cannot_tell_of_a_router_is_unknown(
 
 async def visit(peers: Peers, kind: Any, others: list[str]) -> Any:
     """Doctor's word on the reachability of a machine behind such a router."""
-    transport, clock = peers.home("visitor", kind), SimClock(1, "visitor")
+    transport, clock = peers.machine("visitor", kind), SimClock(1, "visitor")
     stack = peer_stack(Keypair.from_seed(b"v" * 32), clock, [transport])
     addr = "/ip4/0.0.0.0/tcp/4001"
     found = await bootstrap_checks(

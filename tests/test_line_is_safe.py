@@ -37,6 +37,7 @@ from peerd.core.run.public_ip import is_public
 from peerd.core.run.runfile import RunFile, disk_bytes, fingerprint, sources_of
 from peerd.daemon import DaemonPlan
 from tests.kit.line_runs import INSTALLED, Home, watch
+from tests.kit.runs import changed
 
 LINK = JoinLink("198.51.100.7", 31337, Keypair.from_seed(b"a" * 32).peer_id, "r")
 PUBLIC, PRIVATE = "public.example", "private.example"  # names, as the user's name server has them
@@ -279,9 +280,8 @@ def test_a_line_run_stays_within_the_allow_list(volunteer: Volunteer) -> None:
 def test_the_allow_list_notices_what_a_run_file_of_ones_own_may_do(volunteer: Volunteer) -> None:
     run = RunFile(run="r", data=msgspec.convert({"path": "notes.txt", "holdout": 0.0}, type(RunFile(run="r").data)))
     for path, kind in (("notes.txt", "text"), (f"{INSTALLED}:docs", "dataset")):
-        data = msgspec.structs.replace(run.data, path=path, kind=kind)
         with watch() as events:
-            samples_of(msgspec.structs.replace(run, data=data), "me").take(1)
+            samples_of(changed(run, data={"path": path, "kind": kind}), "me").take(1)
         assert volunteer.home.allowed([]).faults(events) != []
     sys.modules.pop(INSTALLED, None)
 

@@ -13,7 +13,7 @@ import pytest
 
 from peerd.cli import invoke
 from peerd.service.state.state_room import StateRoom
-from tests.worlds.processes.processes import Process, processes, run_file
+from tests.worlds.processes.processes import processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 BYTES = 16 << 20
@@ -69,10 +69,7 @@ def test_disks_that_fill_up_cost_checkpoints_and_a_newcomer_on_one_joins(tmp_pat
             stack.enter_context(small_disk(tmp_path / name))
         started = stack.enter_context(processes(tmp_path))
         file = run_file(tmp_path)
-        backbone = started.backbone("--config", str(file))
-        addr = backbone.address()
-        peers = [started.join(f"stage-{number}", "stage", file, addr) for number in range(2)]
-        trainer = started.join("trainer", "trainer", file, addr)
+        backbone, peers, trainer = started.swarm(file)
         backbone.wait_until(lambda: bool(backbone.role().get("kept_steps")), "it keeps nothing", 90.0)
         for process in (backbone, *peers, trainer):
             fill(process.data_dir)
@@ -84,10 +81,10 @@ def test_disks_that_fill_up_cost_checkpoints_and_a_newcomer_on_one_joins(tmp_pat
                 assert f"{process.data_dir}" in lost()
         assert backbone.role()["kept_steps"], "complete checkpoints stay"
         fill(tmp_path / "newcomer", but_bytes=64 << 10)
-        newcomer = started.join("newcomer", "stage", file, addr)
-        reaches(newcomer, 2)
+        newcomer = started.join("newcomer", "stage", file, backbone.address())
+        newcomer.reaches(2)
         newcomer.wait_until(lambda: bool(newcomer.role().get("not_saved")), "it reports nothing", 90.0)
-        reaches(trainer, step_of(trainer) + 20)
+        trainer.reaches(trainer.step() + 20)
         assert trainer.role()["microbatches"]["redone"] == 0
         for process in started.all:
             assert invoke(["status", "--data-dir", str(process.data_dir)]) == 0, "status needs no room"
@@ -96,11 +93,3 @@ def test_disks_that_fill_up_cost_checkpoints_and_a_newcomer_on_one_joins(tmp_pat
             assert process.said.count("warning: checkpoint.not_saved") == (process in (newcomer, *peers))
             assert ("Traceback" if process is backbone else "Error") not in process.said
             assert "a bug" not in process.said
-
-
-def step_of(process: Process) -> int:
-    return int(process.role().get("step") or 0)
-
-
-def reaches(process: Process, step: int) -> None:
-    process.wait_until(lambda: step_of(process) >= step, f"it never reached step {step}", 90.0)

@@ -46,7 +46,7 @@ def test_a_replica_with_one_thread_keeps_one_processor_busy_and_no_more(tmp_path
     options = ["--model", str(file), "--listen", LISTEN, "--threads", "1"]
     with processes(tmp_path) as started:
         replica = started.start("replica", "join", "--role", "trainer", *options)
-        replica.wait_until(lambda: int(replica.role().get("step") or 0) >= 1, "it never made a step")
+        replica.reaches(1)
         assert processor_share(replica, 12.0) < 1.05
         assert replica.status()["limits"]["text"].startswith("1 thread")
         if sys.platform != "win32":
@@ -75,7 +75,7 @@ def most_held(process: Process, until_step: int) -> float:
         return process.popen.poll() is not None
 
     while not eventually(looked, 1.0):
-        if int(process.role().get("step") or 0) >= until_step:
+        if process.step() >= until_step:
             break
     return most / 1e9
 

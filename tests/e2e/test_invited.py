@@ -9,7 +9,7 @@ import pytest
 
 from peerd import home
 from peerd.cli import invoke
-from tests.e2e.test_processes import assert_ends_well, reaches
+from tests.e2e.test_processes import assert_ends_well
 from tests.worlds.processes.processes import Process, Processes, processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
@@ -49,7 +49,7 @@ def test_invited_peers_train_while_others_are_refused_and_a_revoked_one_is_dropp
         backbone, addr = start(started, file)
         ann, bobs = (started.join(name, "stage", file, addr) for name in ("ann", "bob"))
         cleo = started.join("cleo", "trainer", file, addr)
-        reaches(cleo, 2)
+        cleo.reaches(2)
         assert invoke(["doctor", "--data-dir", str(tmp_path / "doctor"), "--bootstrap", addr]) == 0
         assert "the peer belongs to a run with tokens" in capsys.readouterr().out
 
@@ -65,7 +65,7 @@ def test_invited_peers_train_while_others_are_refused_and_a_revoked_one_is_dropp
         sly = started.join("sly", "stage", open_file, addr)  # leaves its `access` section out
         sly.wait_for("it refuses us: no valid token for run e2e")
         outsider = sly.status()["peer"]["id"]
-        reaches(cleo, int(cleo.role()["step"]) + 3)
+        cleo.reaches(cleo.step() + 3)
         assert f"peer {outsider}: its call of dht/4/" in backbone.said
         shown = [peer["peer"] for stage in ann.status()["swarm"]["stages"] for peer in stage["peers"]]
         assert sorted(shown) == sorted(process.status()["peer"]["id"] for process in (ann, bobs))

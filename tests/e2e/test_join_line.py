@@ -39,7 +39,7 @@ def test_a_volunteer_pastes_the_line_and_trains(tmp_path: Path) -> None:
         assert guest.popen.wait(200) == 2
         assert "add --yes" in guest.said
         guest = started.start("guest", *line_of(backbone), "--yes", "--listen", LISTEN)
-        guest.wait_until(lambda: int(guest.role().get("step") or 0) >= 2, "it never trained", 90)
+        guest.reaches(2)
         assert "joining as trainer, which this run needs" in guest.said
         assert guest.status()["limits"]["upload_mbit"] is None
         assert guest.end()[0] == 0
@@ -71,5 +71,5 @@ def test_a_run_with_tokens_gives_its_file_to_strangers_signed_and_nothing_else(
         assert f"signed by its organizer {ids[0]}" in guest.said
         assert f"for a token for peer {ids[1]}" in guest.said
         guest = started.start("guest", command, link, "--yes", "--token", token, "--listen", LISTEN)
-        guest.wait_until(lambda: int(guest.role().get("step") or 0) >= 2, "it never trained", 90)
+        guest.reaches(2)
         assert guest.end()[0] == 0

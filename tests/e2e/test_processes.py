@@ -12,17 +12,9 @@ from pathlib import Path
 import pytest
 
 from scripts.waiting import eventually
-from tests.worlds.processes.processes import LISTEN, Process, Processes, processes, run_file
+from tests.worlds.processes.processes import LISTEN, Process, processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
-
-
-def swarm(started: Processes, file: Path, stages: int = 2) -> tuple[Process, list[Process], Process]:
-    """A backbone that watches the run, one peer for each of `stages` stage processes, and a trainer."""
-    backbone = started.backbone("--config", str(file))
-    addr = backbone.address()
-    peers = [started.join(f"stage-{number}", "stage", file, addr) for number in range(stages)]
-    return backbone, peers, started.join("trainer", "trainer", file, addr)
 
 
 def soon(done: Callable[[], bool], complaint: str, timeout_s: float = 30.0) -> float:
@@ -32,26 +24,18 @@ def soon(done: Callable[[], bool], complaint: str, timeout_s: float = 30.0) -> f
     return time.monotonic() - began
 
 
-def step_of(process: Process) -> int:
-    return int(process.role().get("step") or 0)
-
-
-def reaches(process: Process, step: int, timeout_s: float = 90.0) -> None:
-    process.wait_until(lambda: step_of(process) >= step, f"it never reached step {step}", timeout_s)
-
-
 def test_a_killed_peer_is_done_without_and_each_other_leaves_well(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
-        backbone, peers, trainer = swarm(started, run_file(tmp_path), stages=4)
+        backbone, peers, trainer = started.swarm(run_file(tmp_path), stages=4)
         soon(lambda: served_by(peers) == [0, 0, 1, 1], "stages are not filled", 90)
-        reaches(trainer, 2)
+        trainer.reaches(2)
 
         conductor = next(peer for peer in peers if peer.role()["conducts"])
         other = next(peer for peer in peers if peer.role()["stage"] != conductor.role()["stage"])
         for victim in (other, conductor):
             victim.popen.kill()
             peers.remove(victim)
-            reaches(trainer, step_of(trainer) + 5)
+            trainer.reaches(trainer.step() + 5)
             assert trainer.role()["microbatches"]["lost"] == 0
 
         soon(lambda: bool(backbone.status()["swarm"].get("trainers")), "the trainer is not in the directory")
@@ -99,8 +83,8 @@ def announced(process: Process) -> set[str]:
 def test_a_swarm_that_was_killed_goes_on(tmp_path: Path, disks_are_lost: bool) -> None:
     file = run_file(tmp_path)
     with processes(tmp_path) as started:
-        backbone, peers, trainer = swarm(started, file)
-        reaches(trainer, 5)
+        backbone, peers, trainer = started.swarm(file)
+        trainer.reaches(5)
         soon(lambda: bool(backbone.role().get("kept_steps")), "the backbone keeps nothing", 90.0)
         saved = [max(peer.role()["saved_steps"]) for peer in peers]
         for process in started.all:
@@ -112,13 +96,13 @@ def test_a_swarm_that_was_killed_goes_on(tmp_path: Path, disks_are_lost: bool) -
             shutil.rmtree(process.data_dir)
         process.log.unlink()
     with processes(tmp_path) as started:
-        backbone, peers, trainer = swarm(started, file)
+        backbone, peers, trainer = started.swarm(file)
         for peer in peers:
             peer.wait_for("stage.restored")
             assert "checkpoint.recalled" in peer.said or not disks_are_lost
         kept = max(backbone.role()["kept_steps"] if disks_are_lost else saved)
         assert kept >= 2
-        reaches(trainer, kept + 3)
+        trainer.reaches(kept + 3)
 
 
 @pytest.mark.thorough

@@ -8,10 +8,12 @@ second peer serves the other stage; the honest one only asks.
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -40,7 +42,6 @@ from peerd.core.run.runfile import (
     RunFile,
     fingerprint,
 )
-from peerd.log import EventLog
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.net.host.host import Host
 from peerd.net.relay.circuit_transport import Circuits
@@ -51,13 +52,13 @@ from peerd.service.connectivity.relay import Relay
 from peerd.service.dht.dht import Dht
 from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import KEPT, StateItem, StateServer
 from peerd.sim.clock import SimClock
 from roles.stage import StageRole
 from tests.fuzz.session_points import WHO
 from tests.fuzz.sessions import HOST, NETWORK, WITHIN_S, ServiceStage, attacked
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
+from tests.worlds.roles.contexts import role_context
 from tests.worlds.roles.inline_worker import InlineWorker
 from tests.worlds.roles.stagescene import microbatch
 
@@ -144,20 +145,8 @@ async def start_peer(
     dht = Dht(host, rpc, clock, keypair(name))
     await hosts.nursery.start(rpc.run)
     await hosts.nursery.start(dht.run, [hosts.addr(first)] if name != first else [])
-    workers = {device: InlineWorker() for device in ("cpu", "files", "data", "held-out", "coding")}
-    (folder / name).mkdir()
-    ctx = RoleContext(
-        run=run,
-        services=RunServices(run, host, rpc, dht, clock),
-        host=host,
-        rpc=rpc,
-        dht=dht,
-        clock=clock,
-        data_dir=folder / name,
-        device="cpu",
-        log=EventLog(clock),
-        worker=workers.__getitem__,
-    )
+    stack = SimpleNamespace(host=host, rpc=rpc, dht=dht, clock=clock)
+    ctx = role_context(stack, run, folder / name, defaultdict(InlineWorker).__getitem__)
     peer = Peer(host, rpc, role(ctx))
     await hosts.nursery.start(peer.role.run)
     return peer

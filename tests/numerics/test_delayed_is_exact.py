@@ -11,7 +11,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import trio
@@ -22,6 +21,7 @@ from peerd.core.run.runfile import RunFile
 from peerd.training.stage.orders import PostOrders
 from tests.kit.amount import few
 from tests.kit.exact import STEPS, Sample, differences, replayed, run_file, write_texts
+from tests.kit.runs import changed
 from tests.worlds.roles.training import Peer, all_finished, events, reaches, replicas, swarm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
@@ -98,7 +98,7 @@ class Books:
 
 
 def delayed(run: RunFile) -> RunFile:
-    return msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, delayed=True))
+    return changed(run, optimizer={"delayed": True})
 
 
 async def compare(run: RunFile, books: Books, peers: list[Peer]) -> None:

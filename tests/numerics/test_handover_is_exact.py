@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
@@ -32,6 +31,7 @@ from peerd.training.stage.handover import HandOver
 from roles.trainer import TrainerRole
 from tests.kit.amount import few
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
+from tests.kit.runs import changed
 from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.roles.training import Peer, all_finished, events, stage_peers, swarm
 
@@ -225,7 +225,7 @@ async def test_a_swarm_that_loses_both_peers_of_a_route_trains_exactly_like_one_
 
 def run_of(folder: Path, optimizer: str, dtype: str) -> RunFile:
     run = run_file(optimizer, dtype, write_texts(folder), stages=STAGES)
-    return msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, layers=STAGES))
+    return changed(run, model={"layers": STAGES})
 
 
 async def trains_exactly(

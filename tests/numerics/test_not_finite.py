@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import trio
 
 from peerd.core.run.runfile import ModelSection, RunFile
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
+from tests.kit.runs import changed
 from tests.kit.spoilt import SPOILT, spoil_texts, write_spoilt
 from tests.worlds.roles.training import Peer, all_finished, events, pipeline, replicas, swarm
 
@@ -27,7 +27,7 @@ def spoilt_run(folder: Path, how: str, stages: int, every: int = EVERY) -> RunFi
     run = run_file("adamw", "float64", write_texts(folder), stages=stages)
     spoil_texts(folder, every)
     model = ModelSection(kind=write_spoilt(folder, how), d_model=16, context=32, dtype="float64")
-    return msgspec.structs.replace(run, model=model)
+    return changed(run, model=model)
 
 
 def dropped(peers: list[Peer]) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
@@ -25,6 +24,7 @@ from peerd.core.run.runfile import AveragingSection, BoundarySection, RunFile
 from peerd.service.pipeline import direct
 from tests.kit.amount import few, thorough
 from tests.kit.exact import TOLERANCE, Batches, differences, plain_torch, run_file, write_texts
+from tests.kit.runs import changed
 from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.roles.training import all_finished, pipeline, reaches, swarm
 
@@ -119,7 +119,7 @@ async def test_stages_with_parameters_in_the_machines_memory_train_exactly(
     """On the CPU, as if it had memory of its own."""
     monkeypatch.setattr(offload, "has_own_memory", lambda device: True)
     run = run_file("adamw", "float64", write_texts(tmp_path))
-    run = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, offload=True))
+    run = changed(run, limits={"offload": True})
     passes: list[ModelPiece] = []
     forward = ModelPiece.forward
     monkeypatch.setattr(ModelPiece, "forward", lambda piece, x: passes.append(piece) or forward(piece, x))
@@ -159,8 +159,7 @@ async def test_coded_training_stays_near_and_stage_mates_stay_equal(
     near: float,
 ) -> None:
     run = run_file("sgd", "float32", write_texts(tmp_path))
-    boundaries = msgspec.structs.replace(run.pipeline, boundary=boundary)
-    run = msgspec.structs.replace(run, pipeline=boundaries, averaging=averaging)
+    run = changed(run, pipeline={"boundary": boundary}, averaging=averaging)
     modules, _ = await train(tmp_path / "peers", run, "nobody", monkeypatch)
     assert batches.faults(per_step=8) == []
     start = {name: value.detach().clone() for name, value in whole_model(run).named_parameters()}

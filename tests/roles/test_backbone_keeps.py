@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import trio
-from msgspec import structs
 
 from peerd.compute.checkpoint import Checkpoints
 from peerd.core.errors import ConfigError
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.state import StatePiece
-from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
+from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import StateServer
 from peerd.training.checkpoints.keeper import CheckpointKeeper
@@ -27,7 +26,7 @@ from peerd.training.learning_curve import LearningCurves
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.exact import write_texts
+from tests.kit.runs import changed
 from tests.worlds.roles.training import Peer, Swarm, events, pinned, small_run, swarm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
@@ -36,12 +35,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
     monkeypatch.setattr(BackboneRole, "look_s", 0.2)
-    return small_run(
-        "kept",
-        write_texts(tmp_path),
-        evaluate=EvaluateSection(every_steps=4, samples=4),
-        checkpoint=CheckpointSection(every_steps=4, keep=2),
-    )
+    evaluate, checkpoint = {"every_steps": 4, "samples": 4}, {"every_steps": 4, "keep": 2}
+    return small_run(tmp_path, run="kept", evaluate=evaluate, checkpoint=checkpoint)
 
 
 async def until(s: Swarm, peer: Peer, what: str, true: Callable[[], bool]) -> None:
@@ -63,8 +58,7 @@ async def started(s: Swarm, run: RunFile, backbones: int) -> tuple[list[Peer], l
 
 def trusting(run: RunFile, *keepers: Peer) -> RunFile:
     """The run as new peers have it whose users trust these keepers: nobody else bears out where the run was."""
-    limits = structs.replace(run.limits, trust=[keeper.host.id.text for keeper in keepers])
-    return structs.replace(run, limits=limits)
+    return changed(run, limits={"trust": [keeper.host.id.text for keeper in keepers]})
 
 
 def kept(peer: Peer) -> list[int]:
@@ -241,9 +235,7 @@ async def test_a_backbone_that_gives_wrong_bytes_is_refused_and_named(
 
 
 async def test_the_last_state_of_replicas_is_kept_before_they_end(tmp_path: Path, run: RunFile) -> None:
-    optimizer = structs.replace(run.optimizer, total_steps=10)
-    pipeline = structs.replace(run.pipeline, stages=1)
-    run = structs.replace(run, optimizer=optimizer, pipeline=pipeline)
+    run = changed(run, optimizer={"total_steps": 10}, pipeline={"stages": 1})
     async with swarm(tmp_path / "peers") as s:
         keeper = await s.start("backbone", BackboneRole, run)
         trainers = [await s.start(f"trainer{number}", TrainerRole, run) for number in range(2)]
@@ -258,8 +250,7 @@ async def test_replicas_end_though_their_backbone_keeps_nothing(
     tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CheckpointKeeper, "due", lambda self, *steps: False)
-    optimizer = structs.replace(run.optimizer, total_steps=5)
-    run = structs.replace(run, optimizer=optimizer, pipeline=structs.replace(run.pipeline, stages=1))
+    run = changed(run, optimizer={"total_steps": 5}, pipeline={"stages": 1})
     async with swarm(tmp_path / "peers") as s:
         await s.start("backbone", BackboneRole, run)
         trainer = await s.start("trainer", TrainerRole, run)

@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import trio
 
@@ -14,13 +13,13 @@ from peerd.compute.model.footprint import spare_bytes
 from peerd.core.errors import Refused
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.state import StateManifest, StatePiece, StateRequest
-from peerd.core.run.runfile import AveragingSection, CheckpointSection, EvaluateSection, RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import StateServer
 from peerd.training.catchup import catch_up
 from roles.stage import StageRole
 from tests.kit.amount import thorough
-from tests.kit.exact import write_texts
+from tests.kit.runs import changed
 from tests.worlds.roles.training import Peer, events, pinned, pipeline, reaches, small_run, swarm, until_equal
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
@@ -62,8 +61,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> SlowLine:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFile:
-    nothing = EvaluateSection(every_steps=0)
-    return small_run("late", write_texts(tmp_path), nothing, CheckpointSection(every_steps=1000))
+    return small_run(tmp_path, checkpoint={"every_steps": 1000})
 
 
 def told(peer: Peer, name: str) -> list[dict[str, Any]]:
@@ -76,8 +74,7 @@ def told(peer: Peer, name: str) -> list[dict[str, Any]]:
 async def test_a_download_that_spans_many_steps_is_not_begun_anew(
     tmp_path: Path, run: RunFile, line: SlowLine, code: Any, delayed: bool
 ) -> None:
-    optimizer = msgspec.structs.replace(run.optimizer, delayed=delayed)
-    run = msgspec.structs.replace(run, averaging=AveragingSection(code=code), optimizer=optimizer)
+    run = changed(run, averaging={"code": code}, optimizer={"delayed": delayed})
     async with swarm(tmp_path / "peers") as s:
         peers, _ = await pipeline(s, run, 4)
         line.peers = [peers[0], peers[2]]

@@ -26,6 +26,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig
 from peerd.sim.world import Node, World, WorldConfig
 from roles.expert import ExpertRole
+from tests.kit.runs import changed
 from tests.worlds.roles.inline_worker import InlineWorker
 from tests.worlds.roles.virtualroles import Roles
 
@@ -172,8 +173,7 @@ async def test_a_host_whose_clock_is_off_by_a_minute_hosts_like_the_others(
 @pytest.mark.slow
 async def test_a_host_says_that_a_precision_of_its_own_has_no_effect(tmp_path: Path, autojump_clock: object) -> None:
     async with scene(tmp_path) as s:
-        limits = msgspec.structs.replace(s.roles.run.limits, precision="bf16")
-        own = msgspec.structs.replace(s.roles.run, limits=limits)
+        own = changed(s.roles.run, limits={"precision": "bf16"})
         await s.world.start("one", program=s.roles.program(ExpertRole, run=own))
         await s.start("two")
         hosts = lambda: {host for owners in s.owners().values() for host in owners}  # noqa: E731

@@ -12,21 +12,15 @@ import trio
 from peerd.cli import invoke
 from peerd.compute import checkpoint
 from peerd.compute.frozen_state import FrozenState
-from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.training.checkpoints import stage_checkpoints
-from tests.kit.exact import write_texts
 from tests.worlds.processes.processes import run_file
 from tests.worlds.roles.training import Peer, pipeline, reaches, small_run, swarm
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFile:
-    return small_run(
-        "disk",
-        write_texts(tmp_path),
-        evaluate=EvaluateSection(every_steps=0),
-        checkpoint=CheckpointSection(every_steps=2, keep=2),
-    )
+    return small_run(tmp_path, run="disk", checkpoint={"every_steps": 2, "keep": 2})
 
 
 class Disk:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -17,10 +16,11 @@ MICROBATCHES = 3
 
 
 @pytest.mark.parametrize("roomy", [True, False])
-def test_forward_is_computed_once_for_each_microbatch_where_there_is_room(tmp_path: Path, roomy: bool) -> None:
+@in_scene
+async def test_forward_is_computed_once_for_each_microbatch_where_there_is_room(scene: HandScene, roomy: bool) -> None:
     passes, held = Counter[int](), Counter[int]()
 
-    def count(scene: HandScene, name: str) -> None:
+    def count(name: str) -> None:
         post, stage = scene.peers[name].role.post, int(name[-1])
         original = post.served.module._compute
 
@@ -32,24 +32,22 @@ def test_forward_is_computed_once_for_each_microbatch_where_there_is_room(tmp_pa
         post.served.module._saved.bytes = 1 << 20  # as if one had been measured
         post.handover.room_bytes = 1 << 30 if roomy else 1 << 20
 
-    async def main(scene: HandScene) -> None:
-        await scene.join("trainer")
-        for name in scene.peers:
-            count(scene, name)
-        pipeline = scene.pipeline("trainer")
-        for number in range(MICROBATCHES):
-            await pipeline.train(0, number, scene.load(number))
-        for name in scene.peers:
-            held[int(name[-1])] += len(scene.held(name))
-
-    in_scene(tmp_path, main)
+    await scene.join("trainer")
+    for name in scene.peers:
+        count(name)
+    pipeline = scene.pipeline("trainer")
+    for number in range(MICROBATCHES):
+        await pipeline.train(0, number, scene.load(number))
+    for name in scene.peers:
+        held[int(name[-1])] += len(scene.held(name))
     assert held == dict.fromkeys(range(3), MICROBATCHES)
     each = MICROBATCHES if roomy else 2 * MICROBATCHES
     assert passes == {0: each, 1: each, 2: MICROBATCHES}
 
 
 @pytest.mark.slow
-def test_graphs_of_microbatches_that_come_together_stay_within_their_room(tmp_path: Path) -> None:
+@in_scene
+async def test_graphs_of_microbatches_that_come_together_stay_within_their_room(scene: HandScene) -> None:
     """Each is counted before it is computed: else all that wait for the device would be kept."""
     most, graph_bytes, room_bytes = [0], [0], 400_000
 
@@ -67,14 +65,11 @@ def test_graphs_of_microbatches_that_come_together_stay_within_their_room(tmp_pa
 
         module.forward_for_backward = forward
 
-    async def main(scene: HandScene) -> None:
-        await scene.join("trainer")
-        watch(scene.peers["a0"].role.post)
-        pipeline = scene.pipeline("trainer")
-        async with trio.open_nursery() as nursery:
-            for number in range(24):
-                nursery.start_soon(pipeline.train, 0, number, scene.load(number))
-
-    in_scene(tmp_path, main)
+    await scene.join("trainer")
+    watch(scene.peers["a0"].role.post)
+    pipeline = scene.pipeline("trainer")
+    async with trio.open_nursery() as nursery:
+        for number in range(24):
+            nursery.start_soon(pipeline.train, 0, number, scene.load(number))
     assert 24 * graph_bytes[0] > room_bytes > graph_bytes[0] > 0
     assert graph_bytes[0] < most[0] <= room_bytes // 2

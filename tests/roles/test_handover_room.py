@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from peerd.core.run.runfile import CheckpointSection, EvaluateSection
-from tests.kit.exact import write_texts
-from tests.worlds.roles.training import pipeline, reaches, small_run, swarm
+from peerd.core.run.runfile import RunFile
+from tests.worlds.roles.training import pipeline, reaches, swarm
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("autojump_clock")
-async def test_each_step_begins_with_the_room_that_is_free_then(tmp_path: Path) -> None:
-    run = small_run("room", write_texts(tmp_path), EvaluateSection(every_steps=0), CheckpointSection(every_steps=0))
+async def test_each_step_begins_with_the_room_that_is_free_then(tmp_path: Path, run: RunFile) -> None:
     async with swarm(tmp_path / "peers") as s:
         peers, _ = await pipeline(s, run, 2)
         await reaches(s, peers[0], 1)

@@ -23,11 +23,11 @@ from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import Message
 from peerd.core.messages.proof import grant
 from peerd.core.messages.swarm import Grant, GrantStatement, Seqs, StageAnswer, StageForward, StageLoss
-from peerd.core.run.runfile import CheckpointSection, EvaluateSection, OptimizerSection, RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.service.pipeline.stage_client import StageClient
 from peerd.service.rpc import inbound
 from peerd.service.rpc.inbound import Inbound
-from tests.kit.exact import write_texts
+from tests.kit.runs import changed
 from tests.worlds.roles.stagescene import Scene, microbatch
 from tests.worlds.roles.training import Peer, Simulated, all_finished, pipeline, small_run, swarm
 from tests.worlds.roles.virtualroles import PacedDevice
@@ -40,8 +40,7 @@ CALL_S = 0.05  # virtual seconds that the stage's device takes for any call
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFile:
-    evaluate = EvaluateSection(every_steps=EVERY, samples=6)
-    return small_run("rows", write_texts(tmp_path), evaluate=evaluate, checkpoint=CheckpointSection())
+    return small_run(tmp_path, evaluate={"every_steps": EVERY, "samples": 6})
 
 
 def tokens(rows: int, length: int = 16) -> TensorFrame:
@@ -80,10 +79,7 @@ async def test_a_call_of_too_many_rows_is_refused_before_its_payload_is_received
         jobs.append(name)
         return await work(self, job, name=name, **rest)
 
-    async with swarm(tmp_path / "peers") as s:
-        scene = Calls(s, run)
-        await scene.start("liar")
-        liar = s.peers["liar"]
+    async with Calls.running(tmp_path, run, "liar") as (scene, liar):
         may, admitted = scene.may_evaluate(liar), scene.admitted(liar, 7)
         evaluate = scene.forward(may)
         await scene.call(liar, evaluate, tokens(2))  # connected, and all there is built
@@ -117,12 +113,10 @@ async def test_nothing_is_computed_for_whom_no_conductor_lets(
         received.append(message.frame_bytes)
         return await frames(self, message, *rest)
 
-    async with swarm(tmp_path / "peers") as s:
-        scene = Calls(s, run)
-        await scene.start("trainer", "other")
-        trainer, other = s.peers["trainer"], s.peers["other"]
+    async with Calls.running(tmp_path, run, "trainer", "other") as (scene, trainer, other):
         may, admitted = scene.may_evaluate(trainer), scene.admitted(trainer, 7)
         monkeypatch.setattr(Inbound, "frames", noting)
+        at_a_step: Any = 99
         refused: list[tuple[StageForward | StageLoss, type[RemoteError], str]] = [
             (scene.forward(None), Refused, "no grant"),
             (scene.forward(admitted), Refused, "not for an evaluation"),
@@ -130,6 +124,9 @@ async def test_nothing_is_computed_for_whom_no_conductor_lets(
             (scene.forward(scene.may_evaluate(other)), Overloaded, "not of a conductor"),
             (StageLoss(scene.mark, 0), Refused, "no grant"),
             (StageLoss(scene.mark, 0, admitted), Refused, "not for an evaluation"),
+            (StageForward(b"x" * 16, 0, grant=may), Refused, "your run file differs"),
+            (StageForward(scene.mark, 1, grant=may), Refused, "the call is for stage 1"),
+            (StageForward(scene.mark, 0, at_a_step, grant=may), RemoteError, "the peer reset the stream"),
         ]
         for body, error, why in refused:
             with pytest.raises(error, match=why):
@@ -155,7 +152,7 @@ async def test_honest_trainers_evaluate_with_the_conductors_grant(
         return await ask(self, call, name)
 
     monkeypatch.setattr(StageClient, "_ask", noting)
-    run = msgspec.structs.replace(run, optimizer=OptimizerSection(lr=1e-3, total_steps=2 * EVERY))
+    run = changed(run, optimizer={"total_steps": 2 * EVERY})
     async with swarm(tmp_path / "peers") as s:
         _, trainers = await pipeline(s, run, 2, trainers=2)
         await all_finished(s, trainers)
@@ -253,13 +250,9 @@ async def test_eight_identities_that_flood_leave_an_honest_trainer_its_share(
 async def test_a_microbatch_that_does_not_fit_into_memory_now_is_refused_with_the_reason(
     tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = msgspec.structs.replace(run.limits, memory_gb=1.5)
     held = [1_000_000_000]
     monkeypatch.setattr(footprint, "_held_bytes", lambda: held[0])
-    async with swarm(tmp_path / "peers") as s:
-        scene = Calls(s, msgspec.structs.replace(run, limits=limits))
-        await scene.start("trainer")
-        trainer = s.peers["trainer"]
+    async with Calls.running(tmp_path, changed(run, limits={"memory_gb": 1.5}), "trainer") as (scene, trainer):
         shown = scene.admitted(trainer, *range(10))
         await scene.backward(trainer, 1, shown)
         jobs = list[str]()

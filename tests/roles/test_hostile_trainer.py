@@ -12,27 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
+from peerd.core.errors import Overloaded, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.keys import Keypair
 from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER
 from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Commit, Mb, Moved, Position
-from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.service.rpc.inbound import Inbound
-from tests.kit.exact import write_texts
 from tests.worlds.roles.stagescene import BATCH, Scene, digest, microbatch
-from tests.worlds.roles.training import small_run, swarm
+from tests.worlds.roles.training import swarm
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 STRANGER = Keypair.from_seed(b"not the conductor".ljust(32, b"."))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunFile:
-    return small_run(
-        "hostile", write_texts(tmp_path), evaluate=EvaluateSection(every_steps=0), checkpoint=CheckpointSection()
-    )
 
 
 async def test_what_no_conductor_admitted_is_refused_before_its_frames_are_received(
@@ -45,10 +37,7 @@ async def test_what_no_conductor_admitted_is_refused_before_its_frames_are_recei
         received.append(message.frame_bytes)
         return await frames(self, message, *rest)
 
-    async with swarm(tmp_path / "peers") as s:
-        scene = Scene(s, run)
-        await scene.start("trainer", "other")
-        trainer, other = s.peers["trainer"], s.peers["other"]
+    async with Scene.running(tmp_path, run, "trainer", "other") as (scene, trainer, other):
         monkeypatch.setattr(Inbound, "frames", noting)
         good = scene.admitted(trainer, 7, 8)
         for seq, shown, why in [
@@ -78,10 +67,7 @@ async def test_what_no_conductor_admitted_is_refused_before_its_frames_are_recei
 async def test_a_gradient_of_1e12_that_is_taken_out_leaves_the_sum_as_if_it_had_never_come(
     tmp_path: Path, run: RunFile
 ) -> None:
-    async with swarm(tmp_path / "peers") as s:
-        scene = Scene(s, run)
-        await scene.start("honest", "liar")
-        honest, liar = s.peers["honest"], s.peers["liar"]
+    async with Scene.running(tmp_path, run, "honest", "liar") as (scene, honest, liar):
         ours, theirs = scene.admitted(honest, *range(BATCH)), scene.admitted(liar, 50)
         await scene.backward(honest, 0, ours)
         await scene.backward(liar, 50, theirs, microbatch(50, 1e12))
@@ -96,10 +82,7 @@ async def test_a_gradient_of_1e12_that_is_taken_out_leaves_the_sum_as_if_it_had_
 async def test_a_gradient_that_no_batch_can_bear_is_refused_and_what_lies_ready_can_be_committed(
     tmp_path: Path, run: RunFile, size: float
 ) -> None:
-    async with swarm(tmp_path / "peers") as s:
-        scene = Scene(s, run)
-        await scene.start("honest", "liar")
-        honest, liar = s.peers["honest"], s.peers["liar"]
+    async with Scene.running(tmp_path, run, "honest", "liar") as (scene, honest, liar):
         ours, theirs = scene.admitted(honest, *range(BATCH)), scene.admitted(liar, 50)
         await scene.backward(honest, 0, ours)
         with pytest.raises(RemoteError, match=r"cannot be summed|not finite"):
@@ -120,10 +103,7 @@ async def test_a_gradient_that_no_batch_can_bear_is_refused_and_what_lies_ready_
 async def test_a_sum_that_a_machine_has_spoilt_is_made_anew_or_its_microbatches_are_named(
     tmp_path: Path, run: RunFile
 ) -> None:
-    async with swarm(tmp_path / "peers") as s:
-        scene = Scene(s, run)
-        await scene.start("honest")
-        honest = s.peers["honest"]
+    async with Scene.running(tmp_path, run, "honest") as (scene, honest):
         ours = scene.admitted(honest, *range(BATCH))
         for seq in range(BATCH):
             await scene.backward(honest, seq, ours)
@@ -139,16 +119,30 @@ async def test_a_sum_that_a_machine_has_spoilt_is_made_anew_or_its_microbatches_
         assert (prepared.ok, list(prepared.refused), list(prepared.missing)) == (False, mbs, [])
 
 
-async def test_a_microbatch_has_as_many_samples_as_the_run_says(tmp_path: Path, run: RunFile) -> None:
-    async with swarm(tmp_path / "peers") as s:
-        scene = Scene(s, run)
-        await scene.start("liar")
-        liar = s.peers["liar"]
-        tokens, gradient = np.zeros((4, 16), "uint8"), np.zeros((4, 16, 16), "float32")
-        frames = [TensorFrame(a.dtype.name, a.shape, a.data.cast("B")) for a in (tokens, gradient)]
-        with pytest.raises((ProtocolViolation, RemoteError), match="2 samples"):
-            await scene.backward(liar, 1, scene.admitted(liar, 1), frames)
-        assert scene.stage.role.post.state.model.held == []
+def framed(array: Any) -> TensorFrame:
+    return TensorFrame(array.dtype.name, array.shape, array.data.cast("B"))
+
+
+async def test_frames_other_than_a_microbatchs_are_refused_and_change_nothing(tmp_path: Path, run: RunFile) -> None:
+    tokens, gradient = np.zeros((2, 16), "uint8"), np.zeros((2, 16, 16), "float32")
+    many = np.zeros((4, 16), "uint8"), np.zeros((4, 16, 16), "float32")
+    async with Scene.running(tmp_path, run, "liar") as (scene, liar):
+        state = scene.stage.role.post.state.model
+        before, shown = state.vector().copy(), scene.admitted(liar, 1)
+        for arrays, why in (
+            (many, "2 samples"),
+            ((tokens, np.full_like(gradient, np.nan)), "not finite"),
+            ((tokens, np.zeros((2, 16, 8), "float32")), "answered with"),
+            ((tokens, gradient.astype("float64")), "answered with"),
+            ((np.full((2, 16), 256, "int64"), gradient), "token 256"),
+            ((np.full((2, 16), -1, "int64"), gradient), "token -1"),
+            ((tokens, tokens, gradient), "frames"),
+            ((gradient,), "frames"),
+        ):
+            with pytest.raises(RemoteError, match=why):
+                await scene.backward(liar, 1, shown, list(map(framed, arrays)))
+        assert state.held == []
+        assert (state.vector() == before).all()
 
 
 @pytest.mark.slow

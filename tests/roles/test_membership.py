@@ -12,24 +12,16 @@ from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_STALL_S, RPC_STEP_BYTES
 from peerd.core.messages.encoding import encode
 from peerd.core.messages.swarm import Seqs, TrainerAnswer, TrainerSync
-from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
+from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.budget.book import Resource
 from peerd.machine.rpc import message_codec as wire
 from roles.backbone import BackboneRole
 from tests.kit.declared import declared
-from tests.kit.exact import write_texts
 from tests.worlds.machines.rpc_cases import Text, echo
 from tests.worlds.roles.stagescene import Scene
-from tests.worlds.roles.training import Peer, Swarm, pipeline, reaches, small_run, swarm
+from tests.worlds.roles.training import Peer, Swarm, pipeline, reaches, swarm
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunFile:
-    return small_run(
-        "earned", write_texts(tmp_path), evaluate=EvaluateSection(every_steps=0), checkpoint=CheckpointSection()
-    )
 
 
 def knows(one: Peer, other: Peer) -> bool:
@@ -37,10 +29,7 @@ def knows(one: Peer, other: Peer) -> bool:
 
 
 async def test_a_grant_makes_nobody_a_member_and_one_that_says_so_does(tmp_path: Path, run: RunFile) -> None:
-    async with swarm(tmp_path / "peers") as s:
-        scene = Scene(s, run)
-        await scene.start("wisher", "helper")
-        wisher, helper = s.peers["wisher"], s.peers["helper"]
+    async with Scene.running(tmp_path, run, "wisher", "helper") as (scene, wisher, helper):
         await scene.backward(wisher, 7, scene.admitted(wisher, 7))
         assert not knows(scene.stage, wisher)
         await scene.backward(helper, 8, scene.admitted(helper, 8, helped=True))
@@ -48,10 +37,7 @@ async def test_a_grant_makes_nobody_a_member_and_one_that_says_so_does(tmp_path:
 
 
 async def test_unfinished_messages_of_a_member_are_given_up_like_anyones(tmp_path: Path, run: RunFile) -> None:
-    async with swarm(tmp_path / "peers") as s:
-        scene = Scene(s, run)
-        await scene.start("member")
-        member = s.peers["member"]
+    async with Scene.running(tmp_path, run, "member") as (scene, member):
         await scene.backward(member, 8, scene.admitted(member, 8, helped=True))
         book = scene.stage.host.book
         large = TensorFrame("uint8", (16 << 20,), bytes(16 << 20))

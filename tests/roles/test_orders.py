@@ -13,21 +13,13 @@ import trio.testing
 from peerd.core.errors import Refused
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import AverageAlive, AverageKey, Mb, Position, Prepared
-from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.service.rpc.rpc import Answer
 from tests.kit.declared import ANY, declared
-from tests.kit.exact import write_texts
 from tests.worlds.roles.stagescene import BATCH, Scene, digest
-from tests.worlds.roles.training import Peer, small_run, swarm
+from tests.worlds.roles.training import Peer
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunFile:
-    return small_run(
-        "orders", write_texts(tmp_path), evaluate=EvaluateSection(every_steps=0), checkpoint=CheckpointSection()
-    )
 
 
 def hangs(peer: Peer) -> trio.Event:
@@ -74,9 +66,7 @@ async def held_up(scene: Scene, nursery: trio.Nursery) -> tuple[list[Mb], list[s
 
 
 async def test_a_later_order_takes_the_place_of_one_that_hangs(tmp_path: Path, run: RunFile) -> None:
-    async with swarm(tmp_path / "peers") as s, trio.open_nursery() as nursery:
-        scene = Scene(s, run)
-        await scene.start("trainer", "mate")
+    async with Scene.running(tmp_path, run, "trainer", "mate") as (scene, *_), trio.open_nursery() as nursery:
         mbs, said, over = await held_up(scene, nursery)
         with trio.fail_after(5):
             prepared: Prepared = await scene.prepare(*mbs, attempt=b"2" * 16)
@@ -88,9 +78,7 @@ async def test_a_later_order_takes_the_place_of_one_that_hangs(tmp_path: Path, r
 
 
 async def test_an_order_of_a_conductor_that_is_followed_no_more_is_called_off(tmp_path: Path, run: RunFile) -> None:
-    async with swarm(tmp_path / "peers") as s, trio.open_nursery() as nursery:
-        scene = Scene(s, run)
-        await scene.start("trainer", "mate")
+    async with Scene.running(tmp_path, run, "trainer", "mate") as (scene, *_), trio.open_nursery() as nursery:
         _, said, over = await held_up(scene, nursery)
         following, own = scene.stage.role._services.following, scene.stage.host.id
         ask = following.rpc.call
@@ -99,7 +87,7 @@ async def test_an_order_of_a_conductor_that_is_followed_no_more_is_called_off(tm
             return await ask(own if method == "swarm/6/member" else peer, method, *rest, **more)
 
         following.rpc.call = answered_by_another
-        following.conductor = s.peers["mate"].host.id  # the one before is gone without a word
+        following.conductor = scene.s.peers["mate"].host.id  # the one before is gone without a word
         with trio.fail_after(20):
             await over.wait()
         assert not scene.stage.role.post.serving.closing
@@ -109,9 +97,7 @@ async def test_an_order_of_a_conductor_that_is_followed_no_more_is_called_off(tm
 async def test_an_order_that_waits_while_the_peer_moves_is_not_obeyed_at_another_step(
     tmp_path: Path, run: RunFile
 ) -> None:
-    async with swarm(tmp_path / "peers") as s, trio.open_nursery() as nursery:
-        scene = Scene(s, run)
-        await scene.start("trainer", "mate")
+    async with Scene.running(tmp_path, run, "trainer", "mate") as (scene, *_), trio.open_nursery() as nursery:
         state, said = scene.stage.role.post.state, list[Prepared]()
 
         over = trio.Event()
@@ -132,10 +118,8 @@ async def test_an_order_that_waits_while_the_peer_moves_is_not_obeyed_at_another
 
 
 async def test_a_member_helps_several_groups_at_once_and_averages_beside_that(tmp_path: Path, run: RunFile) -> None:
-    async with swarm(tmp_path / "peers") as s:
-        scene = Scene(s, run)
-        await scene.start("trainer", "mate")
-        trainer, mate, said = scene.s.peers["trainer"], scene.s.peers["mate"], list[str]()
+    async with Scene.running(tmp_path, run, "trainer", "mate") as (scene, trainer, mate):
+        said = list[str]()
         hangs(mate)
         shown = scene.admitted(trainer, 0)
         await scene.backward(trainer, 0, shown)
@@ -163,10 +147,10 @@ async def test_a_member_helps_several_groups_at_once_and_averages_beside_that(tm
 async def test_a_copy_that_is_called_off_leaves_the_sum_that_it_was_of(
     tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with swarm(tmp_path / "peers") as s, trio.open_nursery() as nursery:
-        scene = Scene(s, run)
-        await scene.start("trainer", "mate")
-        trainer, mate = scene.s.peers["trainer"], scene.s.peers["mate"]
+    async with (
+        Scene.running(tmp_path, run, "trainer", "mate") as (scene, trainer, mate),
+        trio.open_nursery() as nursery,
+    ):
         shown = scene.admitted(trainer, *range(BATCH))
         for seq in range(BATCH):
             await scene.backward(trainer, seq, shown)

@@ -19,6 +19,7 @@ from roles.aggregator import AuxAggregatorRole
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.exact import Batches, run_file, write_texts
+from tests.kit.runs import changed
 from tests.worlds.roles.training import all_finished, reaches, replicas, swarm, with_line
 
 STEPS = 24
@@ -78,7 +79,7 @@ async def test_replicas_agree_and_learn_as_with_whole_gradients(tmp_path: Path, 
 async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batches: Batches, delayed: bool) -> None:
     """Parameters, moments and Q: `StageModule.digest` is of them all."""
     run = run_with(LOW_RANK, write_texts(tmp_path), STEPS_FOR_A_NEWCOMER)
-    run = msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, delayed=delayed))
+    run = changed(run, optimizer={"delayed": delayed})
     async with swarm(tmp_path / "peers") as s:
         peers = await replicas(s, run, 3)
         await reaches(s, peers[0], 4)

@@ -26,6 +26,7 @@ from peerd.service.swarm.directory import Directory, SettingsTold
 from peerd.training.trainer_data import TrainerData
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.runs import changed
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
@@ -303,8 +304,9 @@ async def test_other_contents_and_every_other_key_are_refused(
     both = []
     for part in made(tmp_path):
         model = msgspec.structs.replace(part.model, d_model=8, heads=1, layers=1, context=8)
-        data = msgspec.structs.replace(run.data, holdout=part.data.holdout)
-        both.append(msgspec.structs.replace(run, seed=part.seed, model=model, optimizer=part.optimizer, data=data))
+        both.append(
+            changed(run, seed=part.seed, model=model, optimizer=part.optimizer, data={"holdout": part.data.holdout})
+        )
     told = await refusal(paced(both[0], tmp_path / "peers"), *both)
     for part in words:
         assert part in told

@@ -17,11 +17,11 @@ from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.machine.averaging.shares import bound_s_per_byte
 from peerd.machine.averaging.work_split import Split, WorkSplitter
 from peerd.service.averaging.allreduce import AllReduceService, Vector
-from peerd.sim.clock import run_virtual
 from peerd.sim.programs import stack_on
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import Node, World, WorldConfig
 from tests.kit.amount import thorough
+from tests.kit.virtual_time import virtual
 from tests.worlds.machines.workers import InlineWorker
 
 ELEMENTS = 2_560_000  # float32: a tenth of ResNet-50
@@ -95,9 +95,10 @@ async def one_round(rates: Sequence[float], helpers: int) -> tuple[float, float]
 
 
 @pytest.mark.slow
-def test_a_helper_makes_a_round_as_short_as_sending_once() -> None:
+@virtual
+async def test_a_helper_makes_a_round_as_short_as_sending_once() -> None:
     """Four peers with a wide helper: each line carries one vector, where it would be one and a half without."""
-    took_s, bound_s = run_virtual(one_round, (20.0,) * 4 + (200.0,), 1, seed=1)
+    took_s, bound_s = await one_round((20.0,) * 4 + (200.0,), 1)
     once_s = ELEMENTS * 4 / 2.5e6
     assert bound_s == pytest.approx(once_s, rel=1e-3)
     assert bound_s <= took_s <= 1.15 * bound_s
@@ -106,7 +107,8 @@ def test_a_helper_makes_a_round_as_short_as_sending_once() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("setup", [next(iter(SETUPS)), *map(thorough, [*SETUPS][1:])])
-def test_a_round_takes_little_longer_than_the_model_allows(setup: str) -> None:
-    took_s, bound_s = run_virtual(one_round, SETUPS[setup], 0, seed=1)
+@virtual
+async def test_a_round_takes_little_longer_than_the_model_allows(setup: str) -> None:
+    took_s, bound_s = await one_round(SETUPS[setup], 0)
     print(f"{setup}: {took_s:.3f} s, the model allows {bound_s:.3f} s: {took_s / bound_s:.3f}")
     assert bound_s <= took_s <= 1.15 * bound_s

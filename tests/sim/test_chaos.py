@@ -17,18 +17,7 @@ import torch
 import trio
 
 from peerd.core.run.check import check
-from peerd.core.run.runfile import (
-    AccessSection,
-    AveragingSection,
-    BatchSection,
-    BoundarySection,
-    CheckpointSection,
-    LimitsSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-)
+from peerd.core.run.runfile import AccessSection, BoundarySection, RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
@@ -53,22 +42,22 @@ def _drawn(folder: Path, rng: random.Random, stages: int, at_home: bool) -> RunF
     return virtual_run(
         folder,
         (40_000,),
-        model=ModelSection(d_model=8, heads=1, layers=max(2, stages), context=8, dtype="float64"),
-        pipeline=PipelineSection(
-            stages=stages,
-            microbatch=1,
-            placement=rng.choice(["load", "network"]),
-            boundary=BoundarySection(code=rng.choice(["auto", "bf16", "int8"]) if lossy else "none"),
-        ),
-        optimizer=OptimizerSection(name=rng.choice(["sgd", "adamw"]), lr=1e-3, delayed=rng.random() < 0.3),
-        batch=BatchSection(target_samples=rng.choice([8, 24])),
-        averaging=AveragingSection(
-            code=rng.choice(["none", "fp16", "dynamic8", "powersgd"]) if lossy else "none",
-            sender_timeout_s=rng.choice([4.0, 10.0]),
-            group_size=rng.choice([0, 0, 3]),
-        ),
-        checkpoint=CheckpointSection(every_steps=rng.choice([0, 2, 4]), keep=2),
-        limits=LimitsSection(microbatches_in_flight=rng.choice([0, 0, 4])),
+        model={"d_model": 8, "heads": 1, "layers": max(2, stages), "context": 8, "dtype": "float64"},
+        pipeline={
+            "stages": stages,
+            "microbatch": 1,
+            "placement": rng.choice(["load", "network"]),
+            "boundary": BoundarySection(code=rng.choice(["auto", "bf16", "int8"]) if lossy else "none"),
+        },
+        optimizer={"name": rng.choice(["sgd", "adamw"]), "lr": 1e-3, "delayed": rng.random() < 0.3},
+        batch={"target_samples": rng.choice([8, 24])},
+        averaging={
+            "code": rng.choice(["none", "fp16", "dynamic8", "powersgd"]) if lossy else "none",
+            "sender_timeout_s": rng.choice([4.0, 10.0]),
+            "group_size": rng.choice([0, 0, 3]),
+        },
+        checkpoint={"every_steps": rng.choice([0, 2, 4]), "keep": 2},
+        limits={"microbatches_in_flight": rng.choice([0, 0, 4])},
         access=access_of(rng, at_home),
     )
 

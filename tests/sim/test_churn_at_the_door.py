@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import trio
 
 from peerd.core.run.runfile import BatchSection, CheckpointSection, ModelSection, PipelineSection, RunFile
-from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from tests.kit.amount import thorough
+from tests.kit.virtual_time import virtual
 from tests.worlds.network.world import home_line
 from tests.worlds.roles.at_the_door import AtTheDoor
 from tests.worlds.roles.chaos import in_no_thread
@@ -39,8 +38,19 @@ def run_of(folder: Path, stages: int) -> RunFile:
     )
 
 
-async def churned(roles: Roles, joiners: int, within_s: float, seed: int) -> None:
-    """Each stage begins with two peers, and two trainers feed them."""
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("joiners", "within_s", "stages", "seed"),
+    [(10, 42.0, 2, 1), thorough(40, 60.0, 2, 1), thorough(40, 60.0, 3, 2)],
+)
+@virtual
+async def test_newcomers_serve_and_steps_go_on_while_stage_peers_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joiners: int, within_s: float, stages: int, seed: int
+) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", in_no_thread)
+    roles = Roles(run_of(tmp_path, stages), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
     async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
         door = AtTheDoor(world, roles, random.Random(f"churn {seed}"))
         await door.begin(2 * roles.run.pipeline.stages, trainers=2)
@@ -51,19 +61,3 @@ async def churned(roles: Roles, joiners: int, within_s: float, seed: int) -> Non
         assert door.put_aside() == [], door.report()
         assert max(one.silent_s for one in door.newcomers.values()) <= SAYS_S, door.report()
         assert door.unserved() == {}, door.report()
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("joiners", "within_s", "stages", "seed"),
-    [(10, 42.0, 2, 1), thorough(40, 60.0, 2, 1), thorough(40, 60.0, 3, 2)],
-)
-def test_newcomers_serve_and_steps_go_on_while_stage_peers_are_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joiners: int, within_s: float, stages: int, seed: int
-) -> None:
-    torch.set_num_threads(1)
-    monkeypatch.setattr(trio.to_thread, "run_sync", in_no_thread)
-    roles = Roles(run_of(tmp_path, stages), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
-    run_virtual(churned, roles, joiners, within_s, seed, seed=seed)

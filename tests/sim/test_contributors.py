@@ -10,18 +10,16 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 import trio
 
-from peerd.compute.model.stage_module import StageModule
 from peerd.core.run.runfile import LimitsSection, ModelSection, OptimizerSection, RunFile
-from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.exact import STEPS, Batches, differences, plain_torch
+from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
 
 pytestmark = pytest.mark.slow
@@ -68,8 +66,10 @@ async def begin(world: World, roles: Roles, fast: int, slow_mbit: float = SLOW_M
     assert await world.until(lambda: rests(roles, "slow"), within_s=600), roles.story()
 
 
-async def one_slow_among_three(roles: Roles, first: bool) -> tuple[float, float]:
-    """Seconds of a step without the slow replica, and with it, once it rests. `first`: it is there from the start."""
+@pytest.mark.parametrize("first", [False, True], ids=["joins", "is there from the start"])
+@virtual
+async def test_a_slow_line_rests_says_why_and_costs_the_others_next_to_nothing(tmp_path: Path, first: bool) -> None:
+    roles = Roles(run_of(tmp_path), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
     async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
         world.bootstrap.append((await world.start("boot")).full_addr)
         for number in range(3):
@@ -88,34 +88,25 @@ async def one_slow_among_three(roles: Roles, first: bool) -> tuple[float, float]
         assert "(it carries 0.25 Mb/s)" in told
         assert roles.live["slow"].replica.step < roles.replica_step()
         assert [note for note in roles.conductor_notes() if "rests" in note]
-        return alone_s, with_it_s
-
-
-def test_a_slow_line_that_joins_costs_the_others_next_to_nothing(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    roles = Roles(run_of(tmp_path), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
-    alone_s, with_it_s = run_virtual(one_slow_among_three, roles, False, seed=1)
     print(f"{alone_s:.2f} s a step without it, {with_it_s:.2f} s with it")
-    assert with_it_s <= 1.05 * alone_s
-
-
-def test_a_slow_line_that_is_there_from_the_start_rests_after_some_steps(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    roles = Roles(run_of(tmp_path), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
-    _, with_it_s = run_virtual(one_slow_among_three, roles, True, seed=1)
-    print(f"{with_it_s:.2f} s a step")
-    assert with_it_s < 5.0
+    assert with_it_s <= (5.0 if first else 1.05 * alone_s)
 
 
 EXACT = OptimizerSection(name="adamw", lr=3e-3, total_steps=STEPS)
 
 
-async def train_to_the_end(roles: Roles, fast: int, dies: str) -> list[StageModule]:
-    """The fast replicas' models at the end. `dies`: the peer that does, as soon as the slow one rests, or none."""
+@pytest.mark.parametrize("dies", ["", thorough("fast2"), thorough("the conductor"), thorough("slow")])
+@virtual
+async def test_steps_without_the_one_that_rests_are_exact_whoever_dies(
+    tmp_path: Path, batches: Batches, dies: str
+) -> None:
+    model = msgspec.structs.replace(MODEL, dtype="float64")
+    run = run_of(tmp_path, model=model, optimizer=EXACT)
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
     async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
-        await begin(world, roles, fast)
+        await begin(world, roles, 3)
         assert roles.replica_step() < STEPS - 3, "it did not rest in time to matter"
-        names = [f"fast{number}" for number in range(fast)]
+        names = [f"fast{number}" for number in range(3)]
         if dies == "the conductor":
             dies = next(name for name in roles.conductors())
         if dies:
@@ -128,38 +119,17 @@ async def train_to_the_end(roles: Roles, fast: int, dies: str) -> list[StageModu
 
         assert await world.until(done, within_s=1200), roles.story()
         assert not [note for note in roles.conductor_notes() if "goes back" in note]
-        return [one.module for one in served]
-
-
-@pytest.mark.parametrize("dies", ["", thorough("fast2"), thorough("the conductor"), thorough("slow")])
-def test_steps_without_the_one_that_rests_are_exact_whoever_dies(tmp_path: Path, batches: Batches, dies: str) -> None:
-    torch.set_num_threads(1)
-    model = msgspec.structs.replace(MODEL, dtype="float64")
-    run = run_of(tmp_path, model=model, optimizer=EXACT)
-    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
-    modules = run_virtual(train_to_the_end, roles, 3, dies, seed=1)
+        modules = [one.module for one in served]
     assert batches.faults(per_step=24) == []
     plain = plain_torch(run, batches)
     for module in modules:
         assert differences(run, plain, [module]) == []
 
 
-async def end_with_one_that_rests(roles: Roles) -> None:
-    async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
-        await begin(world, roles, 3, slow_mbit=2 * SLOW_MBIT)  # a state takes a quarter of a minute
-        slow = roles.live["slow"].replica
-
-        def finished(name: str) -> bool:
-            return bool([event for event in roles.logs[name].recent(500) if event["name"] == "trainer.finished"])
-
-        names = [f"fast{number}" for number in range(3)]
-        assert await world.until(lambda: all(map(finished, names)), within_s=1200), roles.story()
-        assert await world.until(lambda: slow.step == STEPS, within_s=1200), roles.story()
-        digests = {roles.live[name].replica.post.served.module.digest() for name in ("fast0", "slow")}
-        assert len(digests) == 1
-
-
-async def lose_the_conductor_that_rests(roles: Roles) -> None:
+@pytest.mark.thorough
+@virtual
+async def test_when_most_rest_and_the_conductor_dies_the_run_goes_on_from_the_newest_step(tmp_path: Path) -> None:
+    roles = Roles(run_of(tmp_path), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
     async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
         world.bootstrap.append((await world.start("boot")).full_addr)
         slow = [f"slow{number}" for number in range(3)]
@@ -183,20 +153,28 @@ async def lose_the_conductor_that_rests(roles: Roles) -> None:
 
 
 @pytest.mark.thorough
-def test_when_most_rest_and_the_conductor_dies_the_run_goes_on_from_the_newest_step(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    roles = Roles(run_of(tmp_path), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
-    run_virtual(lose_the_conductor_that_rests, roles, seed=1)
+@virtual
+async def test_at_the_end_of_the_run_the_one_that_rests_fetches_the_finished_model(tmp_path: Path) -> None:
+    run = run_of(tmp_path, optimizer=EXACT)
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
+    async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
+        await begin(world, roles, 3, slow_mbit=2 * SLOW_MBIT)  # a state takes a quarter of a minute
+        slow = roles.live["slow"].replica
+
+        def finished(name: str) -> bool:
+            return bool([event for event in roles.logs[name].recent(500) if event["name"] == "trainer.finished"])
+
+        names = [f"fast{number}" for number in range(3)]
+        assert await world.until(lambda: all(map(finished, names)), within_s=1200), roles.story()
+        assert await world.until(lambda: slow.step == STEPS, within_s=1200), roles.story()
+        digests = {roles.live[name].replica.post.served.module.digest() for name in ("fast0", "slow")}
+        assert len(digests) == 1
 
 
 @pytest.mark.thorough
-def test_at_the_end_of_the_run_the_one_that_rests_fetches_the_finished_model(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    run = run_of(tmp_path, optimizer=EXACT)
-    run_virtual(end_with_one_that_rests, Roles(run, tmp_path / "peers", partial(PacedDevice, MICROBATCH_S)), seed=1)
-
-
-async def lose_the_fast(roles: Roles) -> None:
+@virtual
+async def test_where_all_others_die_the_one_that_rests_goes_on_from_what_is_left(tmp_path: Path) -> None:
+    roles = Roles(run_of(tmp_path), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
     async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
         await begin(world, roles, 2 + 1)
         for number in range(3):
@@ -205,10 +183,3 @@ async def lose_the_fast(roles: Roles) -> None:
         at = slow.step
         assert await world.until(lambda: slow.step > at + 1, within_s=1200), roles.story()
         assert not rests(roles, "slow")
-
-
-@pytest.mark.thorough
-def test_where_all_others_die_the_one_that_rests_goes_on_from_what_is_left(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    roles = Roles(run_of(tmp_path), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
-    run_virtual(lose_the_fast, roles, seed=1)

@@ -14,8 +14,8 @@ from peerd.commands.status.swarm_view import swarm_view
 from peerd.control.swarm_status import SwarmStatus
 from peerd.core.run.runfile import BatchSection, PipelineSection
 from peerd.service.swarm.contributions import ContributionOf, ContributionTally
-from peerd.sim.clock import run_virtual
 from peerd.sim.world import World
+from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, pipeline_world, replica_world, virtual_run
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,16 @@ def sums(swarm: SwarmStatus) -> tuple[int, int]:
     return sum(row.samples for row in rows), sum(row.brought for row in rows)
 
 
-async def count_stages(roles: Roles) -> None:
+@virtual
+async def test_samples_are_counted_in_each_stage_and_a_liar_that_gave_nothing_stands_last(tmp_path: Path) -> None:
+    run = virtual_run(
+        tmp_path,
+        (40_000,),
+        stages=2,
+        pipeline=PipelineSection(stages=2, microbatch=4),
+        batch=BatchSection(target_samples=BATCH),
+    )
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.3))
     async with pipeline_world(roles, 3, "trainer") as world:
         liar = await boast(world, roles)
         swarm = await counted_by(world, roles, *roles.conductors())
@@ -71,18 +80,22 @@ async def count_stages(roles: Roles) -> None:
         assert (rows[-1].peer, rows[-1].samples, rows[-1].counted) == (liar, LIE, None)
 
 
-def test_samples_are_counted_in_each_stage_and_a_liar_that_gave_nothing_stands_last(tmp_path: Path) -> None:
-    run = virtual_run(
-        tmp_path,
-        (40_000,),
-        stages=2,
-        pipeline=PipelineSection(stages=2, microbatch=4),
-        batch=BatchSection(target_samples=BATCH),
+def check(before: SwarmStatus, after: SwarmStatus) -> None:
+    """Nobody's count has shrunk, and of the steps in between at most some seconds are not in the counts."""
+    assert after.counted.by != before.counted.by
+    assert after.counted.since_step == before.counted.since_step == 0
+    old, new = (
+        {row.peer: row.counted.samples for row in seen.contributions if row.counted} for seen in (before, after)
     )
-    run_virtual(count_stages, Roles(run, tmp_path / "peers", partial(PacedDevice, 0.3)), seed=1)
+    assert all(new[peer] >= samples for peer, samples in old.items())
+    assert sum(old.values()) < sum(new.values()) <= BATCH * after.counted.step
 
 
-async def lose_two_conductors(roles: Roles) -> None:
+@virtual
+async def test_counts_go_on_when_one_conductor_dies_and_the_next_one_leaves(tmp_path: Path) -> None:
+    pipeline, batch = PipelineSection(microbatch=4), BatchSection(target_samples=BATCH)
+    run = virtual_run(tmp_path, (40_000,), pipeline=pipeline, batch=batch)
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.5))
     async with replica_world(roles, 4) as world:
         names = [f"replica{number}" for number in range(4)]
         last = names[-1]
@@ -111,20 +124,3 @@ async def lose_two_conductors(roles: Roles) -> None:
         claimed = next(row for row in before.contributions if row.peer == world.nodes[last].id.text)
         assert claimed.samples >= LIE
         assert claimed.counted.samples <= BATCH * (before.counted.step - before.counted.since_step)
-
-
-def check(before: SwarmStatus, after: SwarmStatus) -> None:
-    """Nobody's count has shrunk, and of the steps in between at most some seconds are not in the counts."""
-    assert after.counted.by != before.counted.by
-    assert after.counted.since_step == before.counted.since_step == 0
-    old, new = (
-        {row.peer: row.counted.samples for row in seen.contributions if row.counted} for seen in (before, after)
-    )
-    assert all(new[peer] >= samples for peer, samples in old.items())
-    assert sum(old.values()) < sum(new.values()) <= BATCH * after.counted.step
-
-
-def test_counts_go_on_when_one_conductor_dies_and_the_next_one_leaves(tmp_path: Path) -> None:
-    pipeline, batch = PipelineSection(microbatch=4), BatchSection(target_samples=BATCH)
-    run = virtual_run(tmp_path, (40_000,), pipeline=pipeline, batch=batch)
-    run_virtual(lose_two_conductors, Roles(run, tmp_path / "peers", partial(PacedDevice, 0.5)), seed=1)

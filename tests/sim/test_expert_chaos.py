@@ -13,15 +13,7 @@ import pytest
 import torch
 import trio
 
-from peerd.core.run.runfile import (
-    BatchSection,
-    CheckpointSection,
-    ExpertsSection,
-    LimitsSection,
-    ModelSection,
-    OptimizerSection,
-    RunFile,
-)
+from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
@@ -82,14 +74,14 @@ def run_of(folder: Path, rng: random.Random, at_home: bool, asynchronous: bool) 
     return virtual_run(
         folder,
         (40_000,),
-        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
-        optimizer=OptimizerSection(name="adamw", lr=1e-3, delayed=delayed, trunk=trunk),
-        batch=BatchSection(target_samples=8),
-        checkpoint=CheckpointSection(every_steps=rng.choice([0, 4]), keep=2),
+        model={"d_model": 8, "heads": 1, "layers": 2, "context": 8},
+        optimizer={"name": "adamw", "lr": 1e-3, "delayed": delayed, "trunk": trunk},
+        batch={"target_samples": 8},
+        checkpoint={"every_steps": rng.choice([0, 4]), "keep": 2},
         experts=ExpertsSection(
             block="ffn", grid=[2, 2], top_k=2, announce_s=2.0, timeout_s=2.0, checkpoint_updates=rng.choice([2, 20])
         ),
-        limits=LimitsSection(experts=ROOM, microbatches_in_flight=8),  # as many as a batch has
+        limits={"experts": ROOM, "microbatches_in_flight": 8},  # as many as a batch has
         access=access_of(rng, at_home),
     )
 

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from peerd.commands.status.swarm_view import foretold_by, swarm_view
 from peerd.core.run.runfile import OptimizerSection, RunFile
 from peerd.service.averaging.allreduce import AllReduceService
-from peerd.sim.clock import run_virtual
 from peerd.sim.world import Node
 from roles.trainer import TrainerRole
+from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 MICROBATCH_S = 4.0
@@ -71,10 +70,14 @@ def cut_followers(roles: Roles) -> None:
         link.abort("cut by the test")
 
 
-async def train(seed: int, roles: Roles) -> tuple[list[float], Watcher]:
-    """Three replicas make all steps; returns when each step was made, and what somebody saw meanwhile."""
+@pytest.mark.slow
+@virtual
+async def test_steps_are_foretold_in_the_directory_and_rounds_begin_with_all_links(
+    tmp_path: Path, run: RunFile, unlinked: list[tuple[float, list[str]]]
+) -> None:
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
     made: list[float] = []
-    async with replica_world(roles, 3, seed=seed, step=0) as world:
+    async with replica_world(roles, 3, seed=1, step=0) as world:
         watcher = Watcher(world.nodes["boot"], roles.run)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watcher.watch)
@@ -86,15 +89,6 @@ async def train(seed: int, roles: Roles) -> tuple[list[float], Watcher]:
                     await trio.sleep(7 * MICROBATCH_S)
                     cut_followers(roles)
             nursery.cancel_scope.cancel()
-    return made, watcher
-
-
-@pytest.mark.slow
-def test_steps_are_foretold_in_the_directory_and_rounds_begin_with_all_links(
-    tmp_path: Path, run: RunFile, unlinked: list[tuple[float, list[str]]]
-) -> None:
-    torch.set_num_threads(1)
-    made, watcher = run_virtual(train, 1, Roles(run, tmp_path / "peers", partial(PacedDevice, MICROBATCH_S)), seed=1)
     assert made[-1] - made[-2] > 24 / 3 * MICROBATCH_S
     for began, ended in pairwise(made[1:]):
         errors = watcher.errors(began, ended)

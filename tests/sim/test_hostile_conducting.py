@@ -32,11 +32,11 @@ from peerd.core.messages.swarm import (
 )
 from peerd.core.run.runfile import AveragingSection
 from peerd.service.rpc.rpc import Answer, Incoming
-from peerd.sim.clock import run_virtual
 from peerd.sim.world import Node
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.declared import ANY
+from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 pytestmark = pytest.mark.slow
@@ -152,7 +152,22 @@ def roles_of(folder: Path) -> Roles:
     return Roles(run, folder / "peers", partial(PacedDevice, 0.03))
 
 
-async def attacked(roles: Roles, attack: Attack, within_s: float) -> None:
+@pytest.mark.parametrize(
+    ("attack", "within_s"),
+    [
+        thorough(names_terms, 60.0),
+        (conducts_in_the_next_term, 60.0),
+        thorough(stands_far_ahead, 60.0),
+        thorough(only_wishes, 150.0),
+        thorough(credits_others, 150.0),
+        (takes_every_post, 60.0),
+    ],
+)
+@virtual
+async def test_a_stranger_neither_stops_a_run_nor_takes_it_over(
+    tmp_path: Path, attack: Attack, within_s: float
+) -> None:
+    roles = roles_of(tmp_path)
     async with replica_world(roles, 3, seed=3) as world:
         hostile = Hostile(await world.start("hostile"), roles)
         conductor, began = hostile.conducting, roles.replica_step()
@@ -168,22 +183,9 @@ async def attacked(roles: Roles, attack: Attack, within_s: float) -> None:
         assert roles.replica_step() < 10_000
 
 
-@pytest.mark.parametrize(
-    ("attack", "within_s"),
-    [
-        thorough(names_terms, 60.0),
-        (conducts_in_the_next_term, 60.0),
-        thorough(stands_far_ahead, 60.0),
-        thorough(only_wishes, 150.0),
-        thorough(credits_others, 150.0),
-        (takes_every_post, 60.0),
-    ],
-)
-def test_a_stranger_neither_stops_a_run_nor_takes_it_over(tmp_path: Path, attack: Attack, within_s: float) -> None:
-    run_virtual(attacked, roles_of(tmp_path), attack, within_s, seed=3)
-
-
-async def refuses_the_duty(roles: Roles) -> None:
+@virtual
+async def test_a_peer_that_says_it_came_first_and_refuses_to_conduct_stops_nobody(tmp_path: Path) -> None:
+    roles = roles_of(tmp_path)
     async with replica_world(roles, 3, seed=3) as world:
         hostile = Hostile(await world.start("hostile"), roles)
         hostile.refuses_all()
@@ -203,11 +205,9 @@ async def refuses_the_duty(roles: Roles) -> None:
         assert await world.until(lambda: newcomer.position.step >= wanted, within_s=30), roles.story()
 
 
-def test_a_peer_that_says_it_came_first_and_refuses_to_conduct_stops_nobody(tmp_path: Path) -> None:
-    run_virtual(refuses_the_duty, roles_of(tmp_path), seed=3)
-
-
-async def hangs_among_the_unreachable(roles: Roles) -> None:
+@virtual
+async def test_a_hung_member_is_noticed_among_two_hundred_that_nobody_can_reach(tmp_path: Path) -> None:
+    roles = roles_of(tmp_path)
     async with replica_world(roles, 3, seed=3) as world:
         hostile = Hostile(await world.start("hostile"), roles)
         conductor = hostile.conducting
@@ -223,7 +223,3 @@ async def hangs_among_the_unreachable(roles: Roles) -> None:
         assert noticed, roles.story()
         wanted = roles.replica_step() + 3
         assert await world.until(lambda: roles.replica_step() >= wanted, within_s=30), roles.story()
-
-
-def test_a_hung_member_is_noticed_among_two_hundred_that_nobody_can_reach(tmp_path: Path) -> None:
-    run_virtual(hangs_among_the_unreachable, roles_of(tmp_path), seed=3)

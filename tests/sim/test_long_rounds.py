@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import trio
 
 from peerd.core.run.runfile import BatchSection, LimitsSection, ModelSection
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.service.averaging.allreduce import AllReduceService, Vector
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import stack_on, swarm
+from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimLine
-from peerd.sim.world import Node, World, WorldConfig
+from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
+from tests.kit.virtual_time import virtual
+from tests.sim.test_averaging_rounds import program
 from tests.worlds.machines.workers import InlineWorker
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
 
@@ -28,10 +28,6 @@ WIDE, NARROW = 0.3, 0.15  # Mb/s: a round takes half an hour on average
 LIMITS = LimitsSection(upload_mbit=WIDE, download_mbit=WIDE)
 WINDOW_BYTES = 32 << 10  # a buffer of a second, as routers have
 CHANGE_S = 240.0  # from one change of the lines to the next
-
-
-async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
-    await stack_on(node).run([node.addr], task_status=task_status)
 
 
 async def average(mbit_s: list[float], elements: int) -> float:
@@ -57,8 +53,9 @@ async def average(mbit_s: list[float], elements: int) -> float:
 
 
 @pytest.mark.parametrize("mbit_s", [[0.5, 20.0], [0.5, 20.0, 20.0], [0.5, 0.4, 50.0, 50.0]])
-def test_a_part_that_takes_longer_than_the_patience_ends_no_round(mbit_s: list[float]) -> None:
-    took_s = run_virtual(average, mbit_s, 850_000, seed=1)
+@virtual
+async def test_a_part_that_takes_longer_than_the_patience_ends_no_round(mbit_s: list[float]) -> None:
+    took_s = await average(mbit_s, 850_000)
     print(f"{took_s:.0f} s")
     assert took_s > 3 * PATIENCE_S
 
@@ -77,7 +74,13 @@ async def change_lines(world: World) -> None:
         await trio.sleep(CHANGE_S)
 
 
-async def train(roles: Roles) -> None:
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+@virtual
+async def test_rounds_of_half_an_hour_on_lines_that_halve_and_double_all_end(tmp_path: Path) -> None:
+    run = virtual_run(tmp_path, (20000,), run="long", model=MODEL, batch=BATCH, limits=LIMITS)
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.2))
     config = WorldConfig(line=lambda _: slow(WIDE), net=NetConfig(window_bytes=WINDOW_BYTES))
     async with World(1, swarm(), config).running() as world, trio.open_nursery() as nursery:
         world.bootstrap.append((await world.start("boot")).full_addr)
@@ -98,12 +101,3 @@ async def train(roles: Roles) -> None:
         assert not [note for note in roles.conductor_notes() if "attempt" in note or "aside" in note]
         assert any("s left" in text for text in told), told
         nursery.cancel_scope.cancel()
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.timeout(900)
-def test_rounds_of_half_an_hour_on_lines_that_halve_and_double_all_end(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    run = virtual_run(tmp_path, (20000,), run="long", model=MODEL, batch=BATCH, limits=LIMITS)
-    run_virtual(train, Roles(run, tmp_path / "peers", partial(PacedDevice, 0.2)), seed=1)

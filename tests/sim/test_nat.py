@@ -45,8 +45,8 @@ def moves(a: Peer, b: Peer) -> list[tuple[float, PathKind]]:
 
 
 async def meeting(around: Neighbourhood, kinds: tuple[Kind, Kind], resets: tuple[bool, bool]) -> tuple[Peer, Peer]:
-    a = await around.start("a", kinds[0], resets=resets[0])
-    b = await around.start("b", kinds[1], resets=resets[1])
+    a = await around.peer("a", kinds[0], resets=resets[0])
+    b = await around.peer("b", kinds[1], resets=resets[1])
     for peer in (a, b):
         await around.settle(peer)
     return a, b

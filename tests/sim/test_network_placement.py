@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 from trio.testing import MockClock
 
@@ -16,6 +15,7 @@ from peerd.sim.world import World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
+from tests.kit.runs import changed
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
@@ -45,9 +45,7 @@ def is_settled(roles: Roles) -> bool:
 
 def unending(tmp_path: Path) -> RunFile:
     run = run_file("sgd", "float64", write_texts(tmp_path))
-    optimizer = msgspec.structs.replace(run.optimizer, total_steps=0)
-    pipeline = msgspec.structs.replace(run.pipeline, placement="network", microbatch=4)
-    return msgspec.structs.replace(run, optimizer=optimizer, pipeline=pipeline)
+    return changed(run, optimizer={"total_steps": 0}, pipeline={"placement": "network", "microbatch": 4})
 
 
 def none_alone(roles: Roles) -> bool:

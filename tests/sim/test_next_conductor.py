@@ -8,15 +8,25 @@ from pathlib import Path
 import pytest
 
 from peerd.core.run.runfile import AveragingSection, OptimizerSection
-from peerd.sim.clock import run_virtual
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
+from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 STEPS = 24
 
 
-async def lose_the_first(roles: Roles, seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, *map(thorough, range(1, 6))])
+@virtual
+async def test_two_new_replicas_whose_conductor_is_killed_go_on_as_one_swarm(tmp_path: Path, seed: int) -> None:
+    """A conductor that gathers takes no news: who reports to it must wait, or no time would pass here."""
+    run = virtual_run(
+        tmp_path,
+        (40_000,),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3, total_steps=STEPS),
+        averaging=AveragingSection(sender_timeout_s=2.0),
+    )
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.03))
     async with replica_world(roles, 1, seed=seed, step=4) as world:
         first = next(node for node in world.living() if node.name == "replica0")
         for name in ("replica1", "replica2"):
@@ -34,19 +44,6 @@ async def lose_the_first(roles: Roles, seed: int) -> None:
         done = await world.until(lambda: all(r.replica.position.step >= STEPS for r in left), within_s=300)
         assert done, roles.story()
         assert [role._contributor.books.tally.lost for role in left] == [0, 0]
-
-
-@pytest.mark.parametrize("seed", [0, *map(thorough, range(1, 6))])
-def test_two_new_replicas_whose_conductor_is_killed_go_on_as_one_swarm(tmp_path: Path, seed: int) -> None:
-    """A conductor that gathers takes no news: who reports to it must wait, or no time would pass here."""
-    run = virtual_run(
-        tmp_path,
-        (40_000,),
-        optimizer=OptimizerSection(name="adamw", lr=1e-3, total_steps=STEPS),
-        averaging=AveragingSection(sender_timeout_s=2.0),
-    )
-    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.03))
-    run_virtual(lose_the_first, roles, seed, seed=seed)
     notes = roles.conductor_notes()
     taken = [note for note in notes if "conducts the run" in note]
     assert len(taken) == 2, f"one for each life of a conductor: {notes}"

@@ -16,11 +16,11 @@ import trio
 from peerd.core.run.runfile import BatchSection
 from peerd.machine.swarm.roster import START
 from peerd.service.swarm.directory import RECORD_TTL_S
-from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
+from tests.kit.virtual_time import virtual
 from tests.worlds.network.world import home_line
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
 
@@ -71,17 +71,6 @@ async def joins(world: World, roles: Roles) -> None:
     assert await world.until(one_swarm, within_s=90), roles.story()
 
 
-async def come_with_a_wrong_clock(roles: Roles, skew_s: float, prefix: str, corrected: bool) -> None:
-    async with live_run(roles, prefix) as world:
-        node = await world.start("new", program=roles.program(TrainerRole), skew_s=skew_s, ip=f"{prefix}.99")
-        if not corrected:
-            await waits(world, roles, SILENT_S)
-            print(waits_for(roles))
-            assert waits_for(roles).startswith("this machine's clock is "), waits_for(roles)
-            node.clock.skew_s = 0.0  # the user sets it
-        await joins(world, roles)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("skew_s", "prefix", "corrected"),
@@ -93,13 +82,25 @@ async def come_with_a_wrong_clock(roles: Roles, skew_s: float, prefix: str, corr
         thorough(HOUR_S, "10.0.0", True),
     ],
 )
-def test_a_newcomer_whose_clock_is_off_waits_until_it_is_set(
+@virtual
+async def test_a_newcomer_whose_clock_is_off_waits_until_it_is_set(
     tmp_path: Path, skew_s: float, prefix: str, corrected: bool
 ) -> None:
-    run_virtual(come_with_a_wrong_clock, roles_in(tmp_path), skew_s, prefix, corrected, seed=1)
+    roles = roles_in(tmp_path)
+    async with live_run(roles, prefix) as world:
+        node = await world.start("new", program=roles.program(TrainerRole), skew_s=skew_s, ip=f"{prefix}.99")
+        if not corrected:
+            await waits(world, roles, SILENT_S)
+            print(waits_for(roles))
+            assert waits_for(roles).startswith("this machine's clock is "), waits_for(roles)
+            node.clock.skew_s = 0.0  # the user sets it
+        await joins(world, roles)
 
 
-async def come_to_a_silent_directory(roles: Roles) -> None:
+@pytest.mark.slow
+@virtual
+async def test_a_newcomer_whose_directory_is_silent_waits_until_it_answers(tmp_path: Path) -> None:
+    roles = roles_in(tmp_path)
     async with live_run(roles, "10.0.0") as world:
         world.net.stall("boot")
         await world.start("new", program=roles.program(TrainerRole))
@@ -111,11 +112,9 @@ async def come_to_a_silent_directory(roles: Roles) -> None:
 
 
 @pytest.mark.slow
-def test_a_newcomer_whose_directory_is_silent_waits_until_it_answers(tmp_path: Path) -> None:
-    run_virtual(come_to_a_silent_directory, roles_in(tmp_path), seed=1)
-
-
-async def come_to_members_that_do_not_answer(roles: Roles) -> None:
+@virtual
+async def test_a_newcomer_whom_no_member_answers_waits_for_one(tmp_path: Path) -> None:
+    roles = roles_in(tmp_path)
     async with live_run(roles, "10.0.0") as world:
         world.net.block("old", "new")
         await world.start("new", program=roles.program(TrainerRole))
@@ -127,11 +126,9 @@ async def come_to_members_that_do_not_answer(roles: Roles) -> None:
 
 
 @pytest.mark.slow
-def test_a_newcomer_whom_no_member_answers_waits_for_one(tmp_path: Path) -> None:
-    run_virtual(come_to_members_that_do_not_answer, roles_in(tmp_path), seed=1)
-
-
-async def come_after_all_have_gone(roles: Roles) -> None:
+@virtual
+async def test_a_newcomer_begins_once_the_records_of_all_that_are_gone_have_expired(tmp_path: Path) -> None:
+    roles = roles_in(tmp_path)
     async with live_run(roles, "10.0.0") as world:
         for node in world.living():
             if node.name != "boot":
@@ -140,8 +137,3 @@ async def come_after_all_have_gone(roles: Roles) -> None:
         await world.start("new", program=roles.program(TrainerRole))
         assert await world.until(lambda: has_begun(roles), within_s=2 * RECORD_TTL_S), roles.story()
         print(f"began after {trio.current_time() - began:.0f} s")
-
-
-@pytest.mark.slow
-def test_a_newcomer_begins_once_the_records_of_all_that_are_gone_have_expired(tmp_path: Path) -> None:
-    run_virtual(come_after_all_have_gone, roles_in(tmp_path), seed=1)

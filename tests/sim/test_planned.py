@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from trio.testing import MockClock
 
@@ -18,6 +17,7 @@ from peerd.service.pipeline.direct import DirectPipeline
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
+from tests.kit.runs import changed
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
@@ -34,8 +34,7 @@ def peer_id(name: str) -> str:
 def planned(run: RunFile) -> RunFile:
     stages = [[peer_id(name) for name in names] for names in PLANNED]
     pairs = [[PLANNED[0].index(one), PLANNED[1].index(other)] for one, other in FOLLOWS.items()]
-    pipeline = msgspec.structs.replace(run.pipeline, placement="plan")
-    return msgspec.structs.replace(run, pipeline=pipeline, plan=PlanSection(stages=stages, follows=[pairs]))
+    return changed(run, pipeline={"placement": "plan"}, plan=PlanSection(stages=stages, follows=[pairs]))
 
 
 def stages(roles: Roles) -> dict[str, list[int]]:
@@ -86,7 +85,7 @@ async def test_others_take_the_places_of_planned_peers_that_are_away(
 ) -> None:
     """While no planned peer of stage 1 is there, a peer that the plan does not name serves it."""
     run = planned(run_file("sgd", "float64", write_texts(tmp_path)))
-    run = msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, total_steps=0))
+    run = changed(run, optimizer={"total_steps": 0})
     roles = Roles(run, tmp_path / "peers", worker=lambda: PacedDevice(0.2))
     async with home_world(SEED) as world:
         for name in ("b", "other"):

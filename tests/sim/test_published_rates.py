@@ -6,11 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
-from peerd.sim.clock import run_virtual
 from peerd.sim.world import World
 from roles.trainer import TrainerRole
+from tests.kit.virtual_time import virtual
 from tests.worlds.roles.two_stages import MICROBATCH_S, two_stage_run, two_stages
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
@@ -26,10 +25,12 @@ def all_at(roles: Roles, step: int) -> bool:
     return len(roles.steps()) == 4 and min(roles.steps()) >= step
 
 
-async def picks_of_a_latecomer(roles: Roles) -> tuple[float, Counter[str]]:
-    """Rate of a fast peer over that of its slow mate, as a trainer hears of them before it has sent them anything, and
-    how it would share its first microbatches between them.
-    """
+@pytest.mark.slow
+@virtual
+async def test_a_trainer_that_comes_later_shares_by_published_rates_before_it_has_measured_anything(
+    tmp_path: Path,
+) -> None:
+    roles = Roles(two_stage_run(tmp_path), tmp_path / "roles", lambda: PacedDevice(MICROBATCH_S))
     async with two_stages(roles) as world:
         assert await world.until(lambda: all_at(roles, 1), within_s=120), roles.story()
         roles.live["b1"].post.serving._worker.microbatch_s *= TIMES_SLOWER
@@ -43,14 +44,8 @@ async def picks_of_a_latecomer(roles: Roles) -> tuple[float, Counter[str]]:
         names = {fast_id: "fast", slow_id: "slow"}
         wiring = peers.wiring(1)
         assert not any(wiring.seconds_per_unit(peer) for peer in wiring)
-        return rates[fast_id] / rates[slow_id], Counter(names[wiring.pick(0.0, 1.0)] for _ in range(50))
-
-
-@pytest.mark.slow
-def test_a_trainer_that_comes_later_shares_by_published_rates_before_it_has_measured_anything(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    roles = Roles(two_stage_run(tmp_path), tmp_path / "roles", lambda: PacedDevice(MICROBATCH_S))
-    ratio, picks = run_virtual(picks_of_a_latecomer, roles, seed=1)
+        ratio = rates[fast_id] / rates[slow_id]
+        picks = Counter(names[wiring.pick(0.0, 1.0)] for _ in range(50))
     print(f"published: {ratio:.1f} times as fast; shares {dict(picks)}")
     assert TIMES_SLOWER / 2 <= ratio <= 2 * TIMES_SLOWER
     assert picks["fast"] >= 1.6 * picks["slow"]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import trio
 from trio.testing import MockClock
 
 from peerd.core.run.runfile import RunFile
+from peerd.role import Role, RoleContext
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.aggregator import AuxAggregatorRole
@@ -20,8 +23,8 @@ from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
+from tests.kit.runs import changed
 from tests.worlds.network.world import home_line, home_world
-from tests.worlds.roles.together import Together, together
 from tests.worlds.roles.training import pinned
 from tests.worlds.roles.virtualroles import Roles
 
@@ -58,6 +61,32 @@ FIRST = [
     )
     for stages in (2, 1)
 ]
+
+
+class Together:
+    """Roles that begin in the order in which they are given, and end together."""
+
+    def __init__(self, classes: tuple[type[Role], ...], ctx: RoleContext) -> None:
+        self.roles: list[Any] = []
+        for cls in classes:
+            folder = ctx.data_dir / cls.name
+            folder.mkdir(exist_ok=True)
+            beside = frozenset(other.name for other in classes if other is not cls)
+            self.roles.append(cls(replace(ctx, data_dir=folder, beside=beside)))
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        async with trio.open_nursery() as nursery:
+            for role in self.roles:
+                nursery.start_soon(role.run)
+                await trio.sleep(0.01)
+            task_status.started()
+
+    def status(self) -> dict[str, object]:
+        return {role.name: role.status() for role in self.roles}
+
+
+def together(*classes: type[Role]) -> Callable[[RoleContext], Together]:
+    return partial(Together, classes)
 
 
 def names_of(pair: tuple[type, ...]) -> str:
@@ -158,7 +187,7 @@ async def test_one_process_serves_two_stages(tmp_path: Path, autojump_clock: Moc
     run = run_file("adamw", "float64", write_texts(tmp_path), stages=2)
     roles = Roles(run, tmp_path)
     async with home_world() as world:
-        both = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=[0, 1]))
+        both = changed(run, limits={"stage": [0, 1]})
         await world.start("both", program=roles.program(StageRole, run=both))
         await world.start("stage1", program=roles.program(StageRole, run=pinned(run, 1)))
         await world.start("trainer", program=roles.program(TrainerRole))

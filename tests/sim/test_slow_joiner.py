@@ -9,21 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from peerd.core.run.runfile import BatchSection, ModelSection
-from peerd.sim.clock import run_virtual
 from peerd.sim.simnet import SimLine
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
+from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 SLOW = SimLine(latency_s=0.03, up_mbit_s=1, down_mbit_s=1)  # a gradient takes 3 s, a state 8, a step of the others 4
 
 
-async def join(seed: int, roles: Roles) -> list[dict[str, Any]]:
-    """The log of a newcomer until it has the others' state."""
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, thorough(2)])
+@virtual
+async def test_whose_line_carries_a_gradient_a_step_arrives_though_a_state_takes_longer(
+    tmp_path: Path, seed: int
+) -> None:
+    run = virtual_run(tmp_path, (20000,), run="slow", model=ModelSection(d_model=48, heads=2, layers=2, context=8))
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.5))
     async with replica_world(roles, 3, seed=seed, step=6) as world:
         began = roles.replica_step()
         await world.start("slow", line=SLOW, program=roles.program(TrainerRole))
@@ -36,15 +41,7 @@ async def join(seed: int, roles: Roles) -> list[dict[str, Any]]:
 
         assert await world.until(there, within_s=300), roles.story()
         assert roles.replica_step() > began + 2  # they did not wait for it
-        return roles.logs["slow"].recent(500)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, thorough(2)])
-def test_whose_line_carries_a_gradient_a_step_arrives_though_a_state_takes_longer(tmp_path: Path, seed: int) -> None:
-    torch.set_num_threads(1)
-    run = virtual_run(tmp_path, (20000,), run="slow", model=ModelSection(d_model=48, heads=2, layers=2, context=8))
-    log = run_virtual(join, seed, Roles(run, tmp_path / "peers", partial(PacedDevice, 0.5)), seed=seed)
+        log = roles.logs["slow"].recent(500)
     assert [event["name"] for event in log].count("stage.downloaded") == 1, log
     assert [event for event in log if event["name"] == "stage.caught_up"], log
 
@@ -53,7 +50,12 @@ TOO_SLOW = SimLine(latency_s=0.03, up_mbit_s=1, down_mbit_s=1)  # a gradient tak
 WATCHED_S, FAST = 120.0, SimLine(latency_s=0.03, up_mbit_s=10, down_mbit_s=10)
 
 
-async def come_too_slowly(roles: Roles) -> None:
+@pytest.mark.slow
+@virtual
+async def test_whose_line_is_slower_than_the_steps_says_so_and_does_not_fetch_state_after_state(tmp_path: Path) -> None:
+    model, batch = ModelSection(d_model=48, heads=2, layers=2, context=8), BatchSection(target_samples=6)
+    run = virtual_run(tmp_path, (20000,), run="slow", model=model, batch=batch)
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.2))
     async with replica_world(roles, 1, seed=1, step=2) as world:
         began = trio.current_time()
         await world.start("slow", line=TOO_SLOW, program=roles.program(TrainerRole))
@@ -74,11 +76,3 @@ async def come_too_slowly(roles: Roles) -> None:
         await trio.sleep(5.0)
         there = [role.replica for role in roles.of(TrainerRole)]
         assert await world.until(lambda: len({one.position for one in there}) == 1, within_s=200), roles.story()
-
-
-@pytest.mark.slow
-def test_whose_line_is_slower_than_the_steps_says_so_and_does_not_fetch_state_after_state(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    model, batch = ModelSection(d_model=48, heads=2, layers=2, context=8), BatchSection(target_samples=6)
-    run = virtual_run(tmp_path, (20000,), run="slow", model=model, batch=batch)
-    run_virtual(come_too_slowly, Roles(run, tmp_path / "peers", partial(PacedDevice, 0.2)), seed=1)

@@ -10,17 +10,26 @@ import pytest
 import trio
 
 from peerd.core.run.runfile import AveragingSection, OptimizerSection
-from peerd.sim.clock import run_virtual
 from peerd.sim.faults import inject, stall
 from roles.trainer import TrainerRole
 from tests.kit.amount import some
+from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 STALLS, STALL_S = 4, 14.0  # a report is given up after ten seconds, and another way is tried for three
 PATIENCE_S = 45.0  # for two steps; a microbatch that nobody finishes would hold them up for 120
 
 
-async def stall_again_and_again(roles: Roles, seed: int) -> None:
+@pytest.mark.parametrize("seed", some([0, 1], 1))
+@virtual
+async def test_a_delayed_run_goes_on_after_its_conductor_stood_still(tmp_path: Path, seed: int) -> None:
+    run = virtual_run(
+        tmp_path,
+        (40_000,),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3, delayed=True),
+        averaging=AveragingSection(sender_timeout_s=4.0),
+    )
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.25))
     rng = random.Random(seed)
     async with replica_world(roles, 2, seed=seed, step=0) as world:
 
@@ -33,24 +42,19 @@ async def stall_again_and_again(roles: Roles, seed: int) -> None:
             await trio.sleep(rng.random() * 3)
             await inject(world, [stall(name, 0.0, STALL_S) for name in roles.conductors()[:1]])
         await goes_on()
-
-
-@pytest.mark.parametrize("seed", some([0, 1], 1))
-def test_a_delayed_run_goes_on_after_its_conductor_stood_still(tmp_path: Path, seed: int) -> None:
-    run = virtual_run(
-        tmp_path,
-        (40_000,),
-        optimizer=OptimizerSection(name="adamw", lr=1e-3, delayed=True),
-        averaging=AveragingSection(sender_timeout_s=4.0),
-    )
-    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.25))
-    run_virtual(stall_again_and_again, roles, seed, seed=seed)
     handed_on = [note for note in roles.conductor_notes() if "hands over the conductor's duty" in note]
     assert len(handed_on) >= STALLS, "it was taken over each time, and whoever had stood still gave it up"
 
 
-async def come_after_a_stall(roles: Roles, counts: list[int]) -> None:
-    """Counts of reigns: once the duty has gone on and the first conductor is back, and after a newcomer's steps."""
+def reigns(roles: Roles) -> int:
+    return len([note for note in roles.conductor_notes() if "conducts the run from now on" in note])
+
+
+@pytest.mark.thorough
+@virtual
+async def test_a_newcomer_finds_the_conductor_though_an_older_member_is_back(tmp_path: Path) -> None:
+    run = virtual_run(tmp_path, (40_000,), averaging=AveragingSection(sender_timeout_s=4.0))
+    roles, counts = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.25)), list[int]()
     async with replica_world(roles, 2, step=2) as world:
         (first,) = roles.conductors()
         await inject(world, [stall(first, 0.0, 2 * STALL_S)])
@@ -62,16 +66,5 @@ async def come_after_a_stall(roles: Roles, counts: list[int]) -> None:
         assert await world.until(lambda: newcomer.position.step >= before + 4, within_s=PATIENCE_S), roles.story()
         await trio.sleep(STALL_S)
         counts.append(reigns(roles))
-
-
-def reigns(roles: Roles) -> int:
-    return len([note for note in roles.conductor_notes() if "conducts the run from now on" in note])
-
-
-@pytest.mark.thorough
-def test_a_newcomer_finds_the_conductor_though_an_older_member_is_back(tmp_path: Path) -> None:
-    run = virtual_run(tmp_path, (40_000,), averaging=AveragingSection(sender_timeout_s=4.0))
-    roles, counts = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.25)), list[int]()
-    run_virtual(come_after_a_stall, roles, counts, seed=1)
     assert counts[0] >= 2, "another has taken the duty on"
     assert counts[1] == counts[0], "and keeps it, though the newcomer asks the older one first"

@@ -7,33 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from peerd.core.limits import SAVED_TOLD
 from peerd.core.run.runfile import BatchSection, CheckpointSection, OptimizerSection
 from peerd.machine.batch import trainer_ledger
 from peerd.machine.conductor.member_list import MemberList
 from peerd.service.conductor import tenure
-from peerd.sim.clock import run_virtual
 from roles.stage import StageRole
+from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import Roles, pipeline_world, virtual_run
 
 STEPS = 110
 
 
-async def keep_many(seed: int, roles: Roles) -> tuple[list[int], list[int]]:
-    """A run of one stage on two peers; returns how many positions each had saved, and told of, at its end."""
-    async with pipeline_world(roles, 2, "trainer", seed=seed) as world:
-        done = await world.until(lambda: min(roles.steps(), default=0) >= STEPS, within_s=1200, step_s=0.5)
-        assert done, f"stalled at {roles.steps()}\n{roles.story()}"
-        members: list[Any] = roles.of(StageRole)
-        return [len(m.post.saving.positions) for m in members], [len(m.post.saving.told) for m in members]
-
-
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_a_run_that_keeps_100_checkpoints_makes_110_steps(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
+@virtual
+async def test_a_run_that_keeps_100_checkpoints_makes_110_steps(tmp_path: Path) -> None:
     run = virtual_run(
         tmp_path,
         (4000,) * 4,
@@ -41,27 +31,21 @@ def test_a_run_that_keeps_100_checkpoints_makes_110_steps(tmp_path: Path) -> Non
         batch=BatchSection(target_samples=2),
         checkpoint=CheckpointSection(every_steps=1, keep=100),
     )
-    saved, told = run_virtual(keep_many, 1, Roles(run, tmp_path / "peers"), seed=1)
+    roles = Roles(run, tmp_path / "peers")
+    async with pipeline_world(roles, 2, "trainer", seed=1) as world:
+        done = await world.until(lambda: min(roles.steps(), default=0) >= STEPS, within_s=1200, step_s=0.5)
+        assert done, f"stalled at {roles.steps()}\n{roles.story()}"
+        members: list[Any] = roles.of(StageRole)
+        (saved, told) = [len(m.post.saving.positions) for m in members], [len(m.post.saving.told) for m in members]
     assert saved == [100, 100]
     assert told == [SAVED_TOLD, SAVED_TOLD]
 
 
-async def go_on(seed: int, roles: Roles, steps: int) -> None:
-    """Two stages of two peers each; the conductor is lost on the way, so all is told again."""
-    async with pipeline_world(roles, 4, "trainer", seed=seed) as world:
-        (conductor,) = roles.conductors()
-        await world.kill(world.nodes[conductor])
-        done = await world.until(lambda: min(roles.steps(), default=0) >= steps, within_s=300, step_s=0.5)
-        assert done, f"stalled at {roles.steps()}\n{roles.story()}"
-        assert len(roles.of(StageRole)[0].members) == 3
-        assert roles.live["trainer"].status()["microbatches"]["lost"] == 0
-
-
 @pytest.mark.slow
-def test_a_swarm_goes_on_when_every_answer_and_report_holds_one_entry(
+@virtual
+async def test_a_swarm_goes_on_when_every_answer_and_report_holds_one_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(1)
     monkeypatch.setattr(trainer_ledger, "REPORT_DONE_BYTES", 1)
     monkeypatch.setattr(tenure, "MemberList", partial(MemberList, news_bytes=1))
     run = virtual_run(
@@ -71,4 +55,11 @@ def test_a_swarm_goes_on_when_every_answer_and_report_holds_one_entry(
         optimizer=OptimizerSection(name="sgd", lr=1e-2, total_steps=12),
         batch=BatchSection(target_samples=8),
     )
-    run_virtual(go_on, 3, Roles(run, tmp_path / "peers"), 12, seed=3)
+    roles = Roles(run, tmp_path / "peers")
+    async with pipeline_world(roles, 4, "trainer", seed=3) as world:
+        (conductor,) = roles.conductors()
+        await world.kill(world.nodes[conductor])
+        done = await world.until(lambda: min(roles.steps(), default=0) >= 12, within_s=300, step_s=0.5)
+        assert done, f"stalled at {roles.steps()}\n{roles.story()}"
+        assert len(roles.of(StageRole)[0].members) == 3
+        assert roles.live["trainer"].status()["microbatches"]["lost"] == 0

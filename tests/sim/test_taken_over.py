@@ -14,11 +14,11 @@ from peerd.core.errors import RemoteError
 from peerd.core.messages.swarm import Mbs, MemberAnswer, MemberSync, Moved, Position, Restore
 from peerd.core.run.runfile import CheckpointSection, PipelineSection
 from peerd.service.rpc.rpc import Answer, Incoming
-from peerd.sim.clock import run_virtual
 from peerd.sim.world import Node, World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.declared import declared
+from tests.kit.virtual_time import virtual
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.misfortunes import public_ip
 from tests.worlds.roles.two_stages import MICROBATCH_S, two_stage_run, two_stages
@@ -111,7 +111,10 @@ async def cut(roles: Roles, world: World, *island: str) -> tuple[int, list[int]]
     return most, steps
 
 
-async def halves(roles: Roles, island: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("island", [("b0", "b1"), ("a0", "a1")], ids=" ".join)
+@virtual
+async def test_the_half_that_trained_goes_on_when_two_halves_meet(tmp_path: Path, island: tuple[str, ...]) -> None:
+    roles = Roles(two_stage_run(tmp_path), tmp_path / "peers", lambda: PacedDevice(MICROBATCH_S))
     async with two_stages(roles) as world:
         assert await world.until(lambda: min(roles.steps(), default=0) >= 3, within_s=60), roles.story()
         most, steps = await cut(roles, world, *island)
@@ -121,13 +124,10 @@ async def halves(roles: Roles, island: tuple[str, ...]) -> None:
         assert min(roles.steps()) >= steps[-1] - 1, "all have joined"
 
 
-@pytest.mark.parametrize("island", [("b0", "b1"), ("a0", "a1")], ids=" ".join)
-def test_the_half_that_trained_goes_on_when_two_halves_meet(tmp_path: Path, island: tuple[str, ...]) -> None:
-    roles = Roles(two_stage_run(tmp_path), tmp_path / "peers", lambda: PacedDevice(MICROBATCH_S))
-    run_virtual(halves, roles, island, seed=1)
-
-
-async def lone(roles: Roles) -> None:
+@virtual
+async def test_a_lone_peer_that_trained_by_itself_joins_the_larger_part(tmp_path: Path) -> None:
+    run = virtual_run(tmp_path, (40_000,), checkpoint=CheckpointSection(every_steps=1000, keep=2))
+    roles = Roles(run, tmp_path / "peers", lambda: PacedDevice(0.03))
     async with replica_world(roles, 3, seed=3) as world:
         alone = next(name for name in ("replica0", "replica1", "replica2") if name not in roles.conductors())
         most, steps = await cut(roles, world, alone)
@@ -140,8 +140,3 @@ async def lone(roles: Roles) -> None:
         folder = roles.directory / alone / "checkpoints"
         kept = {path.name for path in folder.rglob("step-*.json")}
         assert any(int(name[5:13]) == event["before"] for name in kept for event in left), (kept, left)
-
-
-def test_a_lone_peer_that_trained_by_itself_joins_the_larger_part(tmp_path: Path) -> None:
-    run = virtual_run(tmp_path, (40_000,), checkpoint=CheckpointSection(every_steps=1000, keep=2))
-    run_virtual(lone, Roles(run, tmp_path / "peers", lambda: PacedDevice(0.03)), seed=3)

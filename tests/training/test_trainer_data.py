@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar, cast
 
-import msgspec
 import pytest
 import trio
 import trio.testing
@@ -25,6 +24,7 @@ from peerd.service.pipeline.microbatch import Microbatch
 from peerd.sim.clock import SimClock
 from peerd.training.trainer_data import LONGEST_RETRY_S, RETRY_S, TrainerData
 from roles.trainer import TrainerRole
+from tests.kit.runs import changed
 from tests.worlds.machines.workers import InlineWorker
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ async def test_samples_are_taken_while_held_out_ones_wait_for_the_end_of_a_file(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     reader, run = Reader("take held-out samples"), run_on(str(files_of(tmp_path / "texts")))
-    run = msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, holdout=0.1))
+    run = changed(run, data={"holdout": 0.1})
     data, _ = data_of(run, tmp_path / "peer", reader)
     await data.open()
     reader.waits = True

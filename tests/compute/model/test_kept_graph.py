@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from peerd.compute.model.kept_graph import KeptGraph
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
+from tests.kit.runs import changed
 
 RUN = RunFile(
     run="graphs",
@@ -98,7 +98,7 @@ def test_what_a_graph_takes_is_measured_without_the_parameters(stage: StageModul
 
 
 def test_the_last_stage_and_scaled_16_bits_keep_none() -> None:
-    scaled = msgspec.structs.replace(RUN, model=msgspec.structs.replace(RUN.model, precision="fp16"))
+    scaled = changed(RUN, model={"precision": "fp16"})
     assert not StageModule(RUN, 2).keeps_graphs
     assert not StageModule(scaled, 0).keeps_graphs
     assert StageModule(RUN, 0).keeps_graphs

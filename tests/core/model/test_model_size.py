@@ -15,6 +15,7 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
+from tests.kit.runs import changed
 
 VOCAB = 256
 
@@ -66,7 +67,7 @@ def test_the_line_carries_a_middle_stages_input_and_a_gradient() -> None:
 def test_codes_make_what_travels_smaller(code: str, bytes_of_1024: int) -> None:
     run = made(d_model=768)
     boundary = BoundarySection(code=code)  # type: ignore[arg-type]
-    run = structs.replace(run, pipeline=structs.replace(run.pipeline, boundary=boundary))
+    run = changed(run, pipeline={"boundary": boundary})
     assert boundary_bytes(run) == 512 * 768 * bytes_of_1024 // 1024
 
 

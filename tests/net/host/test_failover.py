@@ -11,8 +11,7 @@ from peerd.core.errors import Unreachable
 from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.host.host import Host, PeerDown, PeerUp
 from peerd.net.link.link import Link
-from tests.worlds.network.hosts import Hosts, ask, echoing
-from tests.worlds.network.ways import join
+from tests.worlds.network.hosts import Hosts, ask, echoing, join
 
 FOUND_S = 1.5  # a second of silence after the question, and a dial
 LEFT_S = 1.0  # that the silent link has then

@@ -10,8 +10,7 @@ from peerd.core.addr import ip_of
 from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.host.host import Host, PeerUp
 from peerd.net.link.stream import Stream
-from tests.worlds.network.hosts import ask, echoing
-from tests.worlds.network.ways import join
+from tests.worlds.network.hosts import ask, echoing, join
 
 
 async def test_new_streams_take_the_better_link_and_open_ones_end_where_they_are(autojump_clock: Clock) -> None:

@@ -15,7 +15,6 @@ from trio.testing import MockClock
 
 from peerd.compute.codec.error_feedback import ErrorFeedback
 from peerd.compute.codec.policy import CodingPlan
-from peerd.core.errors import Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_OUTBOX_BYTES
@@ -162,36 +161,6 @@ async def test_values_that_are_not_finite_name_their_sender(autojump_clock: Mock
         results = await run_all(nodes, vectors, plan(nodes))
         assert all(isinstance(result, RoundFailed) for result in results)
         assert any(isinstance(r, RoundFailed) and r.lost == (nodes[1].id.text,) for r in results)
-
-
-async def test_a_second_attempt_succeeds_after_a_failed_one(autojump_clock: MockClock) -> None:
-    async with group(3) as (_, nodes):
-        vectors = [np.full(3000, i + 1, dtype="float64") for i in range(3)]
-        await run_all(nodes[:2], vectors[:2], plan(nodes, patience_s=1.0))
-        results = await run_all(nodes[:2], vectors[:2], plan(nodes[:2], attempt=b"b" * 16))
-        for result in results:
-            assert isinstance(result, np.ndarray)
-            assert (result == 3).all()
-
-
-async def test_parts_of_wrong_shape_and_of_strangers_are_refused(autojump_clock: MockClock) -> None:
-    async with group(3) as (_, nodes):
-        how = plan(nodes[:2])
-        async with trio.open_nursery() as nursery:
-            vector = np.ones(3000, dtype="float32")
-            nursery.start_soon(nodes[0].averaging.sum, how, vector, InlineWorker())
-            await trio.testing.wait_all_tasks_blocked()
-            for shape, part, dtype in (
-                ((3,), 0, "float32"),
-                ((256,), 0, "float64"),
-                ((256,), 0, "float32"),
-                ((256,), 99, "float32"),
-            ):
-                payload = np.ones(shape, dtype=dtype).data.cast("B")
-                frame = TensorFrame(dtype, shape, payload)
-                with pytest.raises(Refused):
-                    await send_part(nodes[2], nodes[0], how.attempt, part, frame)
-            nursery.start_soon(nodes[1].averaging.sum, how, vector, InlineWorker())
 
 
 async def test_a_member_that_does_not_take_its_sums_fills_no_queue(autojump_clock: MockClock) -> None:

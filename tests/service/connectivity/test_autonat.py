@@ -44,12 +44,12 @@ async def verdict(reach: AutoNat) -> tuple[Kind, float]:
 async def test_within_five_seconds_of_joining_the_verdict_is_right(kind: sim.Kind, expected: Kind) -> None:
     async with internet() as peers:
         for name in ("one", "two", "three"):
-            await peers.start(name)
-        reach = await peers.start("new", kind)
+            await peers.judge(name)
+        reach = await peers.judge("new", kind)
         await peers.join("new", "one", "two", "three")
         found, after_s = await verdict(reach)
         assert (found, after_s < 5.0) == (expected, True)
-        host, outside = peers.hosts["new"], peers.routers["new"].outside
+        host, outside = peers.hosts["new"], peers.homes["new"].router.outside
         assert host.speaks(AUTONAT) == (expected == Kind.REACHABLE)
         assert any(str(ip_of(addr)) == outside for addr in host.addrs()) == (expected == Kind.REACHABLE)
         assert [str(ip_of(addr)) for addr in host.whereabouts.candidates] == [outside] * (expected != Kind.SYMMETRIC)
@@ -58,9 +58,9 @@ async def test_within_five_seconds_of_joining_the_verdict_is_right(kind: sim.Kin
 async def test_a_forwarded_port_is_found_though_dials_leave_from_others() -> None:
     async with internet() as peers:
         for name in ("one", "two"):
-            await peers.start(name)
-        reach = await peers.start("new", "symmetric")
-        peers.routers["new"].forward(PORT)
+            await peers.judge(name)
+        reach = await peers.judge("new", "symmetric")
+        peers.homes["new"].router.forward(PORT)
         await peers.join("new", "one", "two")
         assert (await verdict(reach))[0] == Kind.REACHABLE
         assert [str(addr) for addr in reach.finding.proven] == [peers.outside("new")]
@@ -68,9 +68,9 @@ async def test_a_forwarded_port_is_found_though_dials_leave_from_others() -> Non
 
 async def test_the_backbone_learns_from_those_who_come_in_that_it_is_reachable() -> None:
     async with internet() as peers:
-        backbone = await peers.start("backbone")
+        backbone = await peers.judge("backbone")
         for name in ("one", "two"):
-            await peers.start(name, "port-restricted", tests=False)
+            await peers.start(name, kind="port-restricted")
             await peers.join(name, "backbone")
         assert (await verdict(backbone))[0] == Kind.REACHABLE
 
@@ -79,14 +79,14 @@ async def test_a_verdict_that_comes_and_goes_with_those_who_connect_is_one_line_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with internet() as peers:
-        backbone, kinds = await peers.start("backbone"), list[Kind]()
+        backbone, kinds = await peers.judge("backbone"), list[Kind]()
         backbone.on_change(lambda finding: kinds.append(finding.kind))
         with caplog.at_level(logging.INFO, logger="peerd.reach"):
             for name in ("one", "two", "three"):
-                await peers.start(name, "port-restricted", tests=False)
+                await peers.start(name, kind="port-restricted")
                 await peers.join(name, "backbone")
                 await trio.sleep(1)
-                peers.stop(name)
+                await peers.stop(name)
                 await trio.sleep(120)
         told = [record.getMessage() for record in caplog.records if "reachability" in record.getMessage()]
     assert kinds == [Kind.REACHABLE, Kind.UNKNOWN] * 3
@@ -95,8 +95,8 @@ async def test_a_verdict_that_comes_and_goes_with_those_who_connect_is_one_line_
 
 async def test_nobody_who_tests_leaves_the_verdict_open_with_its_reason() -> None:
     async with internet() as peers:
-        await peers.start("one", tests=False)
-        reach = await peers.start("new", "port-restricted")
+        await peers.start("one")
+        reach = await peers.judge("new", "port-restricted")
         await peers.join("new", "one")
         await trio.sleep(10)
         assert (reach.finding.kind, reach.finding.needs_relays) == (Kind.UNKNOWN, True)
@@ -113,10 +113,10 @@ async def test_a_peer_that_stays_silent_or_talks_nonsense_does_not_hold_the_verd
 
     async with internet() as peers:
         for name in ("one", "two", "three", "four"):
-            await peers.start(name, tests=name in ("three", "four"))
+            await (peers.judge if name in ("three", "four") else peers.start)(name)
         peers.hosts["one"].handle(AUTONAT, silent)
         peers.hosts["two"].handle(AUTONAT, nonsense)
-        reach = await peers.start("new", "port-restricted")
+        reach = await peers.judge("new", "port-restricted")
         await peers.join("new", "one", "two", "three", "four")
         found, after_s = await verdict(reach)
         assert (found, after_s < 5.0) == (Kind.KEEPS_PORTS, True)
@@ -128,11 +128,11 @@ async def test_a_port_that_is_opened_is_noticed_at_the_next_look_or_when_the_mac
 ) -> None:
     async with internet() as peers:
         for name in ("one", "two", "three"):
-            await peers.start(name)
-        reach = await peers.start("new", "port-restricted")
+            await peers.judge(name)
+        reach = await peers.judge("new", "port-restricted")
         await peers.join("new", "one", "two", "three")
         assert (await verdict(reach))[0] == Kind.KEEPS_PORTS
-        peers.routers["new"].forward(PORT)
+        peers.homes["new"].router.forward(PORT)
         if moves:
             peers.hosts["new"].whereabouts._relocations.unpark_all()
         await trio.sleep(within_s)
@@ -147,9 +147,9 @@ async def ask(host: Host, other: Host, question: DialRequest) -> DialResponse:
 
 async def test_the_server_dials_the_asker_and_nobody_else() -> None:
     async with internet() as peers:
-        await peers.start("server")
-        await peers.start("victim", tests=False)
-        await peers.start("asker", tests=False)
+        await peers.judge("server")
+        await peers.start("victim")
+        await peers.start("asker")
         await peers.join("asker", "server")
         asker, server, victim = (peers.hosts[name] for name in ("asker", "server", "victim"))
         bad = parse_addr(peers.outside("victim")).to_bytes()

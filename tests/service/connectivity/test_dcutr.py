@@ -31,8 +31,8 @@ JUNK = [
 
 async def relayed(around: Neighbourhood, kind: str, agent: str = "") -> tuple[Peer, Peer]:
     """`a` has dialed `b` over the relay; both are behind routers of this kind."""
-    a = await around.start("a", kind, agent=agent)  # type: ignore[arg-type]
-    b = await around.start("b", kind, agent=agent)  # type: ignore[arg-type]
+    a = await around.peer("a", kind, agent=agent)  # type: ignore[arg-type]
+    b = await around.peer("b", kind, agent=agent)  # type: ignore[arg-type]
     for peer in (a, b):
         await around.settle(peer)
     await around.meet(a, b)
@@ -70,7 +70,7 @@ async def test_whoever_the_other_seems_to_be_a_crossing_ends_in_one_connection(
 async def test_a_relay_that_pushes_no_observed_address_still_lets_its_peers_meet(autojump_clock: Clock) -> None:
     async with neighbourhood() as around:
         relay = around.relay.host
-        a, b = [await around.start(name, "port-restricted") for name in "ab"]
+        a, b = [await around.peer(name, "port-restricted") for name in "ab"]
         for peer in (a, b):
             await around.settle(peer)
             push = await relay.open_stream(peer.host.id, IDENTIFY_PUSH)  # as js-libp2p does
@@ -131,8 +131,8 @@ async def test_a_hostile_answer_leads_to_no_dial_and_the_reason_is_told(
     autojump_clock: Clock, answer: Callable[[Stream], Awaitable[None]], within_s: float, reason: str
 ) -> None:
     async with neighbourhood() as around:
-        a = await around.start("a", "symmetric")
-        b = await around.start("b", "port-restricted")
+        a = await around.peer("a", "symmetric")
+        b = await around.peer("b", "port-restricted")
         a.host.handle(DCUTR, answer)
         for peer in (a, b):
             await around.settle(peer)

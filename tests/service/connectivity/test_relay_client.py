@@ -49,7 +49,7 @@ async def test_an_unreachable_peer_soon_holds_places_at_two_relays_and_is_reache
         assert await until(lambda: len(ways.reserving.relays) == 2, 5.0) < 5.0
         await until(lambda: ways.reach.finding.kind not in (Kind.UNKNOWN, Kind.REACHABLE), 5.0)
         new = peers.hosts["new"]
-        places = {peers.routers[name].outside for name in relays}
+        places = {peers.homes[name].router.outside for name in relays}
         assert {addr.split("/")[2] for addr in circuits(peers, "new")} == places
         assert new.takes_inbound
         assert set(ways.status()["relays"]) == {str(peers.hosts[name].id) for name in relays}
@@ -70,11 +70,11 @@ async def test_a_lost_relay_is_replaced_at_once_and_the_peer_stays_reachable() -
         await until(lambda: len(ways.reserving.relays) == 2, 5.0)
         new = peers.hosts["new"]
         lost = next(name for name in relays if peers.hosts[name].id in ways.reserving.relays)
-        peers.stop(lost)
+        await peers.stop(lost)
         await until(lambda: peers.hosts[lost].id not in new.connected(), 5.0)
         assert await until(lambda: len(ways.reserving.relays) == 2, 5.0) < 2.0
         assert new.takes_inbound
-        assert all(peers.routers[lost].outside not in addr for addr in circuits(peers, "new"))
+        assert all(peers.homes[lost].router.outside not in addr for addr in circuits(peers, "new"))
 
 
 async def test_a_restarted_relay_is_asked_again_though_the_old_link_to_it_has_not_ended() -> None:
@@ -94,7 +94,7 @@ async def test_a_restarted_relay_is_asked_again_though_the_old_link_to_it_has_no
         other = peers.hosts["other"]
         other.learn(new.id, [with_peer(parse_addr(f"{relay}/p2p-circuit"), new.id)])
         assert await ask(other, new, b"hello") == b"hello"
-        assert any(peers.routers["restarted"].outside in addr for addr in circuits(peers, "new"))
+        assert any(peers.homes["restarted"].router.outside in addr for addr in circuits(peers, "new"))
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ async def test_peers_behind_routers_use_the_directory_without_serving_it_also_wh
         assert all(set(peers.dhts[name].contacts()) <= ids for name in ("one", "two", *relays))
         key = Key.of("somewhere")
         assert await peers.dhts["one"].put(key, b"record", ttl_s=600.0) == 3  # both, and itself
-        peers.stop(relays[0])
+        await peers.stop(relays[0])
         await trio.sleep(10)
         assert [record.value for record in await peers.dhts["two"].get(key)] == [b"record"]
         assert await peers.dhts["two"].put(key, b"other", ttl_s=600.0) >= 1
@@ -181,7 +181,7 @@ async def test_whoever_publishes_our_addresses_hears_at_once_that_they_have_chan
             await until(lambda: len(peers.ways["new"].reserving.relays) == 2, 5.0)
             await trio.testing.wait_all_tasks_blocked()
             assert [len(addrs) for addrs in changed] == [1, 2]
-            peers.stop(relays[0])
+            await peers.stop(relays[0])
             await until(lambda: len(peers.ways["new"].reserving.relays) == 1, 5.0)
             await trio.testing.wait_all_tasks_blocked()
             assert len(changed[-1]) == 1

@@ -70,29 +70,28 @@ async def one_round(caller: ExpertPeer, scores: np.random.Generator) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_hosts_do_each_round_ends_in_time_and_what_comes_back_is_right(seed: int) -> None:
+@in_expert_world(experts_run(timeout_s=TIMEOUT_S, announce_s=600.0), count=5)
+async def test_whatever_hosts_do_each_round_ends_in_time_and_what_comes_back_is_right(
+    scene: ExpertWorld, seed: int
+) -> None:
     outcomes, updates = Counter[str](), Counter[bytes]()
+    *hosts, caller = scene.peers
+    grid = [Uid(0, (a, b)) for a in range(4) for b in range(4)]
+    for number, host in enumerate(hosts):
+        host.forward = host.backward = functools.partial(moody, host, random.Random(seed + number), updates)
+        await host.host(*grid[number :: len(hosts)])
 
-    async def main(scene: ExpertWorld) -> None:
-        *hosts, caller = scene.peers
-        grid = [Uid(0, (a, b)) for a in range(4) for b in range(4)]
-        for number, host in enumerate(hosts):
-            host.forward = host.backward = functools.partial(moody, host, random.Random(seed + number), updates)
-            await host.host(*grid[number :: len(hosts)])
+    async def trainer(number: int) -> None:
+        scores = np.random.default_rng([seed, number])
+        for _ in range(6):
+            outcomes[await one_round(caller, scores)] += 1
 
-        async def trainer(number: int) -> None:
-            scores = np.random.default_rng([seed, number])
-            for _ in range(6):
-                outcomes[await one_round(caller, scores)] += 1
-
-        async with trio.open_nursery() as nursery:
-            await nursery.start(caller.directory.run)
-            async with trio.open_nursery() as trainers:
-                for number in range(6):
-                    trainers.start_soon(trainer, number)
-            nursery.cancel_scope.cancel()
-
-    in_expert_world(main, experts_run(timeout_s=TIMEOUT_S, announce_s=600.0), count=5)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(caller.directory.run)
+        async with trio.open_nursery() as trainers:
+            for number in range(6):
+                trainers.start_soon(trainer, number)
+        nursery.cancel_scope.cancel()
     assert sum(outcomes.values()) == 36, f"seed {seed}"
     assert outcomes["whole"] + outcomes["in part"] >= 18, f"seed {seed}: {outcomes}"
     assert set(updates.values()) <= {1}, "a request is made once, unless its link was lost"

@@ -55,8 +55,7 @@ class Training:
         self.peers = Peers()
         self.granted: Callable[[int], Grant | None] = lambda seq: None
         papers = TrainerCredentials(OWN, lambda seq: self.granted(seq), TRAINER.sign)
-        clock = SimClock(1, "t")
-        self.pipeline = DirectPipeline(RUN, self.peers, clock, Ways(), papers)  # type: ignore[arg-type]
+        self.pipeline = DirectPipeline(RUN, self.peers, SimClock(1, "t"), Ways(), papers)  # type: ignore[arg-type]
         self.pipeline.update(members(*(names or ALL)))
         self.load = Microbatch(frame(SAMPLES, TOKENS), frame(SAMPLES, TOKENS))
 

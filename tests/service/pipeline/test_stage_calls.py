@@ -26,8 +26,7 @@ from peerd.core.run.runfile import PipelineSection, RunFile, fingerprint
 from peerd.machine.rpc.declaration import Shows
 from peerd.service.pipeline.stage_calls import DECLARED, StageCalls, StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
-from tests.worlds.machines.rpc_cases import Pair
-from tests.worlds.machines.rpc_fake import fake_pair
+from tests.worlds.machines.rpc_cases import Pair, fake_pair
 
 RUN_FILE = RunFile(run="calls", pipeline=PipelineSection(stages=4, microbatch=2))
 RUN = fingerprint(RUN_FILE)

@@ -29,28 +29,21 @@ async def answer(call: Incoming[Empty]) -> Answer[Empty]:
     return Answer(Empty())
 
 
-async def test_the_first_call_to_a_new_peer_takes_three_round_trips(autojump_clock: trio.testing.MockClock) -> None:
+@pytest.mark.parametrize(("tokens", "first"), [(False, 3), (True, 4)])
+async def test_the_first_call_to_a_new_peer_takes_three_round_trips_and_one_more_with_tokens(
+    autojump_clock: trio.testing.MockClock, tokens: bool, first: int
+) -> None:
     async with running_hosts() as hosts:
-        assert await first_and_second(hosts, tokens=False) == pytest.approx([3, 1], abs=0.05)
-
-
-async def test_the_first_call_to_a_new_member_takes_four_round_trips(autojump_clock: trio.testing.MockClock) -> None:
-    async with running_hosts() as hosts:
-        assert await first_and_second(hosts, tokens=True) == pytest.approx([4, 1], abs=0.05)
-
-
-async def first_and_second(hosts: Hosts, *, tokens: bool) -> list[float]:
-    """Round trips of the first call between two hosts that have not met, and of the next."""
-    a, b = [await hosts.start(name, latency_s=ONE_WAY_S) for name in "ab"]
-    asking, asked = [await calls_of(hosts, host, name, tokens=tokens) for host, name in ((a, "a"), (b, "b"))]
-    asked.serve("first/1/ask", Empty, answer, declared=ANY)
-    a.learn(b.id, [hosts.addr("b")])
-    took = []
-    for _ in range(2):
-        begin = trio.current_time()
-        await asking.call(b.id, "first/1/ask", Empty(), Empty, timeout_s=20)
-        took.append((trio.current_time() - begin) / ROUND_TRIP_S)
-    return took
+        a, b = [await hosts.start(name, latency_s=ONE_WAY_S) for name in "ab"]
+        asking, asked = [await calls_of(hosts, host, name, tokens=tokens) for host, name in ((a, "a"), (b, "b"))]
+        asked.serve("first/1/ask", Empty, answer, declared=ANY)
+        a.learn(b.id, [hosts.addr("b")])
+        took = []
+        for _ in range(2):
+            begin = trio.current_time()
+            await asking.call(b.id, "first/1/ask", Empty(), Empty, timeout_s=20)
+            took.append((trio.current_time() - begin) / ROUND_TRIP_S)
+        assert took == pytest.approx([first, 1], abs=0.05)
 
 
 async def calls_of(hosts: Hosts, host: Host, name: str, *, tokens: bool) -> Rpc:

@@ -16,8 +16,7 @@ from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.room import Room, Share
 from peerd.service.rpc.rpc import CallStream, Encoded
 from tests.kit.declared import ANY
-from tests.worlds.machines.rpc_cases import BIG, FRAMES, Pair, Text, repeat
-from tests.worlds.machines.rpc_fake import fake_pair
+from tests.worlds.machines.rpc_cases import BIG, FRAMES, Pair, Text, fake_pair, repeat
 from tests.worlds.machines.rpc_stream_cases import Early
 
 Clock = trio.testing.MockClock

@@ -14,17 +14,15 @@ from peerd.machine.rpc import message_codec as wire
 from peerd.service.rpc.loopback import LoopbackStream
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from tests.kit.declared import ANY, declared
+from tests.worlds.machines import rpc_growing_cases, rpc_stream_cases
 from tests.worlds.machines.fakehost import TrioClock, fake_net
-from tests.worlds.machines.rpc_cases import BIG, CASES, FRAMES, NEEDS_CUT, Case, Held, Text, ask, ask_empty, echo
-from tests.worlds.machines.rpc_fake import fake_pair
-from tests.worlds.machines.rpc_growing_cases import GROWING_CASES, GROWING_NEEDS_CUT
-from tests.worlds.machines.rpc_stream_cases import STREAM_CASES
+from tests.worlds.machines.rpc_cases import BIG, CASES, FRAMES, Case, Held, Text, ask, ask_empty, echo, fake_pair
 
 Clock = trio.testing.MockClock
-EVERY_CASE = CASES + STREAM_CASES + GROWING_CASES + NEEDS_CUT + GROWING_NEEDS_CUT
+assert rpc_growing_cases.case is rpc_stream_cases.case  # their cases have joined by importing
 
 
-@pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 async def test_over_fake_hosts(case: Case, autojump_clock: Clock) -> None:
     """The case itself, and that it leaves nothing behind: no stream, no byte, no call."""
     async with fake_pair() as (pair, net, *_):

@@ -17,8 +17,7 @@ from peerd.service.rpc.loopback import LoopbackStream, local_pair
 from peerd.service.rpc.outbox import GrowingPayload, Outbox
 from peerd.service.rpc.rpc import Answer, Encoded, Incoming, Rpc
 from tests.worlds.machines.fakehost import FakeHost, TrioClock
-from tests.worlds.machines.rpc_cases import FRAMES, Held, Pair, Text, echo
-from tests.worlds.machines.rpc_fake import fake_pair
+from tests.worlds.machines.rpc_cases import FRAMES, Held, Pair, Text, echo, fake_pair
 from tests.worlds.machines.rpc_growing_cases import UNFINISHED, Making, settled
 
 Clock = trio.testing.MockClock

@@ -18,8 +18,7 @@ from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import SimClock
 from tests.kit.declared import ANY
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Held, Pair, Text, ask, echo, repeat
-from tests.worlds.network.hosts import Hosts, running_hosts
-from tests.worlds.network.ways import join
+from tests.worlds.network.hosts import Hosts, join, running_hosts
 
 
 @asynccontextmanager

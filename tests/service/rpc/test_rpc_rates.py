@@ -13,8 +13,7 @@ from peerd.core.frame import TensorFrame
 from peerd.net.host.host import Host
 from peerd.service.rpc.rpc import Rpc
 from tests.worlds.machines.fakehost import FakeHost, TrioClock
-from tests.worlds.machines.rpc_cases import BIG, FRAMES, Text, echo
-from tests.worlds.machines.rpc_fake import fake_pair
+from tests.worlds.machines.rpc_cases import BIG, FRAMES, Text, echo, fake_pair
 from tests.worlds.machines.rpc_growing_cases import Making
 from tests.worlds.network.hosts import running_hosts
 

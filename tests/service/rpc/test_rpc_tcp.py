@@ -17,13 +17,12 @@ from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import peer_stack
 from tests.kit.declared import ANY
+from tests.worlds.machines import rpc_growing_cases, rpc_stream_cases
 from tests.worlds.machines.fakehost import leaves
-from tests.worlds.machines.rpc_cases import CASES, NEEDS_CUT, Case, Pair, Text, ask, echo
-from tests.worlds.machines.rpc_growing_cases import GROWING_CASES, GROWING_NEEDS_CUT
-from tests.worlds.machines.rpc_stream_cases import STREAM_CASES
+from tests.worlds.machines.rpc_cases import CASES, Case, Pair, Text, ask, echo
 
 pytestmark = pytest.mark.socket
-EVERY_CASE = CASES + STREAM_CASES + GROWING_CASES + NEEDS_CUT + GROWING_NEEDS_CUT
+assert rpc_growing_cases.case is rpc_stream_cases.case  # their cases have joined by importing
 
 
 class Crashes(logging.Handler):
@@ -76,7 +75,7 @@ def cut(host: Host) -> None:
         link.abort("the test cut it")
 
 
-@pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.slow
 async def test_over_tcp(case: Case) -> None:
     async with tcp_pair() as pair:

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,12 +21,12 @@ from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.log import EventLog
 from peerd.machine.experts.claims import last_prefixes
 from peerd.machine.experts.orphan_watch import SeenClaim
-from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Rpc
 from peerd.training.expert.host import ExpertHost, OwnExpert, Told
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import WIDTH, FakeExpert, frame
 from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
+from tests.worlds.roles.contexts import role_context
 from tests.worlds.roles.inline_worker import InlineWorker
 
 X = Uid(0, (1, 2))
@@ -128,17 +129,8 @@ class Scene:
         rpc, worker, log = Rpc(fake, clock), InlineWorker(), EventLog(clock)
         await self.net.nursery.start(rpc.run)
         run = msgspec.structs.replace(self.run, limits=LimitsSection(experts=limit))
-        ctx = RoleContext(
-            run=run,
-            host=cast(Any, fake),
-            rpc=rpc,
-            dht=cast(Any, None),
-            clock=clock,
-            data_dir=self.folder,
-            device="cpu",
-            log=log,
-            worker=lambda device: worker,
-        )
+        stack: Any = SimpleNamespace(host=fake, rpc=rpc, dht=None, clock=clock)
+        ctx = role_context(stack, run, self.folder, lambda device: worker, log)
         host = ExpertHost(ctx, View(self.board, fake.id), FakeExpert, lambda: fits)
         keeper = keeper or FakeKeeper()
         keeper.host = host

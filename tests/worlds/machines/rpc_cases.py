@@ -5,7 +5,8 @@ Each case gets a fresh `Pair` of two peers that can reach each other. No case sl
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from peerd.core.messages.encoding import Empty, Message
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from peerd.service.rpc.rpc_types import RpcHost
 from tests.kit.declared import ANY, declared
+from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 
 
 class Text(Message, frozen=True):
@@ -70,9 +72,19 @@ class Held:
         return Answer(Empty())
 
 
+@asynccontextmanager
+async def fake_pair() -> AsyncIterator[tuple[Pair, FakeNet, FakeHost, FakeHost]]:
+    async with fake_net() as net:
+        a_host, b_host = net.host("a"), net.host("b")
+        a, b = Rpc(a_host, TrioClock()), Rpc(b_host, TrioClock())
+        await net.nursery.start(a.run)
+        await net.nursery.start(b.run)
+        pair = Pair(a, b, a_host, b_host, b_host.crashes, lambda: net.cut(a_host.id, b_host.id))
+        yield pair, net, a_host, b_host
+
+
 Case = Callable[[Pair], Awaitable[None]]
-CASES: list[Case] = []
-NEEDS_CUT: list[Case] = []
+CASES: list[Case] = []  # of this module, and of those that join by importing `case`
 BIG = TensorFrame("uint8", (1 << 20,), bytes(range(256)) * 4096)
 FRAMES = declared(frames=4, frame_bytes=8 << 20)
 
@@ -363,12 +375,7 @@ async def a_peer_calls_itself_as_it_calls_others(pair: Pair) -> None:
         assert await call.receive(Text) == Answer(Text("a"))
 
 
-def needs_cut(function: Case) -> Case:
-    NEEDS_CUT.append(function)
-    return function
-
-
-@needs_cut
+@case
 async def a_lost_link_fails_callers_and_cancels_handlers_at_once(pair: Pair) -> None:
     held = Held()
     outcomes: list[Exception] = []

@@ -18,10 +18,8 @@ from peerd.machine.rpc import message_codec as wire
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming
 from peerd.service.rpc.rpc_types import RpcStream
 from tests.kit.declared import ANY
-from tests.worlds.machines.rpc_cases import BIG, FRAMES, Case, Held, Pair, Text, ask, echo, repeat, settled
+from tests.worlds.machines.rpc_cases import BIG, FRAMES, Held, Pair, Text, ask, case, echo, repeat, settled
 
-GROWING_CASES: list[Case] = []
-GROWING_NEEDS_CUT: list[Case] = []
 UNFINISHED = 0xEE
 PATIENCE_S = 20.0  # for a case that is not about time, on a machine that is busy with others: no less than all may take
 
@@ -71,16 +69,6 @@ class Making:
             self.grow(rng.choice((1, 1000, 40_000, 300_000, 2_000_000)))
             for _ in range(rng.randrange(4)):
                 await trio.lowlevel.checkpoint()
-
-
-def case(function: Case) -> Case:
-    GROWING_CASES.append(function)
-    return function
-
-
-def needs_cut(function: Case) -> Case:
-    GROWING_NEEDS_CUT.append(function)
-    return function
 
 
 async def send(pair: Pair, method: str, *frames: TensorFrame, timeout_s: float = 5.0) -> Answer[Text]:
@@ -371,14 +359,14 @@ async def _while_made(pair: Pair, call: Callable[[Making], Awaitable[object]], m
         pair.cut()
 
 
-@needs_cut
+@case
 async def a_lost_link_ends_a_call_whose_payload_is_still_being_made(pair: Pair) -> None:
     pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
     await _while_made(pair, lambda making: send(pair, "t/1/echo", making.frame, timeout_s=600), Making(ready=1000))
     await settled(pair)
 
 
-@needs_cut
+@case
 async def a_lost_link_ends_an_answer_that_is_still_being_made(pair: Pair) -> None:
     making = Making(ready=1000)
 
@@ -392,7 +380,7 @@ async def a_lost_link_ends_an_answer_that_is_still_being_made(pair: Pair) -> Non
     await settled(pair)
 
 
-@needs_cut
+@case
 async def a_lost_link_ends_a_part_that_nobody_reads_behind(pair: Pair) -> None:
     async def flood(call: Incoming[Text], parts: CallStream) -> None:
         while True:

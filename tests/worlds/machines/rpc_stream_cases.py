@@ -9,14 +9,7 @@ import trio.testing
 from peerd.core.errors import LocalError, Overloaded, Refused, TooSlow
 from peerd.service.rpc.rpc import Answer, CallStream, Encoded, Incoming
 from tests.kit.declared import ANY
-from tests.worlds.machines.rpc_cases import BIG, FRAMES, Case, Pair, Text, repeat, settled
-
-STREAM_CASES: list[Case] = []
-
-
-def case(function: Case) -> Case:
-    STREAM_CASES.append(function)
-    return function
+from tests.worlds.machines.rpc_cases import BIG, FRAMES, Pair, Text, case, repeat, settled
 
 
 class Early:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import trio
 
@@ -24,6 +25,12 @@ class Client:
     circuits: Circuits
     scope: trio.CancelScope
 
+    async def settle(self, relay: Host) -> None:
+        """Take a reservation at `relay`, and tell others of it."""
+        await self.host.connect(relay.id, relay.listen_addrs())
+        held = await self.circuits.reserve(relay.id)
+        self.host.whereabouts.announce("relay", held.addrs)
+
 
 async def start_relay(hosts: Hosts, name: str, config: RelayConfig | None = None, **line: float) -> tuple[Host, Relay]:
     """A host that serves as a relay."""
@@ -33,9 +40,9 @@ async def start_relay(hosts: Hosts, name: str, config: RelayConfig | None = None
     return host, relay
 
 
-async def start_client(hosts: Hosts, name: str, config: HostConfig | None = None, **line: float) -> Client:
+async def start_client(hosts: Hosts, name: str, config: HostConfig | None = None, **place: Any) -> Client:
     """A host that can dial and take circuits."""
-    host = await hosts.start(name, config, **line)
+    host = await hosts.start(name, config, **place)
     circuits = Circuits(host, SimClock(1, f"{name}/circuits"))
     host.add_transport(circuits)
     client = Client(host, circuits, trio.CancelScope())
@@ -51,9 +58,7 @@ async def start_client(hosts: Hosts, name: str, config: HostConfig | None = None
 async def behind(hosts: Hosts, name: str, relay: Host, **line: float) -> Client:
     """A peer that holds a reservation at `relay`; its own address is known to nobody."""
     client = await start_client(hosts, name, **line)
-    await client.host.connect(relay.id, relay.listen_addrs())
-    held = await client.circuits.reserve(relay.id)
-    client.host.whereabouts.announce("relay", held.addrs)
+    await client.settle(relay)
     return client
 
 

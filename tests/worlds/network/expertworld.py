@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +20,11 @@ from peerd.core.run.runfile import RunFile
 from peerd.service.experts.expert_client import ExpertClient
 from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.rpc.rpc import Answer, Incoming
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import stack_on
+from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
 from tests.kit.declared import declared
 from tests.kit.expert_runs import expert_run
+from tests.kit.virtual_time import within
 from tests.worlds.machines.fake_experts import frame as frame_of
 from tests.worlds.machines.workers import InlineWorker
 
@@ -135,22 +136,20 @@ class ExpertWorld:
         return self.peers[-1]
 
 
-def in_expert_world(main: Callable[[ExpertWorld], Awaitable[None]], run: RunFile, count: int = 3) -> None:
-    """Run `main` in a virtual world of `count` peers."""
+@asynccontextmanager
+async def expert_world(run: RunFile, count: int = 3) -> AsyncIterator[ExpertWorld]:
+    """A world of `count` peers."""
+    with trio.fail_after(10_000):
+        async with World(1, swarm()).running() as world:
+            scene = ExpertWorld(world, run)
+            for _ in range(count):
+                await scene.start()
+            yield scene
 
-    async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
-        others = [addr for addr in node.world.bootstrap if addr != node.full_addr]
-        await stack_on(node).run([node.addr], others, task_status=task_status)
 
-    async def whole() -> None:
-        with trio.fail_after(10_000):
-            async with World(1, program).running() as world:
-                scene = ExpertWorld(world, run)
-                for _ in range(count):
-                    await scene.start()
-                await main(scene)
-
-    run_virtual(whole, seed=1)
+def in_expert_world(run: RunFile | None = None, count: int = 3) -> Any:
+    """Decorates a test that takes a world of `count` peers."""
+    return within(functools.partial(expert_world, run or experts_run(), count))
 
 
 def asks_for(uids: Sequence[Uid], rows: int = 2) -> list[ExpertCall]:

@@ -8,56 +8,41 @@ from dataclasses import dataclass, field
 
 import trio
 
-from peerd.core.addr import tcp_addr
-from peerd.net.host.host import Host, HostConfig
-from peerd.net.relay.circuit_transport import Circuits
+from peerd.net.host.host import HostConfig
 from peerd.service.connectivity.hole_puncher import HolePuncher
 from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
-from peerd.sim.nat import Internet, Kind, NatHome
-from peerd.sim.simnet import SimLine
-from tests.worlds.network.hosts import echo, keypair
-from tests.worlds.network.virtual import running_net
-
-PORT = 4001
+from peerd.sim.nat import Kind, NatHome
+from tests.worlds.network.circuits import Client, start_client
+from tests.worlds.network.hosts import echo, keypair, running
+from tests.worlds.network.internet import Peers
 
 
 @dataclass
-class Peer:
+class Peer(Client):
     """One host and what makes its ways."""
 
     home: NatHome
-    host: Host
-    circuits: Circuits
     punching: HolePuncher
 
 
 @dataclass
-class Neighbourhood:
+class Neighbourhood(Peers):
     """Peers by name, and the relay."""
 
-    internet: Internet
-    nursery: trio.Nursery
     relay: Peer = field(init=False)
 
-    async def start(self, name: str, kind: Kind, *, resets: bool = False, agent: str = "") -> Peer:
-        home = self.internet.home(name, kind, resets=resets, line=SimLine(latency_s=0.02))
-        config = HostConfig(agent=agent) if agent else HostConfig()
-        host = Host(keypair(name), SimClock(1, name), [home], config)
-        host.handle("/echo/1", echo)
-        peer = Peer(home, host, Circuits(host, SimClock(1, name)), HolePuncher(host, SimClock(1, name)))
-        host.add_transport(peer.circuits)
-        await self.nursery.start(host.run, [tcp_addr("0.0.0.0", PORT)])
-        await self.nursery.start(peer.circuits.run)
-        await self.nursery.start(peer.punching.run)
-        return peer
+    async def peer(self, name: str, kind: Kind = "public", *, resets: bool = False, agent: str = "") -> Peer:
+        config = HostConfig(agent=agent) if agent else None
+        client = await start_client(self, name, config, kind=kind, resets=resets)
+        client.host.handle("/echo/1", echo)
+        punching = HolePuncher(client.host, SimClock(1, name))
+        await self.nursery.start(punching.run)
+        return Peer(client.host, client.circuits, client.scope, self.homes[name], punching)
 
     async def settle(self, peer: Peer) -> None:
         """Let the relay know `peer`, and take circuits for it."""
-        relay = self.relay.host
-        await peer.host.connect(relay.id, relay.listen_addrs())
-        held = await peer.circuits.reserve(relay.id)
-        peer.host.whereabouts.announce("relay", held.addrs)
+        await peer.settle(self.relay.host)
         await trio.sleep(1)
 
     async def meet(self, a: Peer, b: Peer) -> None:
@@ -67,10 +52,7 @@ class Neighbourhood:
 
 @asynccontextmanager
 async def neighbourhood() -> AsyncIterator[Neighbourhood]:
-    with trio.fail_after(100_000):
-        async with running_net() as net, trio.open_nursery() as nursery:
-            found = Neighbourhood(Internet(net), nursery)
-            found.relay = await found.start("relay", "public")
-            await nursery.start(Relay(found.relay.host, SimClock(1, "r"), keypair("relay")).run)
-            yield found
-            nursery.cancel_scope.cancel()
+    async with running(Neighbourhood) as found:
+        found.relay = await found.peer("relay")
+        await found.nursery.start(Relay(found.relay.host, SimClock(1, "r"), keypair("relay")).run)
+        yield found

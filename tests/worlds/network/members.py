@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,11 @@ from peerd.core.run.runfile import AccessSection, PipelineSection, RunFile
 from peerd.service.access import Access
 from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Answer, Incoming
-from peerd.sim.clock import EPOCH_S, run_virtual
+from peerd.sim.clock import EPOCH_S
 from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, World
 from tests.kit.declared import declared
+from tests.kit.virtual_time import within
 
 ORGANIZER = Keypair.from_seed(b"organizer".ljust(32, b"."))
 STRANGER = Keypair.from_seed(b"stranger".ljust(32, b"."))
@@ -191,14 +193,16 @@ class Club:
         )
 
 
-def in_club(main: Callable[[Club], Awaitable[None]]) -> None:
-    """Run `main` in a virtual world."""
+async def nothing(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
+    """A program that ends at once."""
+    task_status.started()
 
-    async def nothing(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
-        task_status.started()
 
-    async def whole() -> None:
-        async with World(1, nothing).running() as world:
-            await main(Club(world))
+@asynccontextmanager
+async def club() -> AsyncIterator[Club]:
+    """A world without members."""
+    async with World(1, nothing).running() as world:
+        yield Club(world)
 
-    run_virtual(whole, seed=1)
+
+in_club = within(club)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
-from peerd.sim.world import Node, World, WorldConfig
+from peerd.sim.world import World, WorldConfig
 
 
 def home_line(rng: random.Random) -> SimLine:
@@ -23,12 +23,3 @@ async def home_world(seed: int = 1) -> AsyncIterator[World]:
         boot = await world.start("boot")
         world.bootstrap.append(boot.full_addr)
         yield world
-
-
-async def joined(world: World, count: int) -> list[Node]:
-    """`boot` and `count - 1` nodes that join its DHT; returns when each knows half of the others."""
-    boot = await world.start("boot")
-    world.bootstrap.append(boot.full_addr)
-    nodes = [boot, *await world.start_many(count - 1)]
-    assert await world.until(lambda: all(node.dht.status()["peers"] >= count // 2 for node in nodes), within_s=60)
-    return nodes

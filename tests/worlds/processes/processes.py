@@ -50,6 +50,12 @@ class Process(PeerdProcess):
             how = f" ended with {ended}; {complaint}" if ended is not None else f": {complaint} within {timeout_s} s"
             raise AssertionError(f"{self.name}{how}:\n{self.said}")
 
+    def step(self) -> int:
+        return int(self.role().get("step") or 0)
+
+    def reaches(self, step: int) -> None:
+        self.wait_until(lambda: self.step() >= step, f"it never reached step {step}", 90.0)
+
     def address(self) -> str:
         """Address on which it listens, once it does."""
         self.wait_until(lambda: bool(self.addr()), "it never listened")
@@ -81,6 +87,13 @@ class Processes:
     def join(self, name: str, role: str, file: Path, bootstrap: str) -> Process:
         options = ["--model", str(file), "--bootstrap", bootstrap, "--listen", LISTEN]
         return self.start(name, "join", "--role", role, *options)
+
+    def swarm(self, file: Path, stages: int = 2) -> tuple[Process, list[Process], Process]:
+        """A backbone that watches the run, one peer for each of `stages` stage processes, and a trainer."""
+        backbone = self.backbone("--config", str(file))
+        addr = backbone.address()
+        peers = [self.join(f"stage-{number}", "stage", file, addr) for number in range(stages)]
+        return backbone, peers, self.join("trainer", "trainer", file, addr)
 
 
 @contextlib.contextmanager

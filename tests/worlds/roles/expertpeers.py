@@ -17,7 +17,6 @@ from peerd.core.messages.experts import Announced, CheckpointRef, Name, state_ro
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.log import EventLog
 from peerd.machine.experts.sharing import HostShare
-from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from peerd.service.peer_stack import PeerStack, peer_stack
@@ -32,6 +31,7 @@ from tests.worlds.machines.fake_experts import FakeExpert, FakeHosted
 from tests.worlds.machines.workers import InlineWorker
 from tests.worlds.network.hosts import keypair
 from tests.worlds.network.virtual import addr_of, running_net, transport
+from tests.worlds.roles.contexts import role_context
 
 T = TypeVar("T")
 
@@ -91,18 +91,7 @@ class MadeUpHost:
         self.adopted_at: dict[Uid, float] = {}
         self.log = EventLog(peer.stack.clock)
         self._telling = trio.Lock()
-        stack = peer.stack
-        self.ctx = ctx = RoleContext(
-            run=swarm.run,
-            host=stack.host,
-            rpc=stack.rpc,
-            dht=stack.dht,
-            clock=stack.clock,
-            data_dir=peer.folder,
-            device="cpu",
-            log=self.log,
-            worker=lambda _: InlineWorker(),
-        )
+        self.ctx = ctx = role_context(peer.stack, swarm.run, peer.folder, lambda _: InlineWorker(), self.log)
         self.checkpoints = ExpertCheckpoints(ctx, peer.vault, self)
         self.adoption = Adoption(ctx, peer.vault, self, self.checkpoints, state_bytes=STATE_BYTES)
         peer.tasks += [self.announce_all, self.checkpoints.run, self.adoption.run]

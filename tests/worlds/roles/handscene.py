@@ -23,9 +23,10 @@ from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS
 from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
-from peerd.sim.clock import SimClock, run_virtual
+from peerd.sim.clock import SimClock
 from tests.fuzz.service_scene import RUN, Peer, pinned, start_peer
 from tests.kit.declared import declared
+from tests.kit.virtual_time import within
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 
 RUN3 = msgspec.structs.replace(
@@ -166,21 +167,15 @@ class HandScene:
         return [f"{name}: {place}" for name, peer in self.peers.items() for place in peer.host.faults.places]
 
 
-def in_scene(folder: Path, main: Callable[[HandScene], Awaitable[None]]) -> None:
-    """Run `main` beside four stage peers; nothing of it may have been a fault of theirs."""
-    torch.set_num_threads(1)
-
-    async def run() -> None:
-        async with _scene(folder) as scene:
-            await main(scene)
-            assert scene.faults() == []
-
-    run_virtual(run, seed=1)
-
-
 @asynccontextmanager
-async def _scene(folder: Path) -> AsyncIterator[HandScene]:
+async def hand_scene(folder: Path) -> AsyncIterator[HandScene]:
+    """Four stage peers; nothing that a test does beside them may be a fault of theirs."""
+    torch.set_num_threads(1)
     async with running_hosts() as hosts:
         scene = HandScene(hosts, folder)
         await scene.start()
         yield scene
+        assert scene.faults() == []
+
+
+in_scene = within(hand_scene, "tmp_path")

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
 import trio
 
 from peerd.core.run.runfile import RunFile
@@ -22,6 +21,7 @@ from peerd.sim.simnet import NetConfig, SimPath
 from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.runs import changed
 from tests.worlds.roles.virtualroles import Roles
 
 WINDOW_BYTES: Final = 32 << 10  # of one connection: what is under way delays what comes after it
@@ -100,15 +100,14 @@ async def placed_world(placed: PlacedRun, roles: Roles, seed: int) -> AsyncItera
 
 
 async def _start_stage(world: World, roles: Roles, device: int, stage: int) -> Node:
-    limits = msgspec.structs.replace(roles.run.limits, stage=stage)
-    own = msgspec.structs.replace(roles.run, limits=limits)
+    own = changed(roles.run, limits={"stage": stage})
     return await world.start(device_name(device), program=roles.program(StageRole, run=own))
 
 
 def with_equal_shares(run: RunFile, placed: PlacedRun) -> RunFile:
     """The run as a trainer has it that begins no more than its pipeline's share of the batch."""
     share = run.batch.target_samples // run.pipeline.microbatch // len(placed.placement.members(0))
-    return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, microbatches_in_flight=share))
+    return changed(run, limits={"microbatches_in_flight": share})
 
 
 async def step_times(world: World, roles: Roles, steps: int) -> list[float]:

@@ -6,7 +6,9 @@ The next stage is played by the scene: it answers with the gradient that a test 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from peerd.service.rpc.rpc import Answer, Incoming
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from tests.kit.declared import declared
-from tests.worlds.roles.training import Peer, Swarm, pinned
+from tests.worlds.roles.training import Peer, Swarm, pinned, swarm
 
 BATCH = 4  # microbatches of a `small_run`
 
@@ -38,6 +40,15 @@ class Scene:
         self.s, self.run, self.mark = s, run, fingerprint(run)
         self.gradients: dict[tuple[str, int], TensorFrame] = {}  # that the next stage gives, by trainer and number
         self.attempts = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, folder: Path, run: RunFile, *trainers: str) -> AsyncIterator[Any]:
+        """A scene, and each of these trainers."""
+        async with swarm(folder / "peers") as s:
+            scene = cls(s, run)
+            await scene.start(*trainers)
+            yield scene, *(s.peers[name] for name in trainers)
 
     async def start(self, *trainers: str) -> None:
         for name in (*trainers, "after"):
@@ -81,12 +92,12 @@ class Scene:
         Raises Refused if it reports that the next stage gave none that is valid.
         """
         own, route = trainer.host.id.text, [self.stage.host.id.text, self.after.host.id.text]
-        tokens, self.gradients[own, seq] = frames or microbatch(seq)
+        *sent, self.gradients[own, seq] = frames or microbatch(seq)
         self.attempts += 1
         bare = Ticket(0, seq, self.attempts, 0, 0, 0, route)
         body = PassRequest(self.mark, 0, own, signed_ticket(trainer.host.sign, self.mark, own, bare), shown)
         answer = await trainer.role._ctx.rpc.call(
-            self.stage.host.id, PASS, body, PassAnswer, frames=[tokens], timeout_s=timeout_s
+            self.stage.host.id, PASS, body, PassAnswer, frames=sent, timeout_s=timeout_s
         )
         if answer.body.broken is not None:
             raise Refused(answer.body.broken.reason)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 from unittest import mock
 
-import msgspec
 import trio
 from multiaddr import Multiaddr
 from trio.testing import MockClock
@@ -23,7 +22,6 @@ from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import parse_addr
 from peerd.core.run.runfile import (
     BatchSection,
-    CheckpointSection,
     DataSection,
     EvaluateSection,
     ModelSection,
@@ -37,42 +35,44 @@ from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.link.sealing import Buffers
 from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.role import Role, RoleContext
+from peerd.role import Role
 from peerd.service.peer_stack import PeerStack, peer_stack
-from peerd.service.run_services import RunServices
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimLine, SimNet
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.exact import write_texts
+from tests.kit.runs import changed
 from tests.worlds.network.hosts import keypair
 from tests.worlds.network.virtual import addr_of, running_net
 from tests.worlds.roles.chaos import in_no_thread
+from tests.worlds.roles.contexts import DEVICES, role_context
 from tests.worlds.roles.virtualroles import PacedDevice
 
 LINE: Final = SimLine(latency_s=0.001)  # of a simulated peer
 MICROBATCH_S: Final = 0.02  # virtual seconds that a device takes for a microbatch's backward
 
 
-def small_run(name: str, text: Path, evaluate: EvaluateSection, checkpoint: CheckpointSection) -> RunFile:
-    """Two stages of a model so small that a step takes no time."""
-    return RunFile(
-        run=name,
+def small_run(folder: Path, **settings: Any) -> RunFile:
+    """Two stages of a model so small that a step takes no time, on texts that are made in `folder`."""
+    run = RunFile(
+        run="small",
         seed=5,
         model=ModelSection(d_model=16, heads=2, layers=2, context=16),
         pipeline=PipelineSection(stages=2, microbatch=2),
         optimizer=OptimizerSection(name="adamw", lr=1e-3),
         batch=BatchSection(target_samples=8),
-        data=DataSection(path=str(text), holdout=0.1),
-        evaluate=evaluate,
-        checkpoint=checkpoint,
+        data=DataSection(path=str(write_texts(folder)), holdout=0.1),
+        evaluate=EvaluateSection(every_steps=0),
     )
+    return changed(run, **settings)
 
 
 def pinned(run: RunFile, stage: int) -> RunFile:
     """The run as a peer has it that serves `stage`."""
-    return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
+    return changed(run, limits={"stage": stage})
 
 
 class Network(Protocol):
@@ -181,29 +181,15 @@ class Swarm:
         self, name: str, role: type[Role], run: RunFile | None, *, task_status: trio.TaskStatus[Peer]
     ) -> None:
         net = self.network.stack(name)
-        directory = self._directory / name
-        directory.mkdir(parents=True, exist_ok=True)
         async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
             with trio.CancelScope() as scope:
                 await nursery.start(net.run, [self.network.listen(name)], self.entry)
                 log = EventLog(net.clock)
                 workers: dict[str, Worker] = {}
-                for device in ("cpu", "files", "data", "held-out", "coding"):
+                for device in DEVICES:
                     workers[device] = await stack.enter_async_context(self.network.worker(device))
-                built = role(
-                    RoleContext(
-                        run=run,
-                        services=RunServices(run, net.host, net.rpc, net.dht, net.clock) if run is not None else None,
-                        host=net.host,
-                        rpc=net.rpc,
-                        dht=net.dht,
-                        clock=net.clock,
-                        data_dir=directory,
-                        device="cpu",
-                        log=log.bind(peer=name),
-                        worker=workers.__getitem__,
-                    )
-                )
+                folder = self._directory / name
+                built = role(role_context(net, run, folder, workers.__getitem__, log.bind(peer=name)))
                 peer = Peer(name, net.host, built, log, scope, self.network)
                 task_status.started(peer)
                 async with trio.open_nursery() as inner:
@@ -298,5 +284,4 @@ async def until_equal(s: Swarm, one: Peer, other: Peer, beyond: int) -> None:
 
 def with_line(run: RunFile, mbit: float) -> RunFile:
     """The run file of a peer whose line carries so much in each direction."""
-    limits = msgspec.structs.replace(run.limits, upload_mbit=mbit, download_mbit=mbit)
-    return msgspec.structs.replace(run, limits=limits)
+    return changed(run, limits={"upload_mbit": mbit, "download_mbit": mbit})

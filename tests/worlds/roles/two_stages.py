@@ -7,14 +7,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from peerd.core.run.runfile import BatchSection, ModelSection, PipelineSection, RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.runs import changed
 from tests.worlds.roles.virtualroles import Roles, virtual_run
 
 MICROBATCH_S: Final = 0.05  # of a device
@@ -40,8 +39,7 @@ async def two_stages(roles: Roles, peers: Iterable[str] = tuple(STAGES)) -> Asyn
         boot = await world.start("boot")
         world.bootstrap.append(boot.full_addr)
         for name in peers:
-            limits = msgspec.structs.replace(roles.run.limits, stage=STAGES[name])
-            own = msgspec.structs.replace(roles.run, limits=limits)
+            own = changed(roles.run, limits={"stage": STAGES[name]})
             await world.start(name, program=roles.program(StageRole, run=own))
         await world.start("trainer", program=roles.program(TrainerRole))
         yield world

@@ -32,30 +32,32 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.runs import changed
 from tests.worlds.machines.fakehost import leaves
 from tests.worlds.network.world import home_world
+from tests.worlds.roles.contexts import DEVICES, role_context
 from tests.worlds.roles.inline_worker import InlineWorker
 
 T = TypeVar("T")
 
 
 def virtual_run(folder: Path, text_bytes: tuple[int, ...], stages: int = 1, **sections: Any) -> RunFile:
-    """A run of a tiny model on texts of these sizes, which are made in `folder`; `sections` replace the model's."""
+    """A run of a tiny model on texts of these sizes, which are made in `folder`; `sections`: see `changed`."""
     for i, size in enumerate(text_bytes):
         text = bytes((7 * i + 13 * j * j + j // 3) % 251 or 251 for j in range(size))
         (folder / f"text{i}.txt").write_bytes(text)
-    settings: dict[str, Any] = {
-        "run": "virtual",
-        "seed": 5,
-        "model": ModelSection(d_model=8, heads=1, layers=stages, context=8),
-        "pipeline": PipelineSection(stages=stages, microbatch=1),
-        "optimizer": OptimizerSection(name="adamw", lr=1e-3),
-        "batch": BatchSection(target_samples=24),
-        "data": DataSection(path=str(folder / "*.txt"), holdout=0.1),
-        "evaluate": EvaluateSection(every_steps=0),
-        "checkpoint": CheckpointSection(every_steps=0),
-    }
-    return RunFile(**settings | sections)
+    run = RunFile(
+        run="virtual",
+        seed=5,
+        model=ModelSection(d_model=8, heads=1, layers=stages, context=8),
+        pipeline=PipelineSection(stages=stages, microbatch=1),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3),
+        batch=BatchSection(target_samples=24),
+        data=DataSection(path=str(folder / "*.txt"), holdout=0.1),
+        evaluate=EvaluateSection(every_steps=0),
+        checkpoint=CheckpointSection(every_steps=0),
+    )
+    return changed(run, **sections)
 
 
 class PacedDevice(InlineWorker):
@@ -147,29 +149,14 @@ class Roles:
         task_status: trio.TaskStatus[None],
     ) -> None:
         """Run a role on a network that stands."""
-        directory = self.directory / node.name
-        directory.mkdir(parents=True, exist_ok=True)
-        workers = {
-            name: self.worker() for name in ("cpu", "files", "data", "coding", "planning", "digests", "held-out")
-        }
+        workers = {name: self.worker() for name in DEVICES}
         self.logs[node.name] = log = EventLog(node.clock)
         self.devices[node.name] = workers["cpu"]
-        services = RunServices(run, node.host, node.rpc, node.dht, node.clock)
+        ctx = role_context(node, run, self.directory / node.name, workers.__getitem__, log)
+        assert ctx.services is not None
         if route is not None:
-            _hold_to(route, services)
-        ctx = RoleContext(
-            run=run,
-            services=services,
-            host=node.host,
-            rpc=node.rpc,
-            dht=node.dht,
-            clock=node.clock,
-            data_dir=directory,
-            device="cpu",
-            log=log,
-            worker=workers.__getitem__,
-        )
-        if run.pipeline.placement == "network" and ctx.services is not None:
+            _hold_to(route, ctx.services)
+        if run.pipeline.placement == "network":
             nursery.start_soon(ctx.services.link_watch.run)
         task_status.started()
         while True:
