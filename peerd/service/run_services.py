@@ -20,7 +20,6 @@ from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.conductor_server import ConductorServer
 from peerd.service.conductor.orders import ConductingConfig
 from peerd.service.conductor.rivals import Rivals
-from peerd.service.conductor.settings_check import SettingsCheck
 from peerd.service.conductor.stage_finder import StageFinder
 from peerd.service.dht.dht import Dht
 from peerd.service.network.line_speeds import LineSpeeds, line_speeds
@@ -30,6 +29,7 @@ from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.stage_calls import StageCalls
 from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Rpc
+from peerd.service.settings_check import SettingsCheck
 from peerd.service.state.snapshot import KEPT, SnapshotFetcher, Snapshots, StateServer
 from peerd.service.swarm.contributions import ContributionOf, ContributionTally
 from peerd.service.swarm.counted_record import CountedRecord

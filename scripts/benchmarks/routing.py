@@ -224,7 +224,7 @@ async def _measured(scene: Scene, folder: Path) -> dict[str, Measured]:
     """Measure all policies, one after another with the same peers. Policies do not share what they learn."""
     one, found, first = Swarm(scene, folder), dict[str, Measured](), 0
     config = WorldConfig(net=NetConfig(window_bytes=WINDOW_BYTES))
-    policy_of_trainer = patch.object(direct, "RouteFlow", lambda rng: one.policy)
+    policy_of_trainer = patch.object(direct, "CheapestRoute", lambda rng: one.policy)
     async with booted(scene.seed, config=config, program=swarm(dht_config=QUIET)) as world:
         with policy_of_trainer:
             await one.start(world)

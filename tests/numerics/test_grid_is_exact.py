@@ -215,7 +215,7 @@ async def test_a_pipeline_repeats_the_group_of_a_lost_stage_peer_and_no_other(
     tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two stages of four peers, in groups of two; trainers do again what the lost one held, with its mates."""
-    monkeypatch.setattr(direct, "RouteFlow", lambda rng: InTurn())  # each peer gets its turn
+    monkeypatch.setattr(direct, "CheapestRoute", lambda rng: InTurn())  # each peer gets its turn
     averaging, sums = AveragingSection(group_size=3), Sums(monkeypatch, batches)
     run = msgspec.structs.replace(run_file("adamw", "float64", write_texts(tmp_path)), averaging=averaging)
     async with swarm(tmp_path / "peers") as s:

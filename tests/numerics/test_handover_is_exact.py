@@ -61,7 +61,7 @@ def killing(
 
     Each peer gets its turn: a step takes so little here that which peer is quicker is chance.
     """
-    monkeypatch.setattr(direct, "RouteFlow", lambda rng: InTurn())
+    monkeypatch.setattr(direct, "CheapestRoute", lambda rng: InTurn())
     original = getattr(HandOver, method)
 
     async def meanwhile(self: HandOver, call: Incoming[PassRequest], *args: Any) -> Any:
@@ -120,7 +120,7 @@ def the_only_link(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_full_stash(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     """One peer has room for one microbatch a step: less than it is ever asked to take."""
-    monkeypatch.setattr(direct, "RouteFlow", lambda rng: InTurn())
+    monkeypatch.setattr(direct, "CheapestRoute", lambda rng: InTurn())
     handover = of_stage(peers, 1).role.post.handover
     handover.room_for = lambda kept: 1
     handover.look_for_room()

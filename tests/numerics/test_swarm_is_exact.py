@@ -38,7 +38,7 @@ async def train(
     Where one is to die each peer gets its turn: a step takes so little here that which peer is quicker is chance.
     """
     if victim != "nobody":
-        monkeypatch.setattr(direct, "RouteFlow", lambda rng: InTurn())
+        monkeypatch.setattr(direct, "CheapestRoute", lambda rng: InTurn())
     async with swarm(directory) as s:
         stages, trainers = await pipeline(s, run, 4, trainers=2)
         if victim != "nobody":

@@ -21,7 +21,7 @@ from peerd.contents import with_digests
 from peerd.core.errors import ConfigError
 from peerd.core.messages.settings import PublishedSettings
 from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile, shared_text
-from peerd.service.conductor.settings_check import SettingsCheck
+from peerd.service.settings_check import SettingsCheck
 from peerd.service.swarm.directory import Directory, SettingsTold
 from peerd.training.trainer_data import TrainerData
 from roles.stage import StageRole

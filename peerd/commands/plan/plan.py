@@ -31,17 +31,13 @@ def plan(
     ] = None,
     before: Annotated[
         Path | None,
-        typer.Option(
-            "--from", metavar="FILE", help="The current placement: the search starts there, and moves cost time."
-        ),
+        typer.Option("--from", metavar="FILE", help="The current placement: start there, and charge for moves."),
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", metavar="N", help="Seconds to search.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Makes the search repeatable.")] = 0,
     cost: Annotated[
         Literal["steady", "latency"],
-        typer.Option(
-            help="What to minimize: steady: time per step of a full pipeline; latency: time of one pass through it."
-        ),
+        typer.Option(help="Minimize the time per step of a full pipeline (steady), or of one pass (latency)."),
     ] = "steady",
     horizon: Annotated[
         int,
