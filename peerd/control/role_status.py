@@ -104,5 +104,5 @@ def figures_of(value: object, kind: type[S]) -> S | None:
     """Decode a figure. Returns None if it has another form, as that of a role that is not built in may have."""
     try:
         return convert(value, kind)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, OverflowError, SystemError):  # the others: an integer beyond all floats
         return None

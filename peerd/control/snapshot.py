@@ -134,7 +134,7 @@ class StatusSnapshot(StatusPart, frozen=True):
     """The status of a daemon. Roles and events may have further fields, under names of their own."""
 
     version: str = "?"
-    uptime_s: Figure = 0.0
+    uptime_s: Figure = None  # None without figures of the daemon itself, as while it rests
     run: str | None = None
     data_dir: str = "?"
     alone: str | None = None  # how long all links have been lost, in words
@@ -158,6 +158,6 @@ def decode_status(told: dict[str, Any], kind: type[S]) -> S:
     """Decode a snapshot, or a part of it. Raises PeerdError if a field has another type than this version knows."""
     try:
         return convert(told, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, OverflowError, SystemError) as error:  # the others: an integer beyond all floats
         theirs = told.get("version") or "of another version"
         raise PeerdError(f"peerd {VERSION} can't show the status of the daemon, peerd {theirs}: {error}") from error

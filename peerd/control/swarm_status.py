@@ -12,11 +12,18 @@ from typing import Literal
 import msgspec
 
 Figure = float | Literal["nan", "inf", "-inf"] | None  # JSON has no such numbers; None if unknown
-Spread = dict[Literal["least", "median", "most"], float]
 
 
 class StatusPart(msgspec.Struct, kw_only=True, frozen=True):
     """Base class of the parts of a snapshot. Unknown fields, as of a newer daemon, are ignored."""
+
+
+class Spread(StatusPart, frozen=True):
+    """The range of a figure."""
+
+    least: Figure = None
+    median: Figure = None
+    most: Figure = None
 
 
 class PeerStatus(StatusPart, frozen=True):
@@ -121,8 +128,8 @@ class CurveStatus(StatusPart, frozen=True):
 class PairStatus(StatusPart, frozen=True):
     """Two peers, and the links between them; figures are None if unknown."""
 
-    one: str
-    other: str
+    one: str = "?"
+    other: str = "?"
     rtt_ms: float | None = None
     there_mbit: float | None = None  # from `one` to `other`
     back_mbit: float | None = None
@@ -135,9 +142,9 @@ class PairStatus(StatusPart, frozen=True):
 class DirectionStatus(StatusPart, frozen=True, rename={"source": "from", "target": "to"}):
     """A link from one peer to another, with its measured rate."""
 
-    source: str
-    target: str
-    mbit: float
+    source: str = "?"
+    target: str = "?"
+    mbit: float = 0.0
     rtt_ms: float | None = None
 
 

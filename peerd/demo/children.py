@@ -79,7 +79,7 @@ class Child:
                 async with await trio.open_unix_socket(path) as stream:
                     told = json.loads(b"".join([chunk async for chunk in stream]))
                 self.snapshot = decode_status(told, StatusSnapshot)
-            except (OSError, trio.BrokenResourceError, ValueError):
+            except (OSError, trio.BrokenResourceError, ValueError, PeerdError):
                 return
 
 

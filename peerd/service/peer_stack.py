@@ -25,6 +25,7 @@ from peerd.service.rpc.rpc import Rpc
 class PeerStack:
     """One peer's parts. Idle until `run`, or until each part runs."""
 
+    keypair: Keypair
     clock: Clock
     host: Host
     rpc: Rpc
@@ -57,4 +58,4 @@ def peer_stack(
     """Build the stack of the peer with this identity. `buffers`: see `Host`."""
     host = Host(keypair, clock, transports, host_config, buffers)
     rpc = Rpc(host, clock)
-    return PeerStack(clock, host, rpc, Dht(host, rpc, clock, keypair, dht_config))
+    return PeerStack(keypair, clock, host, rpc, Dht(host, rpc, clock, keypair, dht_config))

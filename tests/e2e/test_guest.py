@@ -105,8 +105,9 @@ def test_a_replica_whose_samples_need_more_memory_than_it_may_take_ends_with_one
     with processes(tmp_path) as started:
         replica = started.start("replica", "join", "--role", "trainer", *options)
         assert replica.popen.wait(200) == 2
-        assert "peerd: this process holds " in replica.said.splitlines()[-1]
-        assert "and limits.memory_gb (--memory-gb) allows 0.5; allow more, or reduce its work" in replica.said
+        last = replica.said.splitlines()[-1]
+        assert last.startswith("peerd: stage 0 (1,271,424 parameters) takes ")
+        assert "that this process holds, and limits.memory_gb allows 0.5 GB; " in last
 
 
 def test_a_guest_outside_its_hours_rests_and_ends_at_once(tmp_path: Path) -> None:

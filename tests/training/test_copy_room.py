@@ -80,10 +80,6 @@ def test_a_large_residual_lies_in_a_file_unless_rounds_are_short_and_memory_is_s
     assert in_file(0, LARGE, 20)
 
 
-def test_a_residual_that_the_disk_cannot_take_lies_in_memory_and_the_log_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    room = room_for_residual(limited(0), tmp_path / "missing", LARGE, 90)
-    assert room is not None
-    assert not room._is_file
-    assert "missing: No such file" in caplog.text
+def test_a_disk_that_cannot_take_a_residual_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        room_for_residual(limited(0), tmp_path / "missing", LARGE, 90)

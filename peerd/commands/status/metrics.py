@@ -49,7 +49,8 @@ def metrics_text(snapshot: StatusSnapshot) -> str:
 
 def _figures(snapshot: StatusSnapshot) -> Iterator[Figure]:
     run, swarm = {"run": snapshot.run or ""}, snapshot.swarm
-    yield "peerd_uptime_seconds", "time since the daemon started", run, snapshot.uptime_s
+    if snapshot.uptime_s is not None:
+        yield from _own(snapshot, run)
     for key, words in _SWARM.items():
         yield f"peerd_swarm_{key}", words, run, getattr(swarm, key)
     still = swarm.standstill
@@ -58,14 +59,19 @@ def _figures(snapshot: StatusSnapshot) -> Iterator[Figure]:
     for stage in swarm.stages:
         labels = run | {"stage": str(stage.stage)}
         yield "peerd_swarm_stage_peers", "peers that announce a stage", labels, len(stage.peers)
+    for key, words in _DHT.items():
+        yield f"peerd_dht_{key}", words, run, getattr(snapshot.dht, key, None)
+    for role in snapshot.roles:
+        yield from _role(run | {"role": str(role.get("role"))}, role)
+
+
+def _own(snapshot: StatusSnapshot, run: Mapping[str, str]) -> Iterator[Figure]:
+    """Figures of the daemon itself, which a resting one does not have."""
+    yield "peerd_uptime_seconds", "time since the daemon started", run, snapshot.uptime_s
     yield "peerd_network_peers", "connected peers", run, len(snapshot.network.peers)
     for key, words in _NETWORK.items():
         yield f"peerd_network_{key}", words, run, getattr(snapshot.network, key)
-    for key, words in _DHT.items():
-        yield f"peerd_dht_{key}", words, run, getattr(snapshot.dht, key, None)
     yield "peerd_faults", "internal errors of the daemon since it started", run, snapshot.faults.count
-    for role in snapshot.roles:
-        yield from _role(run | {"role": str(role.get("role"))}, role)
 
 
 def _role(labels: Mapping[str, str], role: Mapping[str, Any]) -> Iterator[Figure]:

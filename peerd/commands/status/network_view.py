@@ -95,4 +95,4 @@ def _directions(pair: PairStatus) -> Iterator[DirectionStatus]:
 def _spread(figures: Sequence[float]) -> Spread | None:
     if not figures:
         return None
-    return {"least": min(figures), "median": statistics.median(figures), "most": max(figures)}
+    return Spread(least=min(figures), median=statistics.median(figures), most=max(figures))

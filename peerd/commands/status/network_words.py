@@ -42,7 +42,7 @@ def network_parts(
 def _range(spread: Spread | None, what: str, unit: str) -> str:
     if spread is None:
         return f"no {what} measured yet"
-    least, median, most = map(_figure, (spread["least"], spread["median"], spread["most"]))
+    least, median, most = (_figure(units.known(one)) for one in (spread.least, spread.median, spread.most))
     return f"{least} to {most} {unit} (median {median})" if least != most else f"{least} {unit}"
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import trio
-from msgspec import convert, structs, to_builtins
+from msgspec import structs, to_builtins
 
 from peerd.commands.status.network_view import network_view
 from peerd.commands.status.run_pulse import ContributionShares, ListedPosts, LossHistory, StandstillDetector
@@ -29,6 +29,7 @@ from peerd.control.swarm_status import (
     SwarmStatus,
 )
 from peerd.core.clock import Clock
+from peerd.core.decoders import convert
 from peerd.core.messages.progress import pause_s
 from peerd.core.run.runfile import BYTES_PER_MBIT, LimitsSection, RunFile
 from peerd.core.version import VERSION

@@ -71,11 +71,15 @@ class RoundResidual:
         self._used(length)
         return self.values[begin : begin + length], self._begin(begin, begin + length)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no error was recorded."""
+        return not self._begun
+
     def whole(self) -> Vector:
         """The whole residual, with zeros wherever no error was recorded."""
         if not self._begin(0, len(self.values)):
-            self.values.fill(0)
-            self._used(len(self.values))
+            self._clear(0, len(self.values))
         return self.values
 
     def folded(self, others: Iterable[RoundResidual]) -> RoundResidual:
@@ -94,6 +98,12 @@ class RoundResidual:
             np.add(piece, self.values[begin : begin + _PIECE], out=piece)
             self._used(len(piece))
 
+    def _clear(self, begin: int, end: int) -> None:
+        for at in range(begin, end, _PIECE):
+            piece = self.values[at : min(end, at + _PIECE)]
+            piece.fill(0)
+            self._used(len(piece))
+
     def _used(self, elements: int) -> None:
         if self._pages is not None:
             self._pages.used(elements * self.values.itemsize)
@@ -108,7 +118,7 @@ class RoundResidual:
             return False
         at = begin
         for span in (*old, (end, end)):
-            self.values[at : max(at, span[0])] = 0
+            self._clear(at, span[0])
             at = max(at, span[1])
         begun[first:last] = [(min(begin, old[0][0]), at)]
         return True
@@ -181,7 +191,8 @@ class ErrorFeedback:
         """
         new = new or self._new
         self._spare, self._new = self._residual, None
-        self._residual = new.folded(further) if new is not None else None
+        missed = new is not None and not all(one.is_empty for one in (new, *further))
+        self._residual = new.folded(further) if new is not None and missed else None
 
     def forget(self) -> None:
         """Drop the residual, because the parameters that it belongs to were replaced."""

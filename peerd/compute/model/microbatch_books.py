@@ -160,16 +160,19 @@ class MicrobatchBooks(ABC):
 
         Those whose recomputation fails are removed as unusable.
         """
+        book = self._held
+        book.tainted = True  # until all are added again: a computation that fails leaves a part of the sum
         self._empty_sum()
-        book, self._held.tainted = self._held, False
         if not all(kept.frames for kept in book.values()):
             lost = sorted(book)
             book.clear()
+            book.tainted = False
             return lost
         for at, group in groupby(list(book.items()), key=lambda item: item[1].at):
             for mb in self._add_again(at, group):
                 self._unusable.append(mb)
                 book.bytes -= book.pop(mb).bytes
+        book.tainted = False
         return []
 
     def _book(self, step: int) -> MicrobatchBook:

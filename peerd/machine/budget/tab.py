@@ -75,7 +75,7 @@ class MinuteTab:
 
     def take(self, now: float, user: User) -> str | None:
         """Book one use and return None, or return the reason if that would exceed a bound."""
-        self._forget(now)
+        self.forget(now)
         closed = self._book.take(self._means, user)
         if closed is None:
             self._uses.append((now, user))
@@ -92,10 +92,10 @@ class MinuteTab:
         """Reason why `user` may not use one more now, or None if it may."""
         if not self._uses:
             return None
-        self._forget(now)
+        self.forget(now)
         return self._book.objection(self._means, user)
 
-    def _forget(self, now: float) -> None:
+    def forget(self, now: float) -> None:
         while self._uses and self._uses[0][0] <= now - _MINUTE_S:
             self._book.give(self._means, self._uses.popleft()[1])
 

@@ -122,6 +122,7 @@ class DialQuota:
 
         `teller`: the peer that reported the address, or NOBODY if it is unknown.
         """
+        self._dials.forget(now)
         ip = ip_of(addr)
         if ip is None or is_relayed(addr):
             return None  # the dial to the relay is counted separately

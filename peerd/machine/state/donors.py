@@ -57,6 +57,7 @@ class Donor:
     strikes: int = 0
     asked: int = 0  # number of requests for its claim
     why: str = ""  # reason of its last failure
+    is_late: bool = False  # others have answered a request before it, and nothing has arrived from it since
 
     @property
     def usable(self) -> bool:
@@ -91,7 +92,7 @@ class Donor:
         sample = now - self.heard_at
         self.piece_s = sample if self.piece_s is None else _MEMORY * self.piece_s + (1 - _MEMORY) * sample
         self.heard_at = now
-        self.strikes = 0
+        self.strikes, self.is_late = 0, False
 
     def failed(self, now: float, most_strikes: int, pause_s: float, why: str) -> None:
         """Record that it did not answer: pause it, or drop it."""

@@ -78,6 +78,7 @@ class Download:
         self._now = now
         self._moved_at = now  # last progress
         self._asks: dict[int, tuple[Donor, int, PieceInFlight | None]] = {}
+        self.unanswered = False  # some requests had no answer yet when the download ended
         self._next_ask = 1
         self._pending = 0  # donors that may still report their claim
         self._digests_due = now
@@ -253,17 +254,19 @@ class Download:
                 found.append(donor)
                 if donor.flights:
                     self._wakes.append(donor.quiet_at())
-        return sorted(found, key=lambda d: d.takes_s(1))
+        return sorted(found, key=lambda d: (d.is_late, d.takes_s(1)))
 
     def _next_giver(self, givers: list[Donor]) -> Donor | None:
         """The donor with room that would finish one more piece first."""
         if self._in_flight >= STATE_PIECES_IN_FLIGHT:
             return None
         free = [d for d in givers if len(d.flights) < d.window(STATE_PIECES_PER_DONOR)]
-        return min(free, key=lambda d: (d.takes_s(len(d.flights) + 1), len(d.flights)), default=None)
+        return min(free, key=lambda d: (d.is_late, d.takes_s(len(d.flights) + 1), len(d.flights)), default=None)
 
     def _help_out(self, now: float, givers: list[Donor], out: list[dl.Output]) -> None:
         """Request the last pieces, which all are in flight, from a second donor if that is likely to be faster."""
+        for flights in [f for f in self._flying.values() if len(f) > 1]:
+            self._replace_quiet(now, givers, flights, out)
         owed = sorted((f[0] for f in self._flying.values() if len(f) == 1), key=lambda flight: flight.due)
         for flight in owed:
             giver = self._next_giver([d for d in givers if d is not flight.donor])
@@ -282,6 +285,23 @@ class Download:
             else:
                 self._wakes.append(late_at)
 
+    def _replace_quiet(
+        self, now: float, givers: list[Donor], flights: list[PieceInFlight], out: list[dl.Output]
+    ) -> None:
+        """Once all donors that were asked for a piece are quiet, ask another one in place of the first."""
+        quiet_at = max(flight.donor.quiet_at() for flight in flights)
+        asked = [flight.donor for flight in flights]
+        giver = self._next_giver([donor for donor in givers if donor not in asked])
+        if giver is None:
+            return
+        if now < quiet_at:
+            self._wakes.append(quiet_at)
+            return
+        first = flights[0]
+        first.donor.is_late = True
+        self._call_off(first.ask, out)
+        self._send_for(now, giver, first.piece, out)
+
     def _send_for(self, now: float, donor: Donor, piece: int, out: list[dl.Output]) -> None:
         flight = donor.depart(now, self._next_ask, piece)
         self._flying.setdefault(piece, []).append(flight)
@@ -293,6 +313,7 @@ class Download:
         if flight is None:
             self.knows_digests = True
             for ask in [a for a, (_, asked, _) in self._asks.items() if asked == dl.DIGESTS]:
+                self._asks[ask][0].is_late = True  # others have answered before it
                 self._call_off(ask, out)
             return
         flight.donor.arrived(now, flight)
@@ -361,6 +382,7 @@ class Download:
         return "; ".join([why, *told[:4]])
 
     def _end(self, last: dl.Downloaded | dl.GaveUp, out: list[dl.Output]) -> None:
+        self.unanswered = bool(self._asks)
         for ask in list(self._asks):
             self._call_off(ask, out)
         self._over = True

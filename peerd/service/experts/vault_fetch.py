@@ -12,7 +12,7 @@ from random import Random
 
 import trio
 
-from peerd.core.errors import RemoteError
+from peerd.core.errors import Overloaded, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.experts import CheckpointRef, PieceWanted, state_root
@@ -53,7 +53,9 @@ class CheckpointFetch(PieceFetch[BegunDownload]):
         try:
             answer = await self._rpc.call(donor, GET, wanted, Empty, timeout_s=timeout_s, reply_frame_bytes=size)
         except RemoteError as error:
-            log.info("peer %s did not provide the checkpoint of expert %s: %s", donor, self._pointer.expert.uid, error)
+            level = logging.DEBUG if isinstance(error, Overloaded) else logging.INFO  # it is asked again at once
+            uid = self._pointer.expert.uid
+            log.log(level, "peer %s did not provide the checkpoint of expert %s: %s", donor, uid, error)
             raise
         return bytes_of(answer.frames, (size,), donor)
 

@@ -104,7 +104,7 @@ class _Options(NamedTuple):
 
 
 class DirectPipeline:
-    """A run's stages in order, for one trainer. With a `route`, only its peers are used. Relays calls in `relaying`."""
+    """A run's stages in order, for one trainer. Relays calls in `relaying`."""
 
     def __init__(
         self,

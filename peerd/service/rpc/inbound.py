@@ -326,4 +326,4 @@ def renewed(error: RemoteError) -> RemoteError:
     text = str(error.args[0])
     if isinstance(error, Overloaded):
         return Overloaded(text, error.retry_after_s, error.peer)
-    return type(error)(text, error.peer)
+    return type(error)(text, error.peer, error.cause)

@@ -237,6 +237,8 @@ class PieceFetch(ABC, Generic[B]):
     def _failure(self, last: dl.GaveUp) -> RemoteError:
         """The error for the caller: of the donors' own kind if all that failed agree, else Unreachable."""
         kinds = {type(error) for error in self._errors.values()}
+        if self._machine.unanswered:
+            kinds.add(TooSlow)
         peer = next(iter(self._errors.values())).peer if len(self._errors) == 1 else None
         if last.moved_on:
             return Refused(f"the donors have dropped that state, the swarm has moved on: {last.why}", peer)

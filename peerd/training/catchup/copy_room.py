@@ -44,10 +44,9 @@ def room_for_residual(run: RunFile, folder: Path, size: int, round_s: float) -> 
     """Create a file in `folder` for a residual of `size` bytes, which is written once per round.
 
     Returns None if the residual should use ordinary memory: if it is small, or if rounds are short (`round_s`, in
-    seconds), memory is free and `limits.memory_gb` is not set. If the disk has no space for the file, the returned room
-    is memory, and the log has a warning.
+    seconds), memory is free and `limits.memory_gb` is not set. Raises OSError if the disk cannot take the file.
     """
     if size < WORTH_A_FILE_BYTES:
         return None
     spare = not run.limits.memory_gb and lacking_for_call(run, size) is None
-    return None if spare and round_s < _WORTH_WRITING_S else StateRoom(size, folder)
+    return None if spare and round_s < _WORTH_WRITING_S else StateRoom(size, folder, needs_file=True)

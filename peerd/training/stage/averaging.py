@@ -9,6 +9,7 @@ ordered or another conductor is followed; so a conductor that hangs or disappear
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ from peerd.service.state.state_room import StateRoom
 from peerd.training.catchup.copy_room import room_for_residual
 from peerd.training.catchup.step_totals import StepTotal
 from peerd.training.stage.line_info import own_line
+
+log = logging.getLogger("peerd.training.stage.averaging")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ class AveragingRounds:
         self._own = own.text
         self._feedback = feedback_of(run.averaging, self._room_for_residual)
         self._forgetful = feedback_of(run.averaging)  # for rounds without a residual
+        self._disk_failed = False  # the last residual had to stay in memory
         self._round_s = math.inf  # duration of the last round; inf before the first one
         align = max(BLOCKS) if run.averaging.code in CODES else 1
         self._terms = MemberTerms(run.averaging.part_bytes, run.averaging.sender_timeout_s, align)
@@ -212,7 +216,8 @@ class AveragingRounds:
         coder = self._forgetful if plan.copy else self._feedback  # of groups with the same sum, one keeps the residual
         began = trio.current_time()
         summed = await self._averaging.sum(plan, brought.vector, self._worker, coder if len(plan.senders) > 1 else None)
-        self._round_s = trio.current_time() - began
+        if coder is self._feedback and len(plan.senders) > 1:
+            self._round_s = trio.current_time() - began
         if plan.senders == (self._own,):
             summed = brought.vector  # our own vector, not a copy that others processed
         found = self._kept[order.attempt] = _Sum(summed, brought.missed, brought.own)
@@ -225,7 +230,15 @@ class AveragingRounds:
     def _room_for_residual(self, size: int) -> StateRoom | None:
         if self._folder is None:
             return None
-        return room_for_residual(self._run, self._folder, size, self._round_s)
+        try:
+            room = room_for_residual(self._run, self._folder, size, self._round_s)
+        except OSError as error:
+            level = logging.DEBUG if self._disk_failed else logging.WARNING
+            log.log(level, "what the code rounds off stays in memory, %s cannot take it: %s", self._folder, error)
+            self._disk_failed = True
+            return None
+        self._disk_failed = False
+        return room
 
     def _settle(self, found: _Sum) -> None:
         """Settle the residual after the step with this sum. If we only listened, our residual is still to be
@@ -270,7 +283,8 @@ class AveragingRounds:
             return kept
         if len(kept.missed) > 1:
             await work.run(kept.fold, name="add up what the code missed")
-        return _Sum(kept.vector, (*kept.missed, feedback.go_on(kept.vector)), kept.own)
+        further = await work.run(lambda: feedback.go_on(kept.vector), name="make room for what the code misses")
+        return _Sum(kept.vector, (*kept.missed, further), kept.own)
 
     def _with_residual(self, vector: Vector) -> _Sum:
         """Our gradient plus the residual of earlier rounds. A copy if there is a residual to add."""

@@ -45,5 +45,11 @@ def test_what_strangers_say_breaks_no_line() -> None:
     assert not any(line.startswith("peerd_swarm_step") for line in lines)
 
 
+def test_a_resting_daemon_shows_no_figures_that_look_like_a_restart() -> None:
+    text = metrics_text(decode_status({"run": "demo", "roles": []}, StatusSnapshot))
+    assert "peerd_swarm_standstill_seconds" in text
+    assert not any(name in text for name in ("peerd_uptime", "peerd_network", "peerd_faults"))
+
+
 def test_a_daemon_that_knows_nothing_yet_has_figures_too() -> None:
     assert "peerd_uptime_seconds" in metrics_text(StatusSnapshot(uptime_s=0.1))

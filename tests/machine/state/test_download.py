@@ -236,6 +236,24 @@ def test_of_a_known_root_no_claim_is_asked_and_a_liar_and_a_silent_donor_are_rep
     assert w.came["honest"] > w.came["liar"] > w.came["silent"] == 0
 
 
+@pytest.mark.parametrize("silent", [1, 2, 3, 5])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_small_download_of_a_known_root_comes_from_the_only_donor_that_answers(silent: int, pieces: int) -> None:
+    names = [*(f"s{number}" for number in range(silent)), "a"]
+    w = World({name: Behaviour(silent_at=1e9 if name == "a" else 0.0) for name in names}, pieces)
+    w.run(known=TRUTH)
+    assert isinstance(w.last, dl.Downloaded)
+    assert w.came == {"a": pieces}
+    assert w.now < 15 * (silent + 1), "the digests from each in turn; the pieces from those that had answered"
+
+
+def test_a_download_that_ends_while_a_donor_owes_an_answer_says_so() -> None:
+    w = World({"a": Behaviour(silent_at=0.1), "b": Behaviour(lies_from=0)}, 6)
+    assert w.run(known=TRUTH).unanswered
+    w = World({"b": Behaviour(lies_from=0)}, 6)
+    assert not w.run(known=TRUTH).unanswered
+
+
 def test_donors_of_a_known_root_that_have_lost_it_or_are_silent_are_given_up() -> None:
     w = world(gone=Behaviour(gone_at=0.0), silent=Behaviour(silent_at=0.0))
     w.run(known=TRUTH)

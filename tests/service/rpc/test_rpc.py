@@ -6,11 +6,21 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.core.errors import LocalError, Overloaded, ProtocolViolation, Refused, TooSlow, Unreachable
+from peerd.core.errors import (
+    Cause,
+    LocalError,
+    Overloaded,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    TooSlow,
+    Unreachable,
+)
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_IDLE_S, RPC_PENDING
 from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.rpc import message_codec as wire
+from peerd.service.rpc.inbound import renewed
 from peerd.service.rpc.loopback import LoopbackStream
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from tests.kit.declared import ANY, declared
@@ -420,3 +430,12 @@ async def test_a_worker_of_the_crew_outlives_neither_a_crash_nor_a_deadline(auto
                 assert await ask(pair, "t/1/odd", text, 1.0) == text
             await trio.sleep(5)  # longer than any deadline that an idle worker may still have
         assert len(b_host.crashes) == 3
+
+
+@pytest.mark.parametrize(
+    "error", [Refused("no", cause=Cause.NO_SUCH_PROTOCOL), Unreachable("gone"), Overloaded("x", 2.0)]
+)
+def test_each_caller_of_a_lost_stream_gets_an_error_of_its_own_with_the_same_cause(error: RemoteError) -> None:
+    found = renewed(error)
+    assert found is not error
+    assert (type(found), found.args, found.cause) == (type(error), error.args, error.cause)

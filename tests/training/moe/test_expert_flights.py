@@ -110,7 +110,7 @@ async def keep_company(run: RunFile, folder: Path) -> Company:
         assert await world.until(lambda: min(counted()) > 10, within_s=240), roles.story()
         await world.until(lambda: len(digests(roles)) == 1, within_s=30)
         one, other = counted()
-        all_handlers = (handlers.forward, handlers.backward, handlers.loss, handlers.passes)
+        all_handlers = (handlers.forward, handlers.loss, handlers.passes)
         return Company(all_handlers, alone, (one, other), digests(roles), network.updates.total())
 
 
@@ -135,7 +135,7 @@ def test_a_newcomer_takes_the_trunk_from_a_trainer_and_goes_on_with_it(company: 
 
 
 def test_nobody_else_may_call_a_trunk(company: Company) -> None:
-    assert company.handlers == (None,) * 4
+    assert company.handlers == (None,) * 3
 
 
 async def test_a_delayed_run_flies_on_while_its_gradients_are_averaged(
