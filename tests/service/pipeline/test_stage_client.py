@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from trio.testing import MockClock
 
-from peerd.core.errors import Overloaded, Unreachable
+from peerd.core.errors import NotFiniteHere, Overloaded, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.proof import grant
 from peerd.core.messages.swarm import GrantStatement, Seqs, StageAnswer
+from peerd.service.pipeline.not_finite import MicrobatchNotFinite
 from peerd.service.pipeline.stage_client import StageClient, TrainerCredentials
 from peerd.service.pipeline.stage_peers import StagePeers
 from peerd.service.rpc.rpc import Answer
@@ -103,3 +104,25 @@ async def test_a_loss_with_tensors_is_refused(autojump_clock: MockClock) -> None
     for _ in range(4):
         assert await one.loss() == 3.0
     assert "a2" in one.peers.names
+
+
+def not_finite(asked: Asked) -> Any:
+    return NotFiniteHere("the output is not finite")
+
+
+async def test_another_peers_finite_output_counts_where_one_reports_none(autojump_clock: MockClock) -> None:
+    one = Evaluation("a0", "a1", "b1", "a2", a1=not_finite)
+    for _ in range(4):
+        assert await one.loss() == 3.0
+    assert {"a1", "b1"} <= {*one.peers.names}
+
+
+@pytest.mark.parametrize("others", [(), ("b1",)])
+async def test_samples_that_no_peer_computes_finitely_are_given_up(
+    autojump_clock: MockClock, others: tuple[str, ...]
+) -> None:
+    doing = dict.fromkeys(("a1", *others), not_finite)
+    one = Evaluation("a0", "a1", *others, "a2", **doing)
+    with pytest.raises(MicrobatchNotFinite):
+        await one.loss()
+    assert {*one.peers.names} == {"a0", "a1", *others}
