@@ -285,7 +285,7 @@ class Relay:
     async def _carry(self, circuit: _Circuit, source: Stream, sink: Stream) -> None:
         """Forward one direction until its end."""
         left, shared = self.config.circuit_bytes, (_pace(self.config.circuit_bytes_per_s), self._pace)
-        turns = [(pace, LineTurn(pace.at(circuit.place))) for pace in shared if pace is not None]
+        turns = [(pace, _turn(pace, circuit.place)) for pace in shared if pace is not None]
         try:
             while view := await source.receive_view(_PIECE_BYTES):
                 for pace, turn in turns:
@@ -309,6 +309,13 @@ class Relay:
     def _end(self, circuit: _Circuit, why: str) -> None:
         circuit.over = circuit.over or why
         circuit.scope.cancel()
+
+
+def _turn(pace: LinePace, place: str) -> LineTurn:
+    """A circuit's flow, whose account is that of its place. No circuit has priority, so none leaves bytes to others."""
+    turn = LineTurn()
+    turn.account = pace.at(place)
+    return turn
 
 
 def _pace(bytes_per_s: float) -> LinePace | None:
