@@ -16,6 +16,7 @@ from peerd.core.errors import Overloaded, Refused, TooSlow, Unreachable
 from peerd.core.messages.handover import Broken, PassAnswer, Ticket
 from peerd.core.messages.proof import grant, is_ticket_of
 from peerd.core.messages.swarm import Grant, GrantStatement, Receipt, Seqs
+from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.microbatch import Microbatch
@@ -23,6 +24,7 @@ from peerd.service.pipeline.next_stage import PASS
 from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
+from tests.kit.runs import changed
 from tests.worlds.machines.handing import (
     GRADIENT,
     MARK,
@@ -51,11 +53,11 @@ ALL = ("a0", "b0", "a1", "b1", "a2", "b2")
 class Training:
     """A trainer, and the stages' peers as it meets them."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, run: RunFile = RUN) -> None:
         self.peers = Peers()
         self.granted: Callable[[int], Grant | None] = lambda seq: None
         papers = TrainerCredentials(OWN, lambda seq: self.granted(seq), TRAINER.sign)
-        self.pipeline = DirectPipeline(RUN, self.peers, SimClock(1, "t"), Ways(), papers)  # type: ignore[arg-type]
+        self.pipeline = DirectPipeline(run, self.peers, SimClock(1, "t"), Ways(), papers)  # type: ignore[arg-type]
         self.pipeline.update(members(*(names or ALL)))
         self.load = Microbatch(frame(SAMPLES, TOKENS), frame(SAMPLES, TOKENS))
 
@@ -428,3 +430,17 @@ async def test_what_a_hop_says_of_others_changes_the_choice_of_peers_alone(autoj
         await one.train(seq)
     assert not one.pipeline._cuts
     assert one.pipeline.retries == 0
+
+
+async def test_one_stage_is_a_route_of_one_peer_which_may_be_full_or_refuse_before_it_answers(
+    autojump_clock: MockClock,
+) -> None:
+    run = changed(RUN, pipeline={"stages": 1})
+    one = Training("a0", run=run)
+    answers = iter([Overloaded("full", 0.1), Refused("this stage is averaging")])
+    usual = one.peers.doing.get("a0", done)
+    one.peers.doing["a0"] = lambda asked: next(answers, None) or usual(asked)
+    assert await one.train() == ["a0"]
+    assert one.load.loss_sum == 0.5
+    assert one.routes() == [(0, 0, ["a0"])] * 3
+    assert await one.repeat(0) == "a0"
