@@ -198,7 +198,7 @@ def _try_lock(file: IO[bytes]) -> bool:
 
 
 def load_identity(data_dir: Path) -> Keypair:
-    """Read the peer's key from its data directory. Creates one if there is none."""
+    """Read the peer's key from its data directory. Creates a key if the file is missing."""
     path = data_dir / IDENTITY_FILE
     try:
         raw = path.read_bytes()

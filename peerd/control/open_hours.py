@@ -43,7 +43,7 @@ class OpenHours:
         return clock_text(minute if self._hours is None or self.open else self._hours.opens_next(minute))
 
     async def closed(self) -> None:
-        """Wait until the hours end; forever if there are none."""
+        """Wait until the hours end, or forever if no hours are set."""
         if self._hours is None:
             await trio.sleep_forever()
         while self.open:

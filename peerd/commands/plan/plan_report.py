@@ -189,7 +189,7 @@ def _in_runs(rows: Sequence[Sequence[str]]) -> Iterator[list[str]]:
 
 
 def _numbered(name: str) -> tuple[str, int]:
-    """Base and number of a name such as `base-7`. The number is -1 if there is none."""
+    """Base and number of a name such as `base-7`. The number is -1 for a name without one."""
     cut = re.fullmatch(r"(.*)-([1-9]\d{0,5})", name)
     return (cut[1], int(cut[2])) if cut else (name, -1)
 

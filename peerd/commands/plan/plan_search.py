@@ -55,7 +55,7 @@ class PlanRequest:
 
 
 def find(wish: PlanRequest) -> SolvedPlan:
-    """Read the files, search a placement, and compare it with others. Raises ConfigError if there is none."""
+    """Read the files, search a placement, and compare it with others. Raises ConfigError if no placement exists."""
     links = load_links(wish.links)
     problem, state_bytes = problem_of(links, wish)
     before = (wish.before, load_placement(wish.before, problem)) if wish.before is not None else None

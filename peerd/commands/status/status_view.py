@@ -57,7 +57,7 @@ def render(snapshot: StatusSnapshot) -> RenderableType:
 
 
 def swarm_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """The swarm's part of a snapshot as received. If there is none, its `why` is the reason."""
+    """The swarm's part of a snapshot as received. If the swarm is unknown, `why` is the reason."""
     why = "this daemon has not read the directory yet, or has no run"
     return snapshot.get("swarm") or {"run": snapshot.get("run"), "why": why}
 

@@ -102,7 +102,7 @@ def gather_experts(run: RunFile, saved: Iterable[SavedExpert], root: Path) -> Ga
 def _newest(
     saved: Iterable[SavedExpert], wanted: dict[str, tuple[int, ...]], notes: list[str]
 ) -> dict[str, Tensor] | None:
-    """The parameters of the newest intact checkpoint, or None if there is none."""
+    """The parameters of the newest intact checkpoint, or None without an intact one."""
     for one in sorted(saved, key=lambda one: one.rank, reverse=True):
         try:
             return _parameters(one, wanted)

@@ -172,7 +172,7 @@ class KnownLoss(NamedTuple):
 
 
 def known_loss(root: Path, run: str, step: int, *, alone: bool) -> KnownLoss | None:
-    """The last validation loss recorded below `root` up to `step`, or None if there is none.
+    """The last validation loss recorded below `root` up to `step`, or None if nothing is recorded.
 
     A backbone records such losses in its learning curve, a trainer in its events.
     `alone`: `root` contains no other run, so the event files, which do not name their run, may be read as well.

@@ -35,7 +35,7 @@ class DriverError(Exception):
 
 
 def load() -> ctypes.CDLL:
-    """Load this machine's driver. Raises DriverError if there is none."""
+    """Load this machine's driver. Raises DriverError if no driver is installed."""
     for name in NAMES:
         try:
             return ctypes.CDLL(name)

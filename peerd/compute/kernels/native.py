@@ -137,7 +137,7 @@ def _library() -> _Library:
 
 @cache
 def _load() -> _Library | str:
-    """The library, or a sentence why there is none."""
+    """The library, or the reason why it cannot be loaded."""
     path = next((path for path in _candidates(_FOLDER) if path.exists()), None)
     if path is None:
         return f"the compiled kernels of blockwise quantization were not built: {_REMEDY}"

@@ -87,7 +87,7 @@ class Admission:
         return trainers - self._trainers.keys()
 
     def first(self) -> str | None:
-        """The alphabetically first trainer, or None if there is none."""
+        """The alphabetically first trainer, or None without trainers."""
         if self._first is None:
             self._first = min(self._trainers, default=None)
         return self._first
