@@ -156,8 +156,9 @@ S = TypeVar("S", bound=StatusPart)
 
 def decode_status(told: dict[str, Any], kind: type[S]) -> S:
     """Decode a snapshot, or a part of it. Raises PeerdError if a field has another type than this version knows."""
+    known = {key: value for key, value in told.items() if value is not None}  # what is unknown has its default
     try:
-        return convert(told, kind)
+        return convert(known, kind)
     except (msgspec.ValidationError, OverflowError, SystemError) as error:  # the others: an integer beyond all floats
         theirs = told.get("version") or "of another version"
         raise PeerdError(f"peerd {VERSION} can't show the status of the daemon, peerd {theirs}: {error}") from error

@@ -45,6 +45,11 @@ def test_what_strangers_say_breaks_no_line() -> None:
     assert not any(line.startswith("peerd_swarm_step") for line in lines)
 
 
+def test_a_part_that_a_daemon_does_not_know_is_as_one_that_it_does_not_name() -> None:
+    unknown = dict.fromkeys(("limits", "reachability", "network", "faults", "peer", "swarm", "dht", "run"))
+    assert decode_status({"version": "9", **unknown}, StatusSnapshot) == StatusSnapshot(version="9")
+
+
 def test_a_resting_daemon_shows_no_figures_that_look_like_a_restart() -> None:
     text = metrics_text(decode_status({"run": "demo", "roles": []}, StatusSnapshot))
     assert "peerd_swarm_standstill_seconds" in text
