@@ -216,3 +216,19 @@ async def test_a_large_residual_lies_in_a_file_until_rounds_are_seen_to_be_short
             assert sums[0] == sums[1]
             residuals = [cast("Any", rounds._feedback)._residual for rounds in filed.rounds]
             assert [residual.in_pages for residual in residuals] == [number == 0] * 2
+
+
+async def test_a_disk_that_cannot_take_residuals_costs_memory_and_one_warning_not_the_round(
+    autojump_clock: MockClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("peerd.training.catchup.copy_room.WORTH_A_FILE_BYTES", 4 * LENGTH)
+    monkeypatch.setattr("peerd.training.catchup.copy_room._WORTH_WRITING_S", 0.0)  # however short rounds are
+    async with group(2) as (_, nodes):
+        members = Members(nodes, "int8", tmp_path / "missing")
+        for number in range(3):
+            order = members.order(bytes([number]) * 16, (0, 1))
+            totals = await together(members, dict.fromkeys(range(2), order), {i: gradient(i) for i in range(2)})
+            for total in totals.values():
+                total.settle()
+    warnings = [record for record in caplog.records if "stays in memory" in record.getMessage()]
+    assert [record.levelname for record in warnings if record.levelname == "WARNING"] == ["WARNING"] * 2, "one a member"
