@@ -18,24 +18,20 @@ from typing import Any
 import pytest
 
 from tests.choice.imports import ROOT, entry_points, files_imported, imported, name_of, parsed, sources
-from tests.kit.house_tables import LAYERS, PACKAGES
+from tests.kit.house_tables import DOES_IO, ROLE_IMPORTS, ROOMS, WALL_CLOCK, WITH_TORCH
 
 FILE_LINES = 500
 FUNCTION_LINES = 60
 EVENT_NAME = re.compile(r"[a-z]+\.[a-z]+(_[a-z]+)*")  # subject.verb
 
 FILES_IN_A_FOLDER = 15
-ROLE_IMPORTS = {"core", "machine", "service", "compute", "role", "training", "signals"}
-SANS_IO = {"trio", "torch", "socket", "time", "logging", "asyncio", "threading", "select", "secrets", "subprocess"}
-WITH_TORCH = {"compute", "training", "library", "sim"}
-BANNED = {
-    "core": SANS_IO,
-    "machine": SANS_IO,
-    "net": {"torch", "time", "logging.config"},
-    "service": {"torch", "time"},
-    **{name: {"torch"} for name in LAYERS.keys() - {"core", "machine", "net", "service", *WITH_TORCH}},
+INPUT_OUTPUT = {
+    *("trio", "torch", "socket", "time", "os", "logging", "asyncio", "threading", "select", "secrets", "subprocess"),
 }
-ANYWAY = {Path("peerd/net/clock.py"): {"time"}, Path("peerd/core/decoders.py"): {"threading"}}  # though BANNED
+ANYWAY = {  # files that import these modules though their room may not
+    Path("peerd/net/clock.py"): {"time"},  # the one Clock that reads the time
+    Path("peerd/core/decoders.py"): {"threading"},  # a lock around its cache
+}
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "cPickle"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 # Where any exception is caught, how many times, and what ends by it.
@@ -92,9 +88,15 @@ FLAGS = {
 }
 
 
-def layer_of(file: Path) -> str:
-    part = file.relative_to(ROOT / "peerd").parts[0]
-    return part.removesuffix(".py")
+def room_of(file: Path) -> str:
+    """Such as `wire/link`; files of peerd's top folder are rooms of their own."""
+    path = file.relative_to(ROOT / "peerd")
+    return path.parent.as_posix() if len(path.parts) > 1 else path.stem
+
+
+def in_rooms(*folders: str) -> list[Path]:
+    """Modules of these folders, without what only says what a folder is for."""
+    return [file for file in sources(*folders) if file.name != "__init__.py"]
 
 
 def under(module: str, names: set[str]) -> bool:
@@ -111,34 +113,60 @@ def rule(*folders: str) -> Callable[[Rule], Rule]:
     return add
 
 
+def rooms_imported(file: Path) -> set[str]:
+    others = {room_of(other) for other in files_imported(file) if other.is_relative_to(ROOT / "peerd")}
+    return others - {room_of(file), "__init__"}
+
+
 @rule("peerd")
-def each_layer_imports_only_what_lies_below_it(file: Path) -> Iterator[str]:
-    layer = layer_of(file)
-    allowed = {f"peerd.{name}" for name in LAYERS[layer] | {layer}}
-    banned = BANNED.get(layer, set()) - ANYWAY.get(file.relative_to(ROOT), set())
+def each_room_imports_only_what_the_table_says(file: Path) -> Iterator[str]:
+    if file.name != "__init__.py":
+        for other in rooms_imported(file) - {"core", *ROOMS[room_of(file)].split()}:
+            yield f"1 imports {other}; {room_of(file)} may not"
     for line, module in imported(file):
-        where = f"{line} imports {module}"
         if under(module, {"roles"}):
-            yield f"{where}; peerd never imports roles"
-        if (module.startswith("peerd.") and not under(module, allowed)) or under(module, banned):
-            yield f"{where}; {layer} may not"
+            yield f"{line} imports {module}; peerd never imports roles"
 
 
-def package_of(file: Path) -> str:
-    """Such as `machine/dht`; the layer itself for files that stand in none of its packages."""
-    return file.relative_to(ROOT / "peerd").parent.as_posix()
+def test_the_table_of_rooms_has_no_circle() -> None:
+    below = {"core"}
+    for room, others in ROOMS.items():
+        assert set(others.split()) <= below, f"{room} stands before a room that it imports"
+        below.add(room)
+
+
+def test_the_table_of_rooms_allows_nothing_that_is_not_used() -> None:
+    used = defaultdict(set)
+    for file in in_rooms("peerd"):
+        used[room_of(file)] |= rooms_imported(file) - {"core"}
+    assert {room: set(others.split()) for room, others in ROOMS.items()} == dict(used)
+
+
+def does_io(file: Path) -> bool:
+    named = DOES_IO.get(room_of(file), "").split()
+    return "*" in named or file.stem in named
 
 
 @rule("peerd")
-def each_package_imports_only_what_the_table_says(file: Path) -> Iterator[str]:
-    package = package_of(file)
-    if package == ".":
-        return  # each file of peerd's top folder is a layer of its own
+def a_file_decides_or_does_io(file: Path) -> Iterator[str]:
+    if does_io(file) or file.name == "__init__.py":
+        return
+    for line, module in imported(file):
+        if under(module, INPUT_OUTPUT - ANYWAY.get(file.relative_to(ROOT), set())):
+            yield f"{line} imports {module}; only files that DOES_IO names may"
     for other in files_imported(file):
-        theirs = package_of(other)
-        same_layer = theirs.partition("/")[0] == package.partition("/")[0]
-        if same_layer and theirs not in {package} | PACKAGES.get(package, set()):
-            yield f"1 imports {name_of(other)}"
+        if other.is_relative_to(ROOT / "peerd") and other.name != "__init__.py" and does_io(other):
+            yield f"1 imports {name_of(other)}, which does I/O"
+
+
+@rule("peerd")
+def torch_and_the_wall_clock_stay_in_their_rooms(file: Path) -> Iterator[str]:
+    room = room_of(file)
+    kept = {"torch": WITH_TORCH.split(), "time": WALL_CLOCK.split()}
+    for line, module in imported(file):
+        rooms = kept.get(module.partition(".")[0])
+        if rooms is not None and room not in rooms and module not in ANYWAY.get(file.relative_to(ROOT), set()):
+            yield f"{line} imports {module}; {room} may not"
 
 
 def in_a_circle() -> list[str]:
@@ -162,13 +190,11 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_the_house_at_a_glance() -> None:
     """Run with `-s` to read it."""
     (largest, files), *_ = source_folders().most_common(1)
-    print(f"\nlayers {len(LAYERS)}: {', '.join(LAYERS)}")
-    print(f"packages that use others of their layer, {len(PACKAGES)}: {', '.join(PACKAGES)}")
+    print(f"\nrooms {len(ROOMS)}, from the bottom: {', '.join(ROOMS)}")
     print(f"files in import circles: {', '.join(in_a_circle()) or 'none'}")
     names = Counter(name for file in sources("peerd") for name in public_classes(file))
     print(f"class names that stand for two things: {', '.join(n for n, c in names.items() if c > 1) or 'none'}")
     print(f"largest folder: {name_of(largest)}, {files} files")
-    assert set(PACKAGES) <= {package_of(file) for file in sources("peerd")}
 
 
 def source_folders() -> Counter[Path]:
@@ -182,8 +208,8 @@ def test_no_folder_is_crowded() -> None:
     assert {name_of(folder): count for folder, count in folders.items() if count > FILES_IN_A_FOLDER} == {}
 
 
-def test_a_module_name_is_unique_inside_its_layer() -> None:
-    names = Counter((layer_of(file), file.stem) for file in sources("peerd") if file.stem != "__init__")
+def test_a_module_name_is_unique_in_its_top_room() -> None:
+    names = Counter((room_of(file).partition("/")[0], file.stem) for file in in_rooms("peerd"))
     assert [name for name, count in names.items() if count > 1] == []
 
 
@@ -228,7 +254,7 @@ def its_words_are_plain(file: Path) -> Iterator[str]:
 
 @rule("roles")
 def a_role_sees_only_its_contract_compute_and_core(file: Path) -> Iterator[str]:
-    allowed = {f"peerd.{name}" for name in ROLE_IMPORTS}
+    allowed = {f"peerd.{name}" for name in ROLE_IMPORTS.split()}
     others = {target.partition(":")[0] for target in entry_points().values()}
     for line, module in imported(file):
         if module.startswith("peerd.") and not under(module, allowed):
@@ -237,13 +263,11 @@ def a_role_sees_only_its_contract_compute_and_core(file: Path) -> Iterator[str]:
             yield f"{line} imports {module}; roles never import each other"
 
 
-def test_every_file_has_a_layer() -> None:
-    assert {layer_of(file) for file in sources("peerd")} <= set(LAYERS)
-
-
-@rule("peerd/core", "peerd/machine")
-def cores_draw_no_randomness_of_their_own(file: Path) -> Iterator[str]:
+@rule("peerd")
+def what_decides_draws_no_randomness_of_its_own(file: Path) -> Iterator[str]:
     """`random.Random` is a type there: the stream itself comes from outside."""
+    if does_io(file):
+        return
     for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             used = f"{node.value.id}.{node.attr}"
