@@ -4,7 +4,7 @@ Start: lock and identity, host, RPC, DHT, control socket, roles. Stop: roles lea
 results), records are withdrawn, links are closed with a goodbye; all within `DRAIN_S`, or longer while a role saves a
 state that no other peer has. The first signal stops the daemon in this way, a second one at once; a volunteer's peer
 also stops in this way when its hours end. A role that fails is restarted after a pause, up to five times; then the
-daemon stops with an error. A failed service is always restarted (`net/host/upkeep`). The role supervisor is one of the
+daemon stops with an error. A failed service is always restarted (`wire/host/upkeep`). The role supervisor is one of the
 places where any exception is caught, because a plug-in's bug must not stop the other roles.
 """
 
@@ -42,15 +42,15 @@ from peerd.core.run.runfile import LimitsSection, RunFile
 from peerd.devices import Devices
 from peerd.home import make_private_dir, socket_path
 from peerd.log import EventLog, plain
-from peerd.net.host.addresses import CONFIGURED
-from peerd.net.host.host_status import faults_told
-from peerd.net.host.line_meter import LineMeter
-from peerd.net.host.upkeep import Upkeep
-from peerd.net.tcp.rate_limit import LimitedLine
 from peerd.role import Role, RoleContext
 from peerd.service.access import Access
 from peerd.service.peer_stack import PeerStack
 from peerd.service.run_services import RunServices
+from peerd.wire.host.addresses import CONFIGURED
+from peerd.wire.host.host_status import faults_told
+from peerd.wire.host.line_meter import LineMeter
+from peerd.wire.host.upkeep import Upkeep
+from peerd.wire.tcp.rate_limit import LimitedLine
 
 WITHDRAW_S: Final = 1.0  # for withdrawing our records from other peers
 RESTART_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)  # before each restart of a failed role

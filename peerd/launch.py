@@ -27,10 +27,10 @@ from peerd.core.keys import Keypair
 from peerd.daemon import Daemon, DaemonPlan, LocalResources, say
 from peerd.home import RunningDaemon, load_identity, locked, make_private_dir, noted, socket_path
 from peerd.log import EventLog
-from peerd.net.clock import RealClock
-from peerd.net.tcp.rate_limit import LimitedLine
 from peerd.role import ActsAs
 from peerd.service.peer_stack import peer_stack
+from peerd.wire.clock import RealClock
+from peerd.wire.tcp.rate_limit import LimitedLine
 
 
 async def main(plan: DaemonPlan) -> None:

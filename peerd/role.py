@@ -18,10 +18,10 @@ from peerd.core.clock import Clock
 from peerd.core.run.runfile import RunFile
 from peerd.core.work import RateLimitedRead, Worker, read_at_once
 from peerd.log import EventLog
-from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.run_services import RunServices
+from peerd.wire.host.host import Host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,6 @@ from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.in_flight import LIMITED, InFlight
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
-from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.trainer_relay import TrainerRelay
@@ -38,6 +37,7 @@ from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.replica.final_state import FinalState
 from peerd.training.stage.member import StageMember
 from peerd.training.trainer_data import TrainerData
+from peerd.wire.rate.work_rate import WorkRate
 
 _COMPARED_AGAIN_S = (1.0, 1.0, 2.0, 4.0, 8.0)  # pauses between comparisons with the texts of simultaneous starters
 _AHEAD = 4  # minimum of microbatches kept ready: as many as the next report may request

@@ -22,12 +22,12 @@ from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.daemon import Daemon, DaemonPlan, LocalResources
 from peerd.home import socket_path
 from peerd.log import EventLog
-from peerd.net.tcp.rate_limit import LimitedLine
 from peerd.role import RoleContext
 from peerd.service.peer_stack import peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet
+from peerd.wire.tcp.rate_limit import LimitedLine
 from tests.worlds.network.virtual import running_net, transport
 
 LISTEN = "/ip4/0.0.0.0/tcp/4001"

@@ -29,15 +29,15 @@ INPUT_OUTPUT = {
     *("trio", "torch", "socket", "time", "os", "logging", "asyncio", "threading", "select", "secrets", "subprocess"),
 }
 ANYWAY = {  # files that import these modules though their room may not
-    Path("peerd/net/clock.py"): {"time"},  # the one Clock that reads the time
+    Path("peerd/wire/clock.py"): {"time"},  # the one Clock that reads the time
     Path("peerd/core/decoders.py"): {"threading"},  # a lock around its cache
 }
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "cPickle"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 # Where any exception is caught, how many times, and what ends by it.
 SUPERVISORS = {
-    Path("peerd/net/faults.py"): 1,  # one link, stream, call, connection in or out: whoever hands over its work
-    Path("peerd/net/link/link.py"): 1,  # one stream, for what runs in the link's own task: no task of its own to end
+    Path("peerd/wire/faults.py"): 1,  # one link, stream, call, connection in or out: whoever hands over its work
+    Path("peerd/wire/link/link.py"): 1,  # one stream, for what runs in the link's own task: no task of its own to end
     Path("peerd/service/rpc/inbound.py"): 1,  # one stream's messages in the link's own task: its reader gets the error
     Path("peerd/daemon.py"): 1,  # one role
 }

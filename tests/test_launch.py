@@ -26,8 +26,8 @@ from peerd.core.run.runfile import LimitsSection
 from peerd.daemon import DaemonPlan
 from peerd.launch import grounded, in_its_hours
 from peerd.log import EventLog
-from peerd.net.clock import RealClock
 from peerd.sim.clock import EPOCH_S, SimClock
+from peerd.wire.clock import RealClock
 from tests.test_daemon import Quiet
 
 NOON_S = 12 * 3600.0

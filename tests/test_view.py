@@ -288,9 +288,11 @@ def test_who_uses_more_than_half_of_something_is_shown() -> None:
 
 
 def test_faults_are_shown_with_the_last_place() -> None:
-    places = [{"place": "peerd/net/link/link.py:7", "count": 2, "ended": "a link", "error": "KeyError: [bold]3[/bold]"}]
-    found = shown(snapshot(faults={"count": 2, "last": "peerd/net/link/link.py:7", "places": places}))
-    told = "2 internal errors in peerd, the last at peerd/net/link/link.py:7: KeyError: [bold]3[/bold]; please report"
+    places = [
+        {"place": "peerd/wire/link/link.py:7", "count": 2, "ended": "a link", "error": "KeyError: [bold]3[/bold]"}
+    ]
+    found = shown(snapshot(faults={"count": 2, "last": "peerd/wire/link/link.py:7", "places": places}))
+    told = "2 internal errors in peerd, the last at peerd/wire/link/link.py:7: KeyError: [bold]3[/bold]; please report"
     assert told in found
     assert "internal error" not in shown(snapshot(faults={"count": 0, "last": None, "places": []}))
 

@@ -31,11 +31,11 @@ from peerd.core.run.check_line import function_file
 from peerd.core.run.runfile import LineSection, RunFile, sources_of
 from peerd.home import make_private_dir, write_atomically
 from peerd.log import clean
-from peerd.net.clock import RealClock
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import peer_stack
 from peerd.service.run_offer import fetch_file
 from peerd.typed_yaml import parse_yaml, to_yaml
+from peerd.wire.clock import RealClock
+from peerd.wire.tcp.tcp_transport import TcpTransport
 
 FILE: Final = "run.yaml"
 TOKEN_FILE: Final = "access.token"

@@ -18,9 +18,9 @@ from typing import Final
 import trio
 
 from peerd.core.errors import RemoteError, Unreachable
-from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.run_services import RunServices
+from peerd.wire.host.host import Host
 
 _FIRST_WORD_S: Final = 5.0  # until an address that does not answer is reported
 _AGAIN_S: Final = 60.0  # between two reports; doubles each time, up to _RARELY_S

@@ -18,8 +18,6 @@ from peerd.core.run.runfile import LimitsSection
 from peerd.machine.connectivity.reachability import advice
 from peerd.machine.connectivity.relay import RelayConfig
 from peerd.net.gateway.router import Router
-from peerd.net.host.host import Host
-from peerd.net.host.upkeep import Upkeep
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.service.connectivity.autonat import AutoNat, AutoNatConfig, port_of
 from peerd.service.connectivity.hole_puncher import HolePuncher
@@ -29,6 +27,8 @@ from peerd.service.connectivity.relay import Relay
 from peerd.service.connectivity.relay_client import RelayReservations
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
+from peerd.wire.host.host import Host
+from peerd.wire.host.upkeep import Upkeep
 
 _RELAY_SHARE = 0.9  # of the line, for others' circuits; the rest is for encryption, headers and our own calls
 

@@ -42,7 +42,7 @@ class Clock(Protocol):
 
 @runtime_checkable
 class AdjustableClock(Protocol):
-    """A clock whose wall time can be corrected, such as `net.clock.RealClock`."""
+    """A clock whose wall time can be corrected, such as `wire.clock.RealClock`."""
 
     offset_s: float
 

@@ -30,14 +30,14 @@ from peerd.core.messages.encoding import Message
 from peerd.core.messages.token import RevokedData, TokenData, revoked_key
 from peerd.core.run.runfile import RunFile
 from peerd.machine.access.members import FREE, OPEN, RunMembers
-from peerd.machine.rate.quota import LogLimit, Quota
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.rpc.method_load import MethodName
-from peerd.net.host.host import Host, PeerDown
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.inbound import renewed
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.rpc.rpc_types import Answer, Incoming
+from peerd.wire.host.host import Host, PeerDown
+from peerd.wire.rate.quota import LogLimit, Quota
 
 _log = logging.getLogger("peerd.access")
 

@@ -18,10 +18,10 @@ from peerd.core.errors import ConfigError, Refused, RemoteError
 from peerd.core.messages.run_link import DOMAIN, METHOD, SERVICE, JoinLink, RunFileAnswer, RunFileRequest, shared_run
 from peerd.core.run.runfile import RunFile
 from peerd.machine.rpc.declaration import Declaration, Shows
-from peerd.net.host.host import Host
 from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.rpc.rpc_types import Answer, Incoming
+from peerd.wire.host.host import Host
 
 SIGNATURE_FILE: Final = "run.signature"  # in the data directory
 _ANSWER_S: Final = 10.0  # for a file of some kilobytes

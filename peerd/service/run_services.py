@@ -13,7 +13,6 @@ from peerd.core.messages.swarm import Grant
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.swarm.events import ConductorConfig
-from peerd.net.host.host import Host
 from peerd.service.averaging.preconnect import Preconnector
 from peerd.service.conductor.commit_proofs import CommitProofs, trusted_peers
 from peerd.service.conductor.conductor_client import ConductorClient
@@ -36,6 +35,7 @@ from peerd.service.swarm.counted_record import CountedRecord
 from peerd.service.swarm.dial_trainers import TrainerDialer
 from peerd.service.swarm.directory import Directory
 from peerd.service.swarm.run_view import RunView
+from peerd.wire.host.host import Host
 
 if TYPE_CHECKING:
     from peerd.service.averaging.allreduce import AllReduceService

@@ -20,7 +20,7 @@ import trio
 import trio.testing
 
 from peerd.core.errors import LocalError
-from peerd.net.timer import Timer
+from peerd.wire.timer import Timer
 
 T = TypeVar("T")
 

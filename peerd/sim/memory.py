@@ -1,4 +1,4 @@
-"""The in-memory transport: implements `peerd.net.transport` on a SimNet, one transport per node.
+"""The in-memory transport: implements `peerd.wire.transport` on a SimNet, one transport per node.
 
 Addresses are `/ip4/<ip of a node>/tcp/<port>` or /ip6, as with TCP, so that all address code works unchanged, or
 `/memory/<n>`. A dial takes one round trip, as in TCP; if there is no answer, it fails after the retransmissions of the

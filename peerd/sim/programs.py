@@ -10,11 +10,11 @@ from collections.abc import Awaitable
 import trio
 
 from peerd.core.errors import RemoteError
-from peerd.net.host.host import Host, HostConfig
-from peerd.net.link.link import Stream
 from peerd.service.dht.dht import DhtConfig
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.world import Node, Program
+from peerd.wire.host.host import Host, HostConfig
+from peerd.wire.link.link import Stream
 
 ECHO = "/peerd-sim/echo/1"  # protocol of all nodes, which returns the bytes that it receives
 

@@ -22,16 +22,16 @@ from peerd.core.addr import tcp_addr, with_peer
 from peerd.core.errors import LocalError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.net.link.sealing import Buffers
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import NetConfig, SimLine, SimNet, SimNode
 from peerd.sim.trace import Trace
+from peerd.wire.link.sealing import Buffers
 
 if TYPE_CHECKING:
-    from peerd.net.host.host import Host
     from peerd.service.dht.dht import Dht
     from peerd.service.rpc.rpc import Rpc
+    from peerd.wire.host.host import Host
 
 PORT = 4001  # every node's listening port
 

@@ -21,10 +21,10 @@ from peerd.core.messages.swarm import Mbs, Prepare, Prepared
 from peerd.core.run.runfile import AveragingSection
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan
-from peerd.net.host.host import Host
-from peerd.net.host.line_meter import LineMeter
 from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.wire.host.host import Host
+from peerd.wire.host.line_meter import LineMeter
 from scripts.benchmarks._remote_process import new_stack, obey, reply
 from tests.kit.declared import ANY
 

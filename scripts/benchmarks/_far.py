@@ -16,8 +16,8 @@ import trio
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
 from peerd.core.addr import parse_addr
-from peerd.net.link.cpu import has_aes
-from peerd.net.link.stream import Stream
+from peerd.wire.link.cpu import has_aes
+from peerd.wire.link.link_stream import Stream
 from scripts.benchmarks._remote_process import new_stack, reply, serve_echo
 
 READ_BYTES = 1 << 18  # most that a receiver reads at once

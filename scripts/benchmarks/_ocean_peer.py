@@ -18,9 +18,9 @@ import trio
 
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.ids import PeerId
-from peerd.net.host.host import Host
-from peerd.net.link.stream import Stream
 from peerd.service.rpc.rpc import Rpc
+from peerd.wire.host.host import Host
+from peerd.wire.link.link_stream import Stream
 from scripts.benchmarks._remote_process import ECHO, Blob, new_stack, obey, reply, serve_echo
 
 CALL_BYTES = 100

@@ -26,7 +26,7 @@ from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.machine.connectivity.path_selection import PathKind
+from peerd.wire.path_selection import PathKind
 from scripts.benchmarks._remote_process import ECHO, Blob, new_stack, obey, reply, serve_echo
 
 PAYLOAD_BYTES = 20_000

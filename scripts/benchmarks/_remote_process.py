@@ -17,10 +17,10 @@ import trio
 
 from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import Message
-from peerd.net.clock import RealClock
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.wire.clock import RealClock
+from peerd.wire.tcp.tcp_transport import TcpTransport
 from tests.kit.declared import ANY
 
 ROOT: Final = Path(__file__).resolve().parents[2]

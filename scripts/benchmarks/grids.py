@@ -21,8 +21,8 @@ from peerd.machine.averaging.allreduce import AveragingPlan, MemberTerms, plan_o
 from peerd.machine.averaging.moshpit import grid_of
 from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, round_s
 from peerd.machine.averaging.work_split import WorkSplitter
-from peerd.net.host.host import Host
 from peerd.service.averaging.allreduce import AllReduceService, Vector
+from peerd.wire.host.host import Host
 from scripts.benchmarks._remote_process import new_stack
 from scripts.benchmarks._report import Figure, Report
 from tests.worlds.machines.workers import InlineWorker

@@ -29,13 +29,13 @@ import trio
 
 from peerd.core.run.runfile import BatchSection, PipelineSection, RunFile
 from peerd.machine.dht.node_state import KademliaConfig
-from peerd.machine.mux.stream import YamuxConfig
-from peerd.net.host.host import HostConfig
-from peerd.net.link.config import LinkConfig
 from peerd.service.dht.dht import DhtConfig
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World
+from peerd.wire.host.host import HostConfig
+from peerd.wire.link.config import LinkConfig
+from peerd.wire.yamux.stream import YamuxConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from scripts.benchmarks._report import Figure, Report

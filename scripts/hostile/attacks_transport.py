@@ -16,9 +16,9 @@ from peerd.core.messages.network import NetworkMapRequest
 from peerd.core.messages.run_link import RunFileRequest
 from peerd.core.messages.state import StateRequest
 from peerd.core.messages.swarm import StageForward
-from peerd.machine.mux.striping import PLACED, PLACED_HEADER
 from peerd.machine.rpc.message_codec import REQUEST, encode_call
 from peerd.service.dht.codec import FindMessage, PingMessage
+from peerd.wire.yamux.striping import PLACED, PLACED_HEADER
 from scripts.hostile.field import Field
 from scripts.hostile.session import DATA, FIN, RST, SYN, WINDOW, Session, frame, opening, session
 

@@ -17,10 +17,10 @@ from peerd.core.keys import Keypair
 from peerd.core.messages.progress import decode_stage, stage_key
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import RunFile, fingerprint
-from peerd.net.clock import RealClock
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.dht.dht import Dht
 from peerd.service.peer_stack import PeerStack, peer_stack
+from peerd.wire.clock import RealClock
+from peerd.wire.tcp.tcp_transport import TcpTransport
 
 
 class OwnAddress(TcpTransport):

@@ -9,11 +9,11 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.addr import split_peer
-from peerd.machine.mux.frames import ACK, DATA, FIN, HEADER, PING, RST, SYN, WINDOW
-from peerd.machine.secure.multistream import HEADER as MULTISTREAM
-from peerd.machine.secure.multistream import encode_line
-from peerd.machine.secure.noise import PLAIN_BYTES, SEALED_BYTES, Secrets
-from peerd.net.link.upgrade import UpgradedLink, upgrade
+from peerd.wire.link.upgrade import UpgradedLink, upgrade
+from peerd.wire.noise.multistream import HEADER as MULTISTREAM
+from peerd.wire.noise.multistream import encode_line
+from peerd.wire.noise.noise import PLAIN_BYTES, SEALED_BYTES, Secrets
+from peerd.wire.yamux.frames import ACK, DATA, FIN, HEADER, PING, RST, SYN, WINDOW
 from scripts.hostile.field import Field, OwnAddress
 
 

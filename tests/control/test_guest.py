@@ -14,7 +14,7 @@ from peerd.config import load_run
 from peerd.control.guest import GuestFlags, limits_told, settled
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
-from peerd.net.tcp.rate_limit import LimitedLine
+from peerd.wire.tcp.rate_limit import LimitedLine
 
 
 def test_a_flag_wins_over_the_run_file_and_the_rest_of_the_file_stays() -> None:
@@ -78,7 +78,7 @@ def test_status_says_what_holds_and_what_is_used() -> None:
 
 
 def test_the_flags_of_rates_lead_to_the_line_that_bounds_them() -> None:
-    """That the line keeps its rates within 5 % is for tests/net/tcp/test_rate_limit.py and tests/lab/test_limits.py."""
+    """The 5 % of precision are for tests/wire/tcp/test_rate_limit.py and tests/lab/test_limits.py."""
     line = LimitedLine(GuestFlags(upload_mbit=8, download_mbit=16).over(LimitsSection()))
     assert line._up is not None
     assert line._down is not None

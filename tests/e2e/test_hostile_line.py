@@ -15,10 +15,10 @@ from peerd.core.addr import parse_addr, tcp_place
 from peerd.core.keys import Keypair
 from peerd.core.messages.run_link import JoinLink, RunFileAnswer
 from peerd.core.messages.token import Token, seal, to_text
-from peerd.net.clock import RealClock
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import peer_stack
 from peerd.service.run_offer import RunOffer
+from peerd.wire.clock import RealClock
+from peerd.wire.tcp.tcp_transport import TcpTransport
 from tests.worlds.processes.processes import LISTEN, Process, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(300)]

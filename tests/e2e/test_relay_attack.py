@@ -19,8 +19,8 @@ import trio
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
-from peerd.net.host.host import Host
-from peerd.net.link.stream import Stream
+from peerd.wire.host.host import Host
+from peerd.wire.link.link_stream import Stream
 from tests.worlds.processes.relay_process import client
 
 pytestmark = [

@@ -10,11 +10,11 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import Empty
-from peerd.net.host.host import Host
 from peerd.service.access import Access, Present
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
+from peerd.wire.host.host import Host
 from tests.fuzz import goods
 from tests.fuzz.bodies import Pool
 from tests.fuzz.calls import Good, Menu

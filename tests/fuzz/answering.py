@@ -14,10 +14,10 @@ import trio
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import decode_header
-from peerd.machine.mux.frames import DATA, HEADER, WINDOW
-from peerd.machine.mux.session import YamuxSession
 from peerd.machine.rpc import message_codec as wire
-from peerd.machine.secure.multistream import HEADER as HELLO
+from peerd.wire.noise.multistream import HEADER as HELLO
+from peerd.wire.yamux.frames import DATA, HEADER, WINDOW
+from peerd.wire.yamux.session import YamuxSession
 from tests.fuzz.bodies import Bodies, Pool
 from tests.fuzz.calls import Good, data_frames
 from tests.worlds.network.hostile import Hostile, frame

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import msgspec
 
 from peerd.core.frame import TensorFrame
-from peerd.machine.mux.frames import DATA, FIN, RST, SYN, WINDOW
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.method_load import method_name
-from peerd.machine.secure.multistream import HEADER as HELLO
-from peerd.machine.secure.multistream import encode_line
+from peerd.wire.noise.multistream import HEADER as HELLO
+from peerd.wire.noise.multistream import encode_line
+from peerd.wire.yamux.frames import DATA, FIN, RST, SYN, WINDOW
 from tests.fuzz.bodies import Bodies, Pool
 from tests.fuzz.session_points import Frames, Say
 from tests.fuzz.sessions import Talk

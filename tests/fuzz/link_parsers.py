@@ -8,17 +8,17 @@ from __future__ import annotations
 import trio
 from multiaddr import Multiaddr
 
-from peerd.machine.budget.book import Book
-from peerd.machine.mux import session as yamux
-from peerd.machine.mux.stream import WindowBudget
-from peerd.machine.mux.striping import PROTOCOL as RAIL
-from peerd.machine.secure.noise import Opener, Sealer, Session
-from peerd.net.faults import Faults
-from peerd.net.link.config import LinkConfig
-from peerd.net.link.link import Buffers, Link
-from peerd.net.link.stream import Stream
-from peerd.net.link.unread import Unread
-from peerd.net.link.upgrade import UpgradedLink
+from peerd.wire.budget.book import Book
+from peerd.wire.faults import Faults
+from peerd.wire.link.config import LinkConfig
+from peerd.wire.link.link import Buffers, Link
+from peerd.wire.link.link_stream import Stream
+from peerd.wire.link.unread import Unread
+from peerd.wire.link.upgrade import UpgradedLink
+from peerd.wire.noise.noise import Opener, Sealer, Session
+from peerd.wire.yamux import session as yamux
+from peerd.wire.yamux.stream import WindowBudget
+from peerd.wire.yamux.striping import PROTOCOL as RAIL
 from tests.fuzz.parsers import ADDRS, OTHER, PARSERS, YAMUX, Corpus, in_pieces, parser, yamux_check, yamux_frame
 from tests.worlds.network.hostile import hello
 

@@ -30,18 +30,11 @@ from peerd.core.keys import Keypair, verify
 from peerd.core.limits import RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.settings import differences, read_settings
-from peerd.core.protobuf.identity import Identify, NoisePayload, decode_public_key, encode_public_key
 from peerd.core.record import Record
-from peerd.machine.buffers import BufferPool
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
-from peerd.machine.mux import session as yamux
-from peerd.machine.mux.session import YamuxSession
-from peerd.machine.mux.stream import YamuxConfig
 from peerd.machine.rpc import message_codec
-from peerd.machine.secure.multistream import HEADER, NOT_AVAILABLE, MultistreamSelector, Proposal, encode_line
-from peerd.machine.secure.noise import AES, CHACHA, SEALED_BYTES, NoiseHandshake, Opener, Sealer, Secrets
 from peerd.service.dht.codec import (
     FindMessage,
     NearMessage,
@@ -54,6 +47,13 @@ from peerd.service.dht.codec import (
     request_from_wire,
     request_to_wire,
 )
+from peerd.wire.buffers import BufferPool
+from peerd.wire.identify_message import Identify, NoisePayload, decode_public_key, encode_public_key
+from peerd.wire.noise.multistream import HEADER, NOT_AVAILABLE, MultistreamSelector, Proposal, encode_line
+from peerd.wire.noise.noise import AES, CHACHA, SEALED_BYTES, NoiseHandshake, Opener, Sealer, Secrets
+from peerd.wire.yamux import session as yamux
+from peerd.wire.yamux.session import YamuxSession
+from peerd.wire.yamux.stream import YamuxConfig
 from tests.kit.examples import example, message_types
 from tests.kit.frames import mended
 

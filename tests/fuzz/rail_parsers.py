@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from peerd.machine.mux import session as yamux
-from peerd.machine.mux.session import YamuxSession
-from peerd.machine.mux.striping import PLACED, PLACED_HEADER, StripedLane
+from peerd.wire.yamux import session as yamux
+from peerd.wire.yamux.session import YamuxSession
+from peerd.wire.yamux.striping import PLACED, PLACED_HEADER, StripedLane
 from tests.fuzz.parsers import PARSERS, YAMUX, Corpus, parser, yamux_answers, yamux_check, yamux_frame
 
 __all__ = ["PARSERS"]

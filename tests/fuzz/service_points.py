@@ -20,12 +20,12 @@ from peerd.core.protobuf.autonat import AUTONAT, DialRequest
 from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Limit, StopKind, StopMessage
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
 from peerd.core.varint import encode_varint
-from peerd.machine.mux.frames import DATA, SYN
-from peerd.machine.mux.stream import YamuxStream
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.method_load import method_name
 from peerd.machine.swarm.roster import START
 from peerd.sim.clock import run_virtual
+from peerd.wire.yamux.frames import DATA, SYN
+from peerd.wire.yamux.stream import YamuxStream
 from tests.fuzz import goods
 from tests.fuzz import handover_goods as handing
 from tests.fuzz.answering import Answering

@@ -43,7 +43,6 @@ from peerd.core.run.runfile import (
     fingerprint,
 )
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
-from peerd.net.host.host import Host
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.role import RoleContext
 from peerd.service.connectivity.autonat import AutoNat
@@ -54,6 +53,7 @@ from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.snapshot import KEPT, StateItem, StateServer
 from peerd.sim.clock import SimClock
+from peerd.wire.host.host import Host
 from roles.stage import StageRole
 from tests.fuzz.session_points import WHO
 from tests.fuzz.sessions import HOST, NETWORK, WITHIN_S, ServiceStage, attacked

@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from peerd.core.protobuf.identity import Identify
 from peerd.core.varint import encode_varint
-from peerd.machine.mux.frames import ACK, DATA, FIN, GO_AWAY, PING, RST, SYN, WINDOW
-from peerd.machine.mux.striping import PLACED, PLACED_HEADER
-from peerd.machine.mux.striping import PROTOCOL as RAIL
-from peerd.net.host.host import Host
-from peerd.net.host.identify import IDENTIFY, IDENTIFY_PUSH
-from peerd.net.host.identify import PING as LIBP2P_PING
-from peerd.net.link.stream import Stream
-from peerd.net.link.upgrade import upgrade
+from peerd.wire.host.host import Host
+from peerd.wire.host.identify import IDENTIFY, IDENTIFY_PUSH
+from peerd.wire.host.identify import PING as LIBP2P_PING
+from peerd.wire.identify_message import Identify
+from peerd.wire.link.link_stream import Stream
+from peerd.wire.link.upgrade import upgrade
+from peerd.wire.yamux.frames import ACK, DATA, FIN, GO_AWAY, PING, RST, SYN, WINDOW
+from peerd.wire.yamux.striping import PLACED, PLACED_HEADER
+from peerd.wire.yamux.striping import PROTOCOL as RAIL
 from tests.fuzz.sessions import Stage, Talk, point, serving
 from tests.kit.mutate import mutated
 from tests.worlds.network.hostile import Hostile, enter, frame, hello, secrets

@@ -26,14 +26,14 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.errors import RemoteError
-from peerd.machine.budget.book import Resource
-from peerd.net.host.host import Host, HostConfig
-from peerd.net.link.config import LinkConfig
-from peerd.net.transport import Transport
 from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import run_virtual
 from peerd.sim.memory import MemoryListener
 from peerd.sim.simnet import NetConfig
+from peerd.wire.budget.book import Resource
+from peerd.wire.host.host import Host, HostConfig
+from peerd.wire.link.config import LinkConfig
+from peerd.wire.transport import Transport
 from tests.kit.amount import ALL
 from tests.worlds.network.hostile import Hostile
 from tests.worlds.network.hosts import Hosts, ask, echo, running_hosts

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 import trio
 
-from peerd.net.host.host import Host
-from peerd.net.link.stream import Stream
 from peerd.sim.clock import run_virtual
+from peerd.wire.host.host import Host
+from peerd.wire.link.link_stream import Stream
 from tests.fuzz import session_points
 from tests.fuzz.sessions import POINTS, SERVING, Point, Stage, draw, first_failure, reach, session_count, stage
 from tests.kit.amount import ALL

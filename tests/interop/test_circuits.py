@@ -13,12 +13,12 @@ from multiaddr import Multiaddr
 from peerd.core.addr import circuit_addr, parse_addr, with_peer
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine.connectivity.path_selection import PathKind
-from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
 from peerd.net.relay.circuit_transport import Circuits
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.connectivity.relay import Relay
+from peerd.wire.clock import RealClock
+from peerd.wire.host.host import Host
+from peerd.wire.path_selection import PathKind
+from peerd.wire.tcp.tcp_transport import TcpTransport
 from tests.worlds.network.hosts import ask, echo
 from tests.worlds.processes.foreign import foreign_peer
 

@@ -18,16 +18,16 @@ from peerd.core.addr import parse_addr, split_peer, with_peer
 from peerd.core.errors import Refused, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine.mux import frames as yamux
-from peerd.net.clock import RealClock
-from peerd.net.host import host as host_module
-from peerd.net.host import identify
-from peerd.net.host.host import Host, HostConfig, PeerDown
-from peerd.net.host.identify import PeerInfo
-from peerd.net.link.config import LinkConfig
-from peerd.net.link.stream import Stream
-from peerd.net.link.upgrade import UpgradedLink
-from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.wire.clock import RealClock
+from peerd.wire.host import host as host_module
+from peerd.wire.host import identify
+from peerd.wire.host.host import Host, HostConfig, PeerDown
+from peerd.wire.host.identify import PeerInfo
+from peerd.wire.link.config import LinkConfig
+from peerd.wire.link.link_stream import Stream
+from peerd.wire.link.upgrade import UpgradedLink
+from peerd.wire.tcp.tcp_transport import TcpTransport
+from peerd.wire.yamux import frames as yamux
 from tests.worlds.processes.foreign import NAMES, CommandFailed, ForeignPeer, foreign_peer
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.socket]

@@ -13,106 +13,99 @@ ROOMS = {
     "screen": "",
     "signals": "",
     "compute/kernels": "",
-    "core/protobuf": "",
     "core/run": "",
     "home": "",
     "local_code": "",
     "log": "screen",
-    "machine/rate": "",
+    "net": "",
     "net/gateway": "",
+    "wire/rate": "",
     "contents": "core/run",
     "core/experts": "core/run",
     "devices": "core/run",
-    "machine/budget": "machine/rate",
     "typed_yaml": "log",
+    "wire/budget": "wire/rate",
     "config": "contents core/run typed_yaml",
     "core/messages": "core/experts core/run",
     "core/model": "core/experts core/run",
-    "machine/dht": "machine/budget machine/rate",
+    "machine/dht": "wire/budget wire/rate",
+    "wire": "signals wire/budget",
     "compute": "contents core/messages core/run home local_code",
+    "core/protobuf": "wire",
     "machine/access": "core/messages",
     "machine/averaging": "core/messages",
-    "machine/connectivity": "core/messages core/protobuf machine/budget machine/rate",
-    "machine/experts": "core/experts core/messages machine/rate",
-    "machine/network": "core/messages machine/rate",
-    "machine/rpc": "core/messages machine/budget",
-    "machine/state": "core/messages machine/rate",
+    "machine/experts": "core/experts core/messages wire/rate",
+    "machine/network": "core/messages wire/rate",
+    "machine/rpc": "core/messages wire/budget",
+    "machine/state": "core/messages wire/rate",
+    "wire/noise": "wire",
+    "wire/tcp": "core/run wire wire/budget wire/rate",
+    "wire/yamux": "wire wire/rate",
     "commands/plan": "compute config core/model core/run log machine/placement screen typed_yaml",
     "compute/codec": "compute compute/kernels core/run",
     "compute/data": "compute contents core/run local_code",
     "compute/user_loop": "compute core/run",
-    "machine": "machine/connectivity",
+    "machine/connectivity": "core/messages core/protobuf wire wire/rate",
     "machine/owners": "core/experts core/messages machine/experts",
-    "machine/pipeline": "core/messages core/run machine/budget machine/rate machine/rpc",
+    "machine/pipeline": "core/messages core/run machine/rpc wire/budget wire/rate",
     "machine/swarm": "core/messages machine/averaging",
-    "net": "machine/connectivity signals",
-    "service/rpc": "core/messages machine/budget machine/rate machine/rpc",
+    "service/rpc": "core/messages machine/rpc wire/budget wire/rate",
+    "wire/link": "wire wire/budget wire/noise wire/rate wire/yamux",
     "compute/model": (
         "compute compute/codec compute/user_loop contents core/experts core/messages core/model core/run local_code"
     ),
+    "machine": "machine/connectivity",
     "machine/batch": "core/messages machine/swarm",
-    "machine/mux": "machine machine/rate",
     "machine/positions": "core/messages machine/swarm",
-    "machine/rebalance": "core/messages machine/rate machine/swarm",
-    "machine/secure": "core/protobuf machine",
-    "net/tcp": "core/run machine/budget machine/connectivity machine/rate net",
-    "service/state": "core/messages machine/rate machine/rpc machine/state net service/rpc",
+    "machine/rebalance": "core/messages machine/swarm wire/rate",
+    "service/state": "core/messages machine/rpc machine/state service/rpc wire wire/rate",
+    "wire/host": "signals wire wire/budget wire/link wire/noise wire/rate wire/tcp wire/yamux",
     "compute/experts": (
         "compute compute/codec compute/model contents core/experts core/messages core/model core/run local_code"
     ),
     "machine/conductor": (
         "core/messages machine/averaging machine/batch machine/positions machine/rebalance machine/swarm"
     ),
-    "net/link": "machine machine/budget machine/connectivity machine/mux machine/rate machine/secure net",
+    "net/relay": "core/protobuf wire wire/host wire/link",
+    "service/dht": "core/messages machine machine/dht machine/rpc service/rpc wire wire/host wire/link wire/rate",
     "service/pipeline": (
-        "core/messages core/run machine/batch machine/pipeline machine/rate machine/rpc service/rpc signals"
+        "core/messages core/run machine/batch machine/pipeline machine/rpc service/rpc signals wire/rate"
     ),
     "compute/export": "compute compute/data compute/experts compute/model core/experts core/model core/run",
-    "net/host": (
-        "core/protobuf machine/budget machine/connectivity machine/mux machine/rate machine/secure net net/link "
-        "net/tcp signals"
-    ),
-    "net/relay": "core/protobuf machine/connectivity net net/host net/link",
-    "service/dht": (
-        "core/messages machine machine/connectivity machine/dht machine/rate machine/rpc net net/host net/link "
-        "service/rpc"
-    ),
     "service/connectivity": (
-        "core/protobuf machine/connectivity machine/rate net net/gateway net/host net/link net/relay net/tcp"
+        "core/protobuf machine/connectivity net net/gateway net/relay wire wire/host wire/link wire/rate wire/tcp"
     ),
     "service/experts": (
-        "core/experts core/messages core/run home machine/budget machine/experts machine/owners machine/rate "
-        "machine/rpc machine/state net/host service/dht service/rpc service/state signals"
+        "core/experts core/messages core/run home machine/experts machine/owners machine/rpc machine/state "
+        "service/dht service/rpc service/state signals wire/budget wire/host wire/rate"
     ),
     "service/swarm": (
-        "core/messages home machine/batch machine/connectivity machine/swarm net/host service/dht service/rpc signals"
+        "core/messages home machine/batch machine/connectivity machine/swarm service/dht service/rpc signals wire/host"
     ),
     "service/conductor": (
         "core/messages core/run machine/averaging machine/conductor machine/network machine/placement "
-        "machine/positions machine/rate machine/rebalance machine/rpc machine/swarm net/host service/rpc "
-        "service/swarm signals"
+        "machine/positions machine/rebalance machine/rpc machine/swarm service/rpc service/swarm signals wire/host "
+        "wire/rate"
     ),
     "service/averaging": (
-        "core/messages machine/averaging machine/connectivity machine/rpc net/host service/conductor service/rpc "
-        "signals"
+        "core/messages machine/averaging machine/connectivity machine/rpc service/conductor service/rpc signals "
+        "wire/host"
     ),
-    "service/network": (
-        "core/messages core/run machine/connectivity machine/network net/host net/link service/conductor service/rpc"
-    ),
+    "service/network": "core/messages core/run machine/network service/conductor service/rpc wire wire/host wire/link",
     "service": (
-        "contents core/messages core/run machine/access machine/rate machine/rpc machine/swarm net net/host "
-        "net/link service/averaging service/conductor service/dht service/experts service/network service/pipeline "
-        "service/rpc service/state service/swarm"
+        "contents core/messages core/run machine/access machine/rpc machine/swarm service/averaging "
+        "service/conductor service/dht service/experts service/network service/pipeline service/rpc service/state "
+        "service/swarm wire wire/host wire/link wire/rate"
     ),
     "control": (
-        "core/messages core/run home log machine/access machine/connectivity net/gateway net/host net/relay service "
-        "service/connectivity service/dht service/rpc"
+        "core/messages core/run home log machine/access machine/connectivity net/gateway net/relay service "
+        "service/connectivity service/dht service/rpc wire/host"
     ),
-    "role": "core/run log net/host service service/dht service/rpc",
-    "sim": "core/experts core/messages machine/dht net net/host net/link service service/dht service/rpc",
+    "role": "core/run log service service/dht service/rpc wire/host",
+    "sim": "core/experts core/messages machine/dht service service/dht service/rpc wire wire/host wire/link",
     "commands/status": (
-        "control core/messages core/run log machine/batch net/host screen service service/dht service/network "
-        "service/rpc service/swarm"
+        "control core/messages core/run log machine/batch screen service service/dht service/network service/rpc "
+        "service/swarm wire/host"
     ),
     "registry": "local_code log role",
     "training": (
@@ -122,18 +115,20 @@ ROOMS = {
     ),
     "training/catchup": "compute compute/model core/messages core/run machine/state role service service/state signals",
     "training/expert": (
-        "core/experts core/messages core/run machine/experts machine/owners machine/rate machine/rpc role "
-        "service/experts service/rpc signals"
+        "core/experts core/messages core/run machine/experts machine/owners machine/rpc role service/experts "
+        "service/rpc signals wire/rate"
     ),
     "commands": (
-        "compute compute/export config contents control core/messages core/run home log net net/tcp registry "
-        "service service/experts typed_yaml"
+        "compute compute/export config contents control core/messages core/run home log registry service "
+        "service/experts typed_yaml wire wire/tcp"
     ),
     "commands/doctor": (
         "compute compute/data compute/kernels compute/model control core/model core/protobuf core/run home log "
-        "machine machine/connectivity net net/host net/tcp registry service service/connectivity service/dht"
+        "machine machine/connectivity registry service service/connectivity service/dht wire wire/host wire/tcp"
     ),
-    "daemon": "commands/status contents control core/messages core/run devices home log net/host net/tcp role service",
+    "daemon": (
+        "commands/status contents control core/messages core/run devices home log role service wire/host wire/tcp"
+    ),
     "demo": (
         "commands/status compute compute/data compute/export compute/model config control core/experts core/run "
         "home screen service/experts"
@@ -142,12 +137,12 @@ ROOMS = {
         "compute compute/model core/messages core/run home machine/swarm role service service/state signals "
         "training/catchup"
     ),
-    "launch": "control daemon home log net net/tcp role service",
+    "launch": "control daemon home log role service wire wire/tcp",
     "training/stage": (
         "compute compute/codec compute/experts compute/kernels compute/model core/messages core/model core/run "
-        "machine/averaging machine/batch machine/budget machine/conductor machine/pipeline machine/rebalance "
-        "machine/swarm role service service/conductor service/network service/pipeline service/rpc service/state "
-        "service/swarm signals training training/catchup training/checkpoints"
+        "machine/averaging machine/batch machine/conductor machine/pipeline machine/rebalance machine/swarm role "
+        "service service/conductor service/network service/pipeline service/rpc service/state service/swarm signals "
+        "training training/catchup training/checkpoints wire/budget"
     ),
     "cli": (
         "commands commands/doctor commands/plan commands/status compute config control core/messages core/run "
@@ -155,13 +150,13 @@ ROOMS = {
     ),
     "training/moe": (
         "compute/codec compute/experts compute/model core/experts core/messages core/model core/run log "
-        "machine/batch machine/pipeline machine/rate role service/pipeline signals training/stage"
+        "machine/batch machine/pipeline role service/pipeline signals training/stage wire/rate"
     ),
     "training/replica": "role service training/stage",
     "__main__": "cli",
     "training/user_loop": (
-        "compute/model core/messages machine/batch machine/pipeline machine/rate role service service/experts "
-        "signals training training/replica training/stage"
+        "compute/model core/messages machine/batch machine/pipeline role service service/experts signals training "
+        "training/replica training/stage wire/rate"
     ),
     "library": (
         "compute/experts compute/model compute/user_loop config control core/experts core/messages core/run daemon "
@@ -199,10 +194,7 @@ DOES_IO = {
     "log": "*",
     "net": "*",
     "net/gateway": "natpmp upnp",
-    "net/host": "*",
-    "net/link": "*",
     "net/relay": "*",
-    "net/tcp": "*",
     "registry": "*",
     "role": "*",
     "screen": "full_screen",
@@ -228,6 +220,10 @@ DOES_IO = {
     "training/stage": "*",
     "training/user_loop": "*",
     "typed_yaml": "*",
+    "wire": "clock faults race tcp_info timer transport",
+    "wire/host": "*",
+    "wire/link": "*",
+    "wire/tcp": "*",
 }
 # Rooms that may import torch.
 WITH_TORCH = (
@@ -236,7 +232,7 @@ WITH_TORCH = (
     "training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "compute core machine role service signals training"
+ROLE_IMPORTS = "compute core machine role service signals training wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
     "commands commands/doctor commands/plan commands/status compute compute/data compute/model control demo launch "

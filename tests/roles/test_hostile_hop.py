@@ -19,9 +19,9 @@ from peerd.core.frame import TensorFrame
 from peerd.core.messages.handover import Broken, Hop, PassAnswer, PassRequest
 from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb
-from peerd.machine.budget.book import BOUNDS, Bounds, Resource, shared_out
 from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.rpc import Answer, Incoming
+from peerd.wire.budget.book import BOUNDS, Bounds, Resource, shared_out
 from tests.worlds.network.hosts import keypair
 from tests.worlds.roles.handscene import MARK, HandScene, hidden, in_scene, text, tokens
 

@@ -17,14 +17,14 @@ from peerd.core.errors import ConfigError
 from peerd.core.messages.state import StateLayout
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
-from peerd.machine.budget.book import Book
-from peerd.net.clock import RealClock
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import Fetched, StateItem
 from peerd.service.state.state_room import StateRoom
 from peerd.training.catchup.validate import checked
 from peerd.training.checkpoints.keeper import CheckpointKeeper
+from peerd.wire.budget.book import Book
+from peerd.wire.clock import RealClock
 from tests.worlds.machines.workers import InlineWorker
 
 RUN = RunFile(

@@ -13,8 +13,8 @@ from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_STALL_S, RPC_STEP_BYTES
 from peerd.core.messages.encoding import encode
 from peerd.core.messages.swarm import Seqs, TrainerAnswer, TrainerSync
 from peerd.core.run.runfile import RunFile, fingerprint
-from peerd.machine.budget.book import Resource
 from peerd.machine.rpc import message_codec as wire
+from peerd.wire.budget.book import Resource
 from roles.backbone import BackboneRole
 from tests.kit.declared import declared
 from tests.worlds.machines.rpc_cases import Text, echo

@@ -12,12 +12,12 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.net.host.host import PeerDown
 from peerd.sim import faults
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import hosts, try_echo, try_ping
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import Churn, Node, World, WorldConfig
+from peerd.wire.host.host import PeerDown
 
 HOSTS = 30
 SEARCH_S = 30.0  # for pings that may have to dial

@@ -9,9 +9,9 @@ import trio
 from trio.testing import MockClock as Clock
 
 from peerd.core.ids import PeerId
-from peerd.machine.connectivity.path_selection import PathKind
-from peerd.net.host.host import PeerUp
 from peerd.sim.nat import KINDS, Kind
+from peerd.wire.host.host import PeerUp
+from peerd.wire.path_selection import PathKind
 from tests.worlds.network.homes import Neighbourhood, Peer, neighbourhood
 from tests.worlds.network.hosts import ask
 

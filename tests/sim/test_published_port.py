@@ -16,11 +16,11 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import split_peer, tcp_addr, with_peer
 from peerd.core.run.runfile import BatchSection
-from peerd.net.host.addresses import CONFIGURED
 from peerd.sim.clock import run_virtual
 from peerd.sim.nat import Kind
 from peerd.sim.programs import swarm
 from peerd.sim.world import PORT, Node, World, WorldConfig
+from peerd.wire.host.addresses import CONFIGURED
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.worlds.network.athome import Homes

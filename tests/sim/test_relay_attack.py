@@ -14,13 +14,13 @@ from peerd.core import limits
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.machine.connectivity.relay import RelayConfig
-from peerd.net.host.host import Host
-from peerd.net.link.stream import Stream
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimLine
+from peerd.wire.host.host import Host
+from peerd.wire.link.link_stream import Stream
 from tests.worlds.network.attackers import Tally, attack
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 

@@ -27,18 +27,18 @@ from peerd.core.run.runfile import RunFile
 from peerd.log import clean
 from peerd.machine.clock_skew import REPORTED_S, ClockSkew
 from peerd.machine.connectivity.reachability import Kind, advice
-from peerd.net.clock import RealClock
-from peerd.net.host.addresses import CONFIGURED
-from peerd.net.host.host import Host
-from peerd.net.tcp.listen import other_family
-from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.net.transport import NoSuchFamily
 from peerd.service.access import Access
 from peerd.service.connectivity.autonat import AutoNat, port_of
 from peerd.service.connectivity.port_mapping import own_routers, tried
 from peerd.service.dht.bootstrap import NO_PEERD, why_unreachable
 from peerd.service.dht.codec import HelloMessage, PingMessage, PongMessage
 from peerd.service.peer_stack import PeerStack, peer_stack
+from peerd.wire.clock import RealClock
+from peerd.wire.host.addresses import CONFIGURED
+from peerd.wire.host.host import Host
+from peerd.wire.tcp.listen import other_family
+from peerd.wire.tcp.tcp_transport import TcpTransport
+from peerd.wire.transport import NoSuchFamily
 
 _CONNECT_S: Final = 15.0
 _IDENTIFY_S: Final = 5.0

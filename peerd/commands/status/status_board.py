@@ -34,12 +34,12 @@ from peerd.core.messages.progress import pause_s
 from peerd.core.run.runfile import BYTES_PER_MBIT, LimitsSection, RunFile
 from peerd.core.version import VERSION
 from peerd.log import EventLog, plain
-from peerd.net.host.host import Host
-from peerd.net.host.host_status import budgets_told, faults_told
 from peerd.screen.units import known
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.run_services import RunServices
+from peerd.wire.host.host import Host
+from peerd.wire.host.host_status import budgets_told, faults_told
 
 SWARM_PERIOD_S: Final = 2.0  # at most one DHT read per period, and only on request
 NETWORK_PERIOD_S: Final = 10.0  # at most one read of the conductor's network map per period

@@ -14,7 +14,7 @@ from typing import Final
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, AGENT_BYTES
-from peerd.core.protobuf.wire import bytes_field, number_field, read_fields, want_bytes, want_number, want_text
+from peerd.wire.protobuf import bytes_field, number_field, read_fields, want_bytes, want_number, want_text
 
 AUTONAT: Final = "/libp2p/autonat/1.0.0"
 _DIAL, _DIAL_RESPONSE = 0, 1

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final, NamedTuple, Self
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, CIRCUIT_MESSAGE_BYTES
-from peerd.core.protobuf.wire import bytes_field, number_field, read_fields, want_bytes, want_number
+from peerd.wire.protobuf import bytes_field, number_field, read_fields, want_bytes, want_number
 
 HOP: Final = "/libp2p/circuit/relay/0.2.0/hop"
 STOP: Final = "/libp2p/circuit/relay/0.2.0/stop"

@@ -13,7 +13,7 @@ from typing import Final
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, PUNCH_MESSAGE_BYTES
-from peerd.core.protobuf.wire import bytes_field, number_field, read_fields, want_bytes, want_number
+from peerd.wire.protobuf import bytes_field, number_field, read_fields, want_bytes, want_number
 
 DCUTR: Final = "/libp2p/dcutr"
 

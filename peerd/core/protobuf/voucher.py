@@ -12,10 +12,10 @@ from typing import Final
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
-from peerd.core.protobuf.identity import decode_public_key, encode_public_key
-from peerd.core.protobuf.wire import bytes_field, number_field, read_fields, want_bytes, want_number
 from peerd.core.record import Signer, Verify
 from peerd.core.varint import encode_varint
+from peerd.wire.identify_message import decode_public_key, encode_public_key
+from peerd.wire.protobuf import bytes_field, number_field, read_fields, want_bytes, want_number
 
 _DOMAIN: Final = "libp2p-relay-rsvp"
 _TYPE: Final = b"\x03\x02"

@@ -18,8 +18,8 @@ from peerd.core.addr import decode_addr, ip_of, place_of, reach, split_peer, tcp
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.protobuf.autonat import DialRequest, DialStatus
-from peerd.machine.connectivity.path_selection import PathKind
-from peerd.machine.rate.quota import Quota
+from peerd.wire.path_selection import PathKind
+from peerd.wire.rate.quota import Quota
 
 _TOO_OFTEN = ("too many requests in this minute", "you ask too often", "your address asks too often")
 

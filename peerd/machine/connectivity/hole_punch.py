@@ -31,7 +31,7 @@ from peerd.core.limits import (
     PUNCH_PER_PEER_MINUTE,
     PUNCH_TARGET_PER_MINUTE,
 )
-from peerd.machine.rate.quota import Quota
+from peerd.wire.rate.quota import Quota
 
 FIRST_PAUSE_S: Final = 30.0  # after an attempt in which no connection succeeded
 UNANSWERED_PAUSE_S: Final = 8.0  # after an attempt without an answer: the link over the relay may just have died

@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection
 
 from peerd.core.messages.swarm import MAX_MEMBERS
-from peerd.machine.rate.suspicion import Suspicion
+from peerd.wire.rate.suspicion import Suspicion
 
 _LEAD_S = 10.0  # before the batch is due; enough for one failed dial and the other side's turn
 _TURN_S = 2.0  # after this time the peer with the larger id dials

@@ -21,7 +21,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.ids import PeerId
 from peerd.machine.connectivity.network_votes import network_of
-from peerd.machine.rate.backoff import backoff_s
+from peerd.wire.rate.backoff import backoff_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 
 from peerd.core.ids import Key, PeerId
 from peerd.core.record import Record, Signer, Verifier
-from peerd.machine.budget.book import Book
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.hot_keys import lifetime_s
 from peerd.machine.dht.neighbours import Neighbours
@@ -26,6 +25,7 @@ from peerd.machine.dht.query_pool import QueryPool
 from peerd.machine.dht.requests import PendingRequests
 from peerd.machine.dht.routing_table import Contact, place
 from peerd.machine.dht.store import Verdict
+from peerd.wire.budget.book import Book
 
 _KEYS_PER_STEP = 16  # each costs a search of the table; together well below a millisecond
 _NEWCOMERS = 256  # in the queue; further newcomers get their records when these are renewed

@@ -26,7 +26,7 @@ from operator import attrgetter
 
 from peerd.core.ids import PeerId
 from peerd.machine.dht.routing_table import Contact
-from peerd.machine.rate.round_trips import RoundTrips
+from peerd.wire.rate.round_trips import RoundTrips
 
 
 class State(enum.Enum):

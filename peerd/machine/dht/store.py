@@ -36,8 +36,8 @@ from peerd.core.limits import (
     DHT_SUFFIXES_PER_KEY,
 )
 from peerd.core.record import Record, Verifier
-from peerd.machine.budget.book import NEAR, Book, Bounds, Resource, User
 from peerd.machine.dht.routing_table import place
+from peerd.wire.budget.book import NEAR, Book, Bounds, Resource, User
 
 _OVERHEAD_BYTES = 256  # memory of one record beyond its fields
 _ANSWER_OVERHEAD_BYTES = 192  # of one record in an answer: header, signature, framing

@@ -15,7 +15,7 @@ from typing import Final
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_RESTS
-from peerd.machine.rate.suspicion import Suspicion
+from peerd.wire.rate.suspicion import Suspicion
 
 FIRST_S: Final = 2.0  # of the first rest: a host that restarts is back by then
 LONGEST_S: Final = 60.0

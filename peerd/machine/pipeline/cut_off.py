@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Final
 
 from peerd.core.messages.swarm import MAX_MEMBERS
-from peerd.machine.rate.suspicion import Suspicion
+from peerd.wire.rate.suspicion import Suspicion
 
 _FIRST_PAUSE_S: Final = 0.5  # before the first probe, and before the second
 _LONGEST_PAUSE_S: Final = 8.0

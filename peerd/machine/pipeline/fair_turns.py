@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from peerd.machine.budget.book import User
+from peerd.wire.budget.book import User
 
 _PASSES: Final = 8  # training calls per evaluation, which thus gets at most a ninth of the device
 _REMEMBERED: Final = 64  # stamps kept in addition to those of waiting callers

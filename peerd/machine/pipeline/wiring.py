@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from peerd.machine.pipeline.priors import expected_s
-from peerd.machine.rate.backoff import backoff_s
+from peerd.wire.rate.backoff import backoff_s
 
 BACKWARD_COST = 2.5  # in forwards; same as in the paper's code
 # Virtual seconds per unit before the first answer of a peer without a published rate: probed at once, never flooded.

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from peerd.core.messages.swarm import MAX_MEMBERS, Position
-from peerd.machine.rate.suspicion import Suspicion
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
 from peerd.machine.rebalance.rebalance_rule import RebalanceConfig, RebalanceRule
+from peerd.wire.rate.suspicion import Suspicion
 
 AGAIN_S: Final = 300.0  # a peer that has moved stays at least this long
 MOST_S: Final = 900.0  # time limit of a move

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Final
 
 from peerd.core.limits import RPC_CALLS, RPC_CALLS_PER_PEER, RPC_DEADLINE_S, RPC_DEFAULT_BODY_BYTES
-from peerd.machine.budget.book import Bounds, shared_out
+from peerd.wire.budget.book import Bounds, shared_out
 
 
 class Shows(StrEnum):

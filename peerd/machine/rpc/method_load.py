@@ -2,7 +2,7 @@
 
 No clock and no streams: `now` and `user` are arguments. Everything is bounded by core/limits and by the methods'
 declarations. Hostile input: a peer may call too often, under many identities, or answer calls that were never made. The
-memory that it makes us use is accounted for in `machine/budget/book`.
+memory that it makes us use is accounted for in `wire/budget/book`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.limits import RPC_NAME_BYTES, RPC_PENDING
-from peerd.machine.budget.book import ShareAccount, User
 from peerd.machine.rpc.declaration import Declaration
+from peerd.wire.budget.book import ShareAccount, User
 
 _METHOD = re.compile(r"([a-z][a-z0-9_-]{0,31})/([1-9][0-9]{0,3})/([a-z][a-z0-9_-]*)")
 E = TypeVar("E")

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from peerd.core.limits import STATE_TOTALS, STATE_TRAIL
-from peerd.machine.rate.backoff import backoff_s
+from peerd.wire.rate.backoff import backoff_s
 
 _IN_VAIN: Final = 2  # unsuccessful states after which a line counts as too slow; one may be due to a disturbance
 _SHORTEST_S: Final = 1.0  # shorter downloads do not measure the line

@@ -28,10 +28,10 @@ from peerd.core.limits import (
     STATE_PIECES_IN_FLIGHT,
     STATE_PIECES_PER_DONOR,
 )
-from peerd.machine.rate.backoff import backoff_s
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.donors import FIRST_PIECES, LEAST_PIECE_S, UNKNOWN_PIECE_S, Donor, DonorStanding, PieceInFlight
 from peerd.machine.state.quorum import VOUCHERS, Claim, StateQuorum, camps, meeting_step
+from peerd.wire.rate.backoff import backoff_s
 
 _MANIFEST_TIMEOUT_S = 120.0  # includes the time in which a donor copies and hashes its state
 _COPY_PIECE_S = 0.05  # time to copy and hash one piece on a slow machine

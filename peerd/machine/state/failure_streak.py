@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from typing import Final, NamedTuple
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.machine.rate.backoff import backoff_s
+from peerd.wire.rate.backoff import backoff_s
 
 REMIND_S: Final = 600.0
 _CAUSES: Final = 32

@@ -1,4 +1,4 @@
-"""A circuit, which is a stream over a relay, as a raw link. Invariants: those of `net.transport`."""
+"""A circuit, which is a stream over a relay, as a raw link. Invariants: those of `wire.transport`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.errors import RemoteError
 from peerd.core.protobuf.circuit import Limit
-from peerd.net.link.stream import Stream
+from peerd.wire.link.link_stream import Stream
 
 _VIEW_BYTES = 256 * 1024
 _BATCH_BYTES = 128 * 1024

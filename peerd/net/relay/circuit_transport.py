@@ -52,15 +52,15 @@ from peerd.core.protobuf.circuit import (
     status_words,
 )
 from peerd.core.protobuf.voucher import Voucher
-from peerd.machine.connectivity.path_selection import PathKind
-from peerd.net.host.host import Host
-from peerd.net.host.link_table import PeerDown
-from peerd.net.link.delimited import receive_message, send_message
-from peerd.net.link.link import Link
-from peerd.net.link.stream import Stream, StreamOwner
 from peerd.net.relay.circuit_link import CircuitLink
 from peerd.net.relay.renewal import Renewal
-from peerd.net.transport import Listener, RawLink
+from peerd.wire.host.host import Host
+from peerd.wire.host.link_table import PeerDown
+from peerd.wire.link.delimited import receive_message, send_message
+from peerd.wire.link.link import Link
+from peerd.wire.link.link_stream import Stream, StreamOwner
+from peerd.wire.path_selection import PathKind
+from peerd.wire.transport import Listener, RawLink
 
 _log = logging.getLogger("peerd.net")
 _SHORTEST_S = 60.0  # minimum of a reservation: an earlier expiry means that the relay's clock or ours is wrong

@@ -15,8 +15,8 @@ from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.machine.averaging.topology import foretold_mates
 from peerd.machine.connectivity.preconnect import PreconnectPlan
-from peerd.net.host.host import Host
 from peerd.service.conductor.conductor_client import ConductorClient
+from peerd.wire.host.host import Host
 
 log = logging.getLogger("peerd.service.averaging.preconnect")
 

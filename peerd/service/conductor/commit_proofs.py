@@ -25,9 +25,9 @@ from peerd.machine.positions.evidence import Evidence
 from peerd.machine.positions.proven_positions import KEEPERS
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.posts import peer_of
-from peerd.net.host.host import Host
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.wire.host.host import Host
 
 _SHOW: Final = "proofs/1/show"
 DECLARED: Final = {

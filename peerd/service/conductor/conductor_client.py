@@ -26,11 +26,11 @@ from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S, SUSPECTS
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import Forecast, Leave, ListMembers, MemberInfo, MembersListed
 from peerd.machine.conductor.member_list import KnownMembers
-from peerd.machine.rate.suspicion import Suspicion
 from peerd.machine.swarm.posts import peer_of, post_name
 from peerd.service.rpc.rpc import Answer, Rpc
 from peerd.service.swarm.directory import Directory
 from peerd.signals import Signal
+from peerd.wire.rate.suspicion import Suspicion
 
 A = TypeVar("A", bound=msgspec.Struct)
 

@@ -17,7 +17,6 @@ from peerd.core.clock import Clock
 from peerd.core.ids import PeerId
 from peerd.core.work import Worker
 from peerd.machine.conductor.conductor import Conductor
-from peerd.net.host.host import Host, PeerDown
 from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
@@ -28,6 +27,7 @@ from peerd.service.conductor.reports import Reports
 from peerd.service.conductor.rivals import Rivals
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.swarm.counted_record import CountedRecord
+from peerd.wire.host.host import Host, PeerDown
 
 if TYPE_CHECKING:
     from peerd.machine.placement.problem import StageWork

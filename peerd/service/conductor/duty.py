@@ -28,7 +28,6 @@ from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import Origin
 from peerd.machine.swarm.posts import peer_of, post_name
-from peerd.net.host.host import Host
 from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.grants import GrantSigner
 from peerd.service.conductor.machine_driver import MachineDriver
@@ -36,6 +35,7 @@ from peerd.service.conductor.orders import ConductingConfig
 from peerd.service.conductor.rivals import ConductorClaim, Rivals, believed, next_term
 from peerd.service.conductor.tenure import Tenure
 from peerd.service.swarm.counted_record import CountedRecord
+from peerd.wire.host.host import Host
 
 _LOOK_S = 2.0
 _REFRESH_S = 10.0  # limit for the directory, which asks many peers

@@ -25,7 +25,6 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import AUTONAT_BYTES
 from peerd.core.protobuf.autonat import AUTONAT, DialRequest, DialResponse, DialStatus
 from peerd.machine.connectivity.dial_back import Asker, DialBackRefusal, DialBacks
-from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.reachability import (
     AskDialBack,
     Kind,
@@ -34,12 +33,13 @@ from peerd.machine.connectivity.reachability import (
     ReachabilityConfig,
     ReachabilityVerdict,
 )
-from peerd.net.host.addresses import CONFIGURED
-from peerd.net.host.host import Host, PeerDown, PeerIdentified
-from peerd.net.host.link_table import PeerEvent
-from peerd.net.link.delimited import receive_message, send_message
-from peerd.net.link.stream import Stream, StreamOwner
-from peerd.net.timer import Timer
+from peerd.wire.host.addresses import CONFIGURED
+from peerd.wire.host.host import Host, PeerDown, PeerIdentified
+from peerd.wire.host.link_table import PeerEvent
+from peerd.wire.link.delimited import receive_message, send_message
+from peerd.wire.link.link_stream import Stream, StreamOwner
+from peerd.wire.path_selection import PathKind
+from peerd.wire.timer import Timer
 
 _log = logging.getLogger("peerd.reach")
 PROVEN = "proven"  # source of announced addresses at which a dial-back succeeded

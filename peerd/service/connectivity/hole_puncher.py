@@ -29,13 +29,13 @@ from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
 from peerd.machine.connectivity import hole_punch
-from peerd.machine.connectivity.path_selection import PathKind
-from peerd.net.host.host import Host
-from peerd.net.host.identify import PeerInfo
-from peerd.net.link.delimited import next_message, send_message
-from peerd.net.link.link import Link
-from peerd.net.link.stream import Stream
-from peerd.net.transport import RawLink
+from peerd.wire.host.host import Host
+from peerd.wire.host.identify import PeerInfo
+from peerd.wire.link.delimited import next_message, send_message
+from peerd.wire.link.link import Link
+from peerd.wire.link.link_stream import Stream
+from peerd.wire.path_selection import PathKind
+from peerd.wire.transport import RawLink
 
 _log = logging.getLogger("peerd.net")
 _INTRODUCTION_S = 5.0  # for the other side's identify

@@ -21,8 +21,8 @@ from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import LAN_DIALS, LAN_PEERS
-from peerd.net.host.host import Host
 from peerd.net.mdns import Mdns, NoDiscovery, addrs_in, available
+from peerd.wire.host.host import Host
 
 _log = logging.getLogger("peerd.lan")
 _TOLD: Final = 6  # at most, of our addresses are announced

@@ -18,12 +18,12 @@ import trio
 
 from peerd.core.addr import reach, tcp_addr, tcp_place
 from peerd.core.clock import Clock
-from peerd.machine.rate.backoff import backoff_s
 from peerd.net.gateway.natpmp import NatPmp
 from peerd.net.gateway.router import NoMapping, Router
 from peerd.net.gateway.upnp import UpnpRouter, available
-from peerd.net.host.host import Host
-from peerd.net.tcp.interfaces import gateway
+from peerd.wire.host.host import Host
+from peerd.wire.rate.backoff import backoff_s
+from peerd.wire.tcp.interfaces import gateway
 
 _log = logging.getLogger("peerd.portmap")
 MAPPED: Final = "mapped"  # the source under which the address is announced

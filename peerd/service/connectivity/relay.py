@@ -39,13 +39,13 @@ from peerd.core.protobuf.circuit import (
     status_words,
 )
 from peerd.core.protobuf.voucher import Voucher
-from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.relay import Refusal, RelayConfig, RelayServer, overfull
-from peerd.net.host.host import Host
-from peerd.net.host.link_table import PeerDown
-from peerd.net.link.delimited import receive_message, send_message
-from peerd.net.link.stream import Stream
-from peerd.net.tcp.rate_limit import LinePace, LineTurn
+from peerd.wire.host.host import Host
+from peerd.wire.host.link_table import PeerDown
+from peerd.wire.link.delimited import receive_message, send_message
+from peerd.wire.link.link_stream import Stream
+from peerd.wire.path_selection import PathKind
+from peerd.wire.tcp.rate_limit import LinePace, LineTurn
 
 _log = logging.getLogger("peerd.relay")
 _PIECE_BYTES = 64 * 1024  # about a frame: what one direction forwards in its turn

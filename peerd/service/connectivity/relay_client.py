@@ -22,7 +22,6 @@ from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import RESERVATION_ADDRS
 from peerd.core.protobuf.circuit import HOP
-from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.relay_reservations import (
     Candidate,
     FindRelays,
@@ -31,9 +30,10 @@ from peerd.machine.connectivity.relay_reservations import (
     ReservationsConfig,
     Reserve,
 )
-from peerd.net.host.host import Host, PeerDown, PeerIdentified
 from peerd.net.relay.circuit_transport import Circuits
-from peerd.net.timer import Timer
+from peerd.wire.host.host import Host, PeerDown, PeerIdentified
+from peerd.wire.path_selection import PathKind
+from peerd.wire.timer import Timer
 
 _log = logging.getLogger("peerd.reach")
 CIRCUITS = "circuits"  # source of announced relayed addresses

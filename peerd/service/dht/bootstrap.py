@@ -22,7 +22,7 @@ from multiaddr import Multiaddr
 from peerd.core.addr import split_peer
 from peerd.core.errors import Cause, Refused, RemoteError
 from peerd.core.ids import PeerId
-from peerd.net.host.host import Host
+from peerd.wire.host.host import Host
 
 _OTHER_PEER: Final = re.compile(r"expected (\w+), but the peer there is (\w+)")
 KEPT: Final = 3  # connections that are kept

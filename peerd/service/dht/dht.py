@@ -28,21 +28,21 @@ from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import DHT_STORE_BYTES
 from peerd.core.record import LATEST_S, Record, Verifier
-from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.kademlia import Kademlia
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
-from peerd.machine.rate.quota import LogLimit
 from peerd.machine.rpc.declaration import Declaration, Shows
-from peerd.net.host.host import Host, PeerDown, PeerUp
-from peerd.net.timer import Timer
 from peerd.service.dht import codec as wire
 from peerd.service.dht.bootstrap import BootstrapPeers
 from peerd.service.dht.requests import DhtRequests, PeerClock
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.rpc.rpc_types import Answer, Incoming
+from peerd.wire.host.host import Host, PeerDown, PeerUp
+from peerd.wire.path_selection import PathKind
+from peerd.wire.rate.quota import LogLimit
+from peerd.wire.timer import Timer
 
 __all__ = ["Dht", "DhtConfig", "Record"]
 

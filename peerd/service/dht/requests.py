@@ -22,13 +22,13 @@ from peerd.core.limits import ADDRS_PER_PEER
 from peerd.core.messages.token import age
 from peerd.core.record import Record, Verifier
 from peerd.machine.clock_skew import ClockSkew
-from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
-from peerd.net.host.host import Host
-from peerd.net.link.stream import StreamOwner
 from peerd.service.dht import codec as wire
 from peerd.service.rpc.rpc import Rpc
+from peerd.wire.host.host import Host
+from peerd.wire.link.link_stream import StreamOwner
+from peerd.wire.path_selection import PathKind
 
 _VERIFIED_PER_TURN = 4  # signatures, about 0.1 ms each
 _ENOUGH_NETWORKS = 8  # with known clocks: after that no peer is asked only for its clock

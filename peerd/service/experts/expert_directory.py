@@ -33,11 +33,11 @@ from peerd.core.record import Record
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.experts.host_rests import HostRests
 from peerd.machine.experts.prefix_cache import CachedClaim, Claims, LiveBits, PrefixCache, ranked
-from peerd.machine.rate.quota import LogLimit
-from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.experts.contested import ContestedExperts, Told
 from peerd.service.rpc.rpc import Rpc
+from peerd.wire.host.host import Host
+from peerd.wire.rate.quota import LogLimit
 
 log = logging.getLogger("peerd.service.experts.expert_directory")
 

@@ -33,11 +33,11 @@ from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_answers import KeptAnswers, Known
 from peerd.machine.experts.merge_queue import MergeQueue, QueueBounds, Queued
-from peerd.machine.rate.quota import LogLimit
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.service.experts.expert_batch import BatchPart, ExpertModel, Frames, Result, compute_batch, too_old
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.signals import Signal
+from peerd.wire.rate.quota import LogLimit
 
 __all__ = ["ExpertModel", "ExpertServer", "HostedModel", "ServerConfig"]
 

@@ -45,14 +45,14 @@ from peerd.core.messages.experts import Announced, CheckpointRef, HolderOffer, K
 from peerd.core.messages.state import DIGEST_BYTES
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
-from peerd.machine.budget.book import NEAR, user_at
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
-from peerd.machine.rate.quota import LogLimit
-from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht, Record
 from peerd.service.rpc.rpc import Rpc
+from peerd.wire.budget.book import NEAR, user_at
+from peerd.wire.host.host import Host
+from peerd.wire.rate.quota import LogLimit
 
 log = logging.getLogger("peerd.service.experts.kept_directory")
 

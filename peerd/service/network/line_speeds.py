@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile
-from peerd.net.host.host import Host
+from peerd.wire.host.host import Host
 
 
 @dataclass(frozen=True, slots=True)

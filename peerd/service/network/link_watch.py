@@ -20,10 +20,10 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
 from peerd.machine.network.pair_meter import LinkSnapshot, OwnLine, PairMeter, ReportChanges
-from peerd.net.host.host import Host
-from peerd.net.link.link import Link
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Rpc
+from peerd.wire.host.host import Host
+from peerd.wire.link.link import Link
 
 LOOK_S: Final = 1.0
 FIRST_REPORT_S: Final = 6.0  # after the start

@@ -9,8 +9,8 @@ import trio
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.messages.handover import Way
-from peerd.machine.connectivity.path_selection import PathKind
-from peerd.net.host.host import Host
+from peerd.wire.host.host import Host
+from peerd.wire.path_selection import PathKind
 
 _PROBE_S: Final = 8.0  # for a dial, maybe over a relay, and a ping that queues behind bulk data
 

@@ -34,8 +34,6 @@ from peerd.machine.pipeline.planned_routes import PlannedRoutes
 from peerd.machine.pipeline.route_policy import RoutePolicy, Sent
 from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.machine.pipeline.wiring import BACKWARD_COST
-from peerd.machine.rate.backoff import backoff_s
-from peerd.machine.rate.suspicion import Suspicion
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, fault_of_hops
 from peerd.service.pipeline.not_finite import NotFiniteJudge
@@ -43,6 +41,8 @@ from peerd.service.pipeline.stage_client import StageClient, TrainerCredentials
 from peerd.service.pipeline.stage_peers import StageLinks, StagePeers
 from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.service.rpc.rpc import Answer, Rpc
+from peerd.wire.rate.backoff import backoff_s
+from peerd.wire.rate.suspicion import Suspicion
 
 log = logging.getLogger("peerd.service.pipeline.direct")
 

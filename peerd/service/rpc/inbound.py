@@ -23,10 +23,10 @@ from peerd.core.limits import (
     RPC_STALL_S,
     RPC_STEP_BYTES,
 )
-from peerd.machine.rate.arrival_rate import LineRates
 from peerd.machine.rpc.message_codec import MessageParser, RpcMessage
 from peerd.service.rpc.room import Share
 from peerd.service.rpc.rpc_types import RpcStream
+from peerd.wire.rate.arrival_rate import LineRates
 
 _QUICK_MESSAGES = 64  # handled at once, before other tasks run
 

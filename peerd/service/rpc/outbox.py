@@ -16,9 +16,9 @@ import trio
 from peerd.core.errors import LocalError, PeerdError, RemoteError
 from peerd.core.frame import ReadyBytes, TensorFrame
 from peerd.core.limits import RPC_FREE_STREAM_BYTES, RPC_OUTBOX_BYTES
-from peerd.machine.budget.tab import UsageTab
 from peerd.machine.rpc.message_codec import Buffer, encode_frames
 from peerd.service.rpc.rpc_types import RpcStream
+from peerd.wire.budget.tab import UsageTab
 
 _JOIN_BYTES = 8 << 10  # messages up to this size are joined with their payloads
 _AT_ONCE_BYTES = 60 << 10  # likewise if it can be sent at once, as streams copy it anyway and accept it whole

@@ -12,8 +12,8 @@ import trio
 
 from peerd.core.errors import Overloaded
 from peerd.core.limits import RPC_BUDGET_WAIT_S
-from peerd.machine.budget.book import Book, Resource, User, user_at
 from peerd.service.rpc.rpc_types import RpcStream
+from peerd.wire.budget.book import Book, Resource, User, user_at
 
 
 def user_of(stream: RpcStream) -> User:

@@ -27,7 +27,6 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages.encoding import Empty, decode, encode
-from peerd.machine.rate.arrival_rate import LineRates
 from peerd.machine.rpc.declaration import CHECKED_BEFORE_FRAMES, Declaration
 from peerd.machine.rpc.method_load import Counters, MethodLoad, MethodName, method_name
 from peerd.service.rpc.call_stream import CallStream, Encoded
@@ -40,6 +39,7 @@ from peerd.service.rpc.server import Server
 from peerd.service.rpc.stream_channel import StreamChannel
 from peerd.service.rpc.stream_pool import StreamPool
 from peerd.service.rpc.task_pool import TaskPool, Tasks
+from peerd.wire.rate.arrival_rate import LineRates
 
 __all__ = ["Answer", "CallStream", "Encoded", "Incoming", "Rpc"]
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from multiaddr import Multiaddr
 
     from peerd.core.errors import Refused
-    from peerd.machine.budget.book import Book
     from peerd.machine.rpc.method_load import MethodName
+    from peerd.wire.budget.book import Book
 
 B = TypeVar("B", bound=msgspec.Struct, covariant=True)
 
@@ -29,7 +29,7 @@ class Located(Protocol):
 
 
 class RpcStream(Protocol):
-    """Ordered bytes to one peer, with back-pressure: the part of a `net.link.link` stream that calls use."""
+    """Ordered bytes to one peer, with back-pressure: the part of a `wire.link.link` stream that calls use."""
 
     @property
     def peer(self) -> PeerId: ...
@@ -95,7 +95,7 @@ class RpcStream(Protocol):
 
 
 class RpcHost(Protocol):
-    """The part of `net.host.host` that calls use."""
+    """The part of `wire.host.host` that calls use."""
 
     @property
     def id(self) -> PeerId: ...

@@ -5,7 +5,7 @@ service's methods, only the heads of messages are read. Gate and declaration are
 handler is cancelled if its caller cancels, resets the stream or is lost; it can fail only its own call. A peer that
 breaks the message grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it
 and resets the stream. If a method has no free slot for a call, a call whose caller has made no progress for long is
-ended. Calls whose proofs are invalid are counted against their caller (`machine/budget/tab`).
+ended. Calls whose proofs are invalid are counted against their caller (`wire/budget/tab`).
 
 Besides each method's own limits, the host's book limits: running calls; bytes of messages, from their arrival to the
 end of their call; unread answers (above RPC_OUTBOX_BYTES a stream is not read further, and calls of a peer that has
@@ -38,9 +38,6 @@ from peerd.core.limits import (
     RPC_STALL_S,
 )
 from peerd.core.messages.encoding import decode
-from peerd.machine.budget.book import EVERYBODY, Resource
-from peerd.machine.budget.tab import UnprovenCalls, UsageTab
-from peerd.machine.rate.arrival_rate import LineRates
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.declaration import Shows
 from peerd.machine.rpc.message_codec import RpcMessage, encode_failure
@@ -52,6 +49,9 @@ from peerd.service.rpc.room import Room, Share, user_of
 from peerd.service.rpc.rpc_types import AccessGuard, RpcStream
 from peerd.service.rpc.served_call import Method, ServedCall
 from peerd.service.rpc.task_pool import TaskPool, Tasks
+from peerd.wire.budget.book import EVERYBODY, Resource
+from peerd.wire.budget.tab import UnprovenCalls, UsageTab
+from peerd.wire.rate.arrival_rate import LineRates
 
 _log = logging.getLogger("peerd.rpc")
 _BATCHES_A_TURN = 16  # of messages, read before other tasks run

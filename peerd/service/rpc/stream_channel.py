@@ -9,7 +9,6 @@ from __future__ import annotations
 import trio
 
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
-from peerd.machine.rate.arrival_rate import LineRates
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.message_codec import RpcMessage, decode_failure
 from peerd.service.rpc.call_stream import CallStream
@@ -19,6 +18,7 @@ from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.room import Room, Share, asked, user_of
 from peerd.service.rpc.rpc_types import RpcStream
 from peerd.service.rpc.task_pool import Tasks
+from peerd.wire.rate.arrival_rate import LineRates
 
 
 class StreamChannel:

@@ -32,10 +32,10 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import LINKS, STATE_PIECE_BYTES
 from peerd.core.messages.state import Pieces
 from peerd.core.work import Worker
-from peerd.machine.rate.suspicion import Suspicion
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.download import Download
-from peerd.net.timer import Timer
+from peerd.wire.rate.suspicion import Suspicion
+from peerd.wire.timer import Timer
 
 Write = Callable[[int, memoryview], None]
 _SHUN_S: Final = 600.0  # time for which a donor that sent wrong data is not asked

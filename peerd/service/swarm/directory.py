@@ -35,10 +35,10 @@ from peerd.core.messages.progress import (
 from peerd.core.messages.settings import PublishedSettings, read_settings
 from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.machine.swarm.stage_choice import CHOOSING_S, TAKING_S, Arrival
-from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.signals import Signal
+from peerd.wire.host.host import Host
 
 log = logging.getLogger("peerd.service.swarm.directory")
 

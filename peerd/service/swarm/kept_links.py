@@ -14,7 +14,7 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.machine.connectivity.preconnect import PreconnectPlan
-from peerd.net.host.host import Host
+from peerd.wire.host.host import Host
 
 log = logging.getLogger("peerd.service.swarm.kept_links")
 

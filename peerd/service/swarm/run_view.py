@@ -21,10 +21,10 @@ import trio
 
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
-from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.service.swarm.directory import RECORD_TTL_S, Directory
+from peerd.wire.host.host import Host
 
 _LOOK_S: Final = 1.0  # between two checks
 _CLOCK_S: Final = 5.0  # for the first comparison of clocks after the directory has answered

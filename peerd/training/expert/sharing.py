@@ -27,12 +27,12 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
 from peerd.core.messages.experts import CheckpointRef, TransferAnswer, TransferRequest
 from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first, parts_of_all
-from peerd.machine.rate.suspicion import Suspicion
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints
+from peerd.wire.rate.suspicion import Suspicion
 
 TAKE: Final = "sharing/2/take"
 _AT_ONCE: Final = 2  # states taken concurrently

@@ -31,12 +31,12 @@ from peerd.core.model.trunk_memory import flights_at_once
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
-from peerd.machine.rate.backoff import backoff_s
 from peerd.role import RoleContext
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.training.moe.flight_counts import FlightCounts
 from peerd.training.stage.member import StageMember
 from peerd.training.stage.post import Post
+from peerd.wire.rate.backoff import backoff_s
 
 T = TypeVar("T")
 

@@ -33,7 +33,6 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import HELD_PADDING_BYTES
 from peerd.core.messages.swarm import Mb, StageAnswer, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile
-from peerd.machine.budget.book import User
 from peerd.machine.pipeline.fair_turns import Turn
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rebalance.loads import LoadMeter
@@ -41,6 +40,7 @@ from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.boundary import Boundary
+from peerd.wire.budget.book import User
 
 _STEP_S: Final = 0.05  # within which a commit that others have made usually arrives here
 _NO_MEMORY_S: Final = 1.0  # retry delay for a microbatch that found no memory

@@ -26,7 +26,6 @@ from peerd.core.messages.run_link import RunFileAnswer, shared_file
 from peerd.core.messages.swarm import Mb, MemberInfo, TrainerAnswer
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
-from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.training.contributor import Contributor
@@ -35,6 +34,7 @@ from peerd.training.stage.external_model import ExternalModel
 from peerd.training.stage.member import StageMember
 from peerd.training.stage.post import Post
 from peerd.training.user_loop.handoff import GradientHandoff, HandedGradient
+from peerd.wire.rate.work_rate import WorkRate
 
 _SETTINGS_S: Final = 3.0  # between two comparisons of settings before the first step
 

@@ -9,7 +9,7 @@ from peerd.core.errors import ProtocolViolation
 from peerd.core.keys import Keypair
 from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER
 from peerd.core.protobuf.autonat import DialRequest, DialResponse, DialStatus
-from peerd.core.protobuf.wire import bytes_field, number_field
+from peerd.wire.protobuf import bytes_field, number_field
 
 PEER = Keypair.from_seed(b"p" * 32).peer_id
 ADDR = tcp_addr("81.2.3.4", 31337).to_bytes()

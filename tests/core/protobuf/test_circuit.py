@@ -20,8 +20,8 @@ from peerd.core.protobuf.circuit import (
     status_words,
 )
 from peerd.core.protobuf.voucher import Voucher, open_envelope, seal_envelope
-from peerd.core.protobuf.wire import bytes_field, number_field
 from peerd.core.varint import decode_varint, encode_varint
+from peerd.wire.protobuf import bytes_field, number_field
 from tests.kit.mutate import accepts
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "circuit_v2.bin"

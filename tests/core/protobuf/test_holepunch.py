@@ -12,8 +12,8 @@ from peerd.core.addr import parse_addr
 from peerd.core.errors import ProtocolViolation
 from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, PUNCH_MESSAGE_BYTES
 from peerd.core.protobuf.holepunch import HolePunch, PunchKind
-from peerd.core.protobuf.wire import bytes_field, number_field
 from peerd.core.varint import encode_varint
+from peerd.wire.protobuf import bytes_field, number_field
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "holepunch_v1.bin"
 ADDRS = ("/ip4/45.3.1.1/tcp/20643", "/ip6/2001:db9::7/tcp/4001")

@@ -11,7 +11,7 @@ from peerd.machine.averaging.bandwidth_probe import BandwidthProbe
 from peerd.machine.averaging.shares import MemberLine, bound_s_per_byte, load, shares
 from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.averaging.work_split import WorkSplitter
-from peerd.machine.rate.access_line import AccessLine, Count
+from peerd.wire.rate.access_line import AccessLine, Count
 
 MB = 1e6
 VECTOR = 10 * MB

@@ -11,7 +11,7 @@ from peerd.core.addr import parse_addr, tcp_addr, with_peer
 from peerd.core.keys import Keypair
 from peerd.core.protobuf.autonat import DialRequest, DialStatus
 from peerd.machine.connectivity.dial_back import Asker, DialBackRefusal, DialBacks
-from peerd.machine.connectivity.path_selection import PathKind
+from peerd.wire.path_selection import PathKind
 
 PEER, OTHER = (Keypair.from_seed(bytes([n]) * 32).peer_id for n in (1, 2))
 REMOTE = tcp_addr("81.2.3.4", 50000)

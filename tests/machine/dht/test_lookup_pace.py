@@ -12,7 +12,7 @@ from peerd.machine.dht.key_search import Placement
 from peerd.machine.dht.lookup import Lookup, LookupGuide, LookupRule, State
 from peerd.machine.dht.routing_table import KEY_BITS, Contact, Table, place
 from peerd.machine.dht.store import Verdict
-from peerd.machine.rate.round_trips import RoundTrips
+from peerd.wire.rate.round_trips import RoundTrips
 
 TARGET = place(Key.of("target"))
 EVERYWHERE = 1 << KEY_BITS

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import CLOCK_TOLERANCE_S, RECORD_TTL_S
 from peerd.core.record import Record, Verifier
-from peerd.machine.budget.book import Book, Bounds, Resource, User
 from peerd.machine.dht.routing_table import place
 from peerd.machine.dht.store import Store, StoreLimits, Verdict, answer_bytes
 from peerd.sim.heapsim import StandInSigner, stand_in_verify
+from peerd.wire.budget.book import Book, Bounds, Resource, User
 
 OWN = PeerId.from_public_key(b"o" * 32)
 WALL = 1_800_000_000.0

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.budget.book import User
 from peerd.machine.pipeline.fair_turns import FairTurns, Turn
+from peerd.wire.budget.book import User
 
 
 def at(region: str, place: str, peer: str) -> User:

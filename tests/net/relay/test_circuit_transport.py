@@ -9,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 from multiaddr import Multiaddr
+from tests.net.compliance import Ends, TransportCompliance
 
 from peerd.core import limits
 from peerd.core.addr import circuit_addr, parse_addr, with_peer
@@ -25,17 +26,16 @@ from peerd.core.protobuf.circuit import (
     StopMessage,
 )
 from peerd.core.protobuf.voucher import Voucher
-from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.relay import RelayConfig
-from peerd.net.host.host import Host, HostConfig
-from peerd.net.host.link_table import LinkLimits, PeerDown
-from peerd.net.link.delimited import receive_message, send_message
-from peerd.net.link.stream import Stream
 from peerd.net.relay.circuit_link import CircuitLink
 from peerd.net.relay.circuit_transport import Circuits
-from peerd.net.transport import LendingLink, RawLink
 from peerd.sim.clock import EPOCH_S
-from tests.net.compliance import Ends, TransportCompliance
+from peerd.wire.host.host import Host, HostConfig
+from peerd.wire.host.link_table import LinkLimits, PeerDown
+from peerd.wire.link.delimited import receive_message, send_message
+from peerd.wire.link.link_stream import Stream
+from peerd.wire.path_selection import PathKind
+from peerd.wire.transport import LendingLink, RawLink
 from tests.worlds.network.circuits import Client, behind, relayed, start_client, start_relay
 from tests.worlds.network.hosts import Hosts, ask, echo, keypair, running_hosts
 

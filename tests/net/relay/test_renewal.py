@@ -11,9 +11,9 @@ import trio.testing
 from peerd.core.addr import circuit_addr
 from peerd.core.ids import PeerId
 from peerd.core.protobuf.circuit import Limit
-from peerd.net.link.stream import Stream
 from peerd.net.relay.circuit_link import CircuitLink
 from peerd.net.relay.renewal import Renewal
+from peerd.wire.link.link_stream import Stream
 from tests.worlds.network.hosts import keypair
 
 PEER, RELAY = keypair("peer").peer_id, keypair("relay").peer_id

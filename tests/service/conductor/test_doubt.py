@@ -9,9 +9,9 @@ import trio.testing
 from peerd.core.errors import TooSlow
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import Empty
-from peerd.net.host.host import PeerDown
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
+from peerd.wire.host.host import PeerDown
 from tests.kit.declared import declared
 from tests.worlds.network.hosts import running_hosts
 

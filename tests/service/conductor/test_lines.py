@@ -6,11 +6,11 @@ import pytest
 
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import LimitsSection, RunFile
-from peerd.machine.rate.access_line import Count
-from peerd.net.clock import RealClock
 from peerd.service.network.line_speeds import LineSpeeds, line_speeds
 from peerd.service.peer_stack import peer_stack
 from peerd.training.stage.line_info import own_line
+from peerd.wire.clock import RealClock
+from peerd.wire.rate.access_line import Count
 
 
 async def carries(limits: LimitsSection, takes_inbound: bool = True, *, busy: bool = True) -> LineSpeeds:

@@ -11,11 +11,11 @@ import trio.testing
 from peerd.core.addr import ip_of, parse_addr
 from peerd.core.protobuf.autonat import AUTONAT, DialRequest, DialResponse, DialStatus
 from peerd.machine.connectivity.reachability import Kind
-from peerd.net.host.host import Host
-from peerd.net.link.delimited import receive_message, send_message
-from peerd.net.link.stream import Stream
 from peerd.service.connectivity.autonat import AutoNat
 from peerd.sim import nat as sim
+from peerd.wire.host.host import Host
+from peerd.wire.link.delimited import receive_message, send_message
+from peerd.wire.link.link_stream import Stream
 from tests.worlds.network.internet import PORT, internet
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")

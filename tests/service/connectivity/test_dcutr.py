@@ -14,12 +14,12 @@ from peerd.core import limits
 from peerd.core.addr import parse_addr, tcp_addr
 from peerd.core.errors import RemoteError, Unreachable
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
-from peerd.core.protobuf.identity import Identify
 from peerd.machine.connectivity.hole_punch import FIRST_PAUSE_S
-from peerd.machine.connectivity.path_selection import PathKind
-from peerd.net.host.identify import IDENTIFY_PUSH, send_identify
-from peerd.net.link.delimited import receive_message, send_message
-from peerd.net.link.stream import Stream
+from peerd.wire.host.identify import IDENTIFY_PUSH, send_identify
+from peerd.wire.identify_message import Identify
+from peerd.wire.link.delimited import receive_message, send_message
+from peerd.wire.link.link_stream import Stream
+from peerd.wire.path_selection import PathKind
 from tests.worlds.network.homes import Neighbourhood, Peer, neighbourhood
 from tests.worlds.network.hosts import ask
 

@@ -19,9 +19,9 @@ from peerd.core.addr import parse_addr, tcp_addr, with_peer
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER, LAN_DIALS, LAN_PEERS
-from peerd.net.host.host import Host
 from peerd.net.mdns import Mdns, NoDiscovery, addrs_in, text_of
 from peerd.service.connectivity.lan_discovery import LanConfig, LanDiscovery
+from peerd.wire.host.host import Host
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 
 needs_library = pytest.mark.skipif(

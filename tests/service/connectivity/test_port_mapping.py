@@ -14,8 +14,8 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import tcp_addr
 from peerd.net.gateway.router import Mapped, NoMapping
-from peerd.net.host.host import Host
 from peerd.service.connectivity.port_mapping import PortMapConfig, PortMapping
+from peerd.wire.host.host import Host
 from tests.worlds.network.hosts import running_hosts
 
 PUBLIC = tcp_addr("9.8.7.6", 4001)

@@ -16,10 +16,10 @@ from peerd.core.keys import verify
 from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Status
 from peerd.core.protobuf.voucher import Voucher
 from peerd.machine.connectivity.relay import RelayConfig
-from peerd.net.host.host import Host
-from peerd.net.link.delimited import receive_message, send_message
-from peerd.net.transport import RawLink
 from peerd.service.connectivity.relay import Relay
+from peerd.wire.host.host import Host
+from peerd.wire.link.delimited import receive_message, send_message
+from peerd.wire.transport import RawLink
 from tests.worlds.network.circuits import Client, behind, relayed, start_client, start_relay
 from tests.worlds.network.hosts import ask, echo, keypair, running_hosts
 

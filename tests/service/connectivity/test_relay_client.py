@@ -11,10 +11,10 @@ import trio.testing
 from peerd.core.addr import is_relayed, parse_addr, with_peer
 from peerd.core.ids import Key
 from peerd.core.protobuf.circuit import HOP
-from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.reachability import Kind
 from peerd.service.swarm.directory import Directory
 from peerd.sim import nat as sim
+from peerd.wire.path_selection import PathKind
 from tests.worlds.network.hosts import ask, echo
 from tests.worlds.network.internet import Peers, internet
 

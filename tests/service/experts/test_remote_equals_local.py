@@ -17,14 +17,14 @@ from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import ExpertsSection, ModelSection, RunFile
 from peerd.machine.experts.claims import ClaimingHost, announcements
-from peerd.net.clock import RealClock
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.experts.blocking import BlockingExperts
 from peerd.service.experts.expert_client import ExpertClient
 from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.experts.expert_server import ExpertServer
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.training.expert.host import Hosted
+from peerd.wire.clock import RealClock
+from peerd.wire.tcp.tcp_transport import TcpTransport
 from tests.kit.local_experts import LocalExperts
 
 pytestmark = [pytest.mark.socket, pytest.mark.slow]

@@ -21,7 +21,6 @@ from peerd.core.messages.swarm import LineInfo
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.network.pair_meter import OwnLine
 from peerd.machine.swarm.events import ConductorConfig
-from peerd.net.host.host import Host
 from peerd.service.conductor.grants import GrantSigner
 from peerd.service.conductor.network_map_server import FILLED_PEERS, REPORT_PAUSE_S, NetworkMapServer
 from peerd.service.conductor.tenure import Tenure
@@ -29,6 +28,7 @@ from peerd.service.network.link_watch import LinkWatch, ReadMap
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimPath
+from peerd.wire.host.host import Host
 from tests.kit.declared import ANY, declared
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 

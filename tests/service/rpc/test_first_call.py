@@ -12,10 +12,10 @@ import trio
 import trio.testing
 
 from peerd.core.messages.encoding import Empty
-from peerd.net.host.host import Host
 from peerd.service.access import Access
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
+from peerd.wire.host.host import Host
 from tests.kit.declared import ANY
 from tests.worlds.network.hosts import Hosts, running_hosts
 from tests.worlds.network.members import Papers, run_file, token

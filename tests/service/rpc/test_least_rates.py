@@ -8,9 +8,9 @@ import trio
 
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S, RPC_STEP_BYTES
 from peerd.core.messages.encoding import Empty
-from peerd.machine.budget.book import Resource
 from peerd.machine.rpc.declaration import Shows
 from peerd.service.rpc.rpc import Answer, Incoming
+from peerd.wire.budget.book import Resource
 from tests.kit.declared import ANY
 from tests.service.rpc.test_rpc_hostile import LARGE, MB, Clock, call, error_of, scene
 from tests.worlds.machines.rpc_cases import BIG, Text, echo

@@ -18,7 +18,6 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S
 from peerd.core.messages.encoding import Empty, encode
-from peerd.machine.budget.book import BOUNDS, Bounds, Resource, shared_out
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.peer_stack import PeerStack, peer_stack
@@ -26,6 +25,7 @@ from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet
+from peerd.wire.budget.book import BOUNDS, Bounds, Resource, shared_out
 from tests.kit.declared import ANY, declared
 from tests.worlds.machines.rpc_cases import Text, echo
 from tests.worlds.network.hosts import keypair

@@ -10,11 +10,11 @@ import trio.testing
 
 from peerd.core.errors import Refused
 from peerd.core.limits import RPC_IDLE_S, RPC_LANES
-from peerd.machine.budget.book import Book, User
 from peerd.machine.rpc import message_codec as wire
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.room import Room, Share
 from peerd.service.rpc.rpc import CallStream, Encoded
+from peerd.wire.budget.book import Book, User
 from tests.kit.declared import ANY
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Pair, Text, fake_pair, repeat
 from tests.worlds.machines.rpc_stream_cases import Early

@@ -17,7 +17,6 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STEP_BYTES
 from peerd.core.messages.encoding import Empty, encode
-from peerd.machine.budget.book import BOUNDS, Book, Bounds, Resource
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.method_load import MethodName
 from peerd.service.rpc.channel import Channel
@@ -25,6 +24,7 @@ from peerd.service.rpc.loopback import LoopbackStream, local_pair
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.rpc.rpc_types import RpcStream
+from peerd.wire.budget.book import BOUNDS, Book, Bounds, Resource
 from tests.kit.declared import ANY, declared
 from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 from tests.worlds.machines.rpc_cases import BIG, Held, Text, echo

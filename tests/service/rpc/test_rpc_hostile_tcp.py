@@ -10,12 +10,12 @@ from peerd.core.addr import parse_addr
 from peerd.core.frame import TensorFrame, encode_header
 from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import encode
-from peerd.machine.budget.book import Resource
 from peerd.machine.rpc import message_codec as wire
-from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.wire.budget.book import Resource
+from peerd.wire.clock import RealClock
+from peerd.wire.host.host import Host
+from peerd.wire.tcp.tcp_transport import TcpTransport
 from tests.kit.declared import ANY, declared
 from tests.worlds.machines.rpc_cases import BIG, Text, echo
 

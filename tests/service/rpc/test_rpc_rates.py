@@ -10,8 +10,8 @@ import trio
 import trio.testing
 
 from peerd.core.frame import TensorFrame
-from peerd.net.host.host import Host
 from peerd.service.rpc.rpc import Rpc
+from peerd.wire.host.host import Host
 from tests.worlds.machines.fakehost import FakeHost, TrioClock
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Text, echo, fake_pair
 from tests.worlds.machines.rpc_growing_cases import Making

@@ -11,11 +11,11 @@ import trio
 
 from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
-from peerd.net.clock import RealClock
-from peerd.net.faults import Faults
-from peerd.net.host.host import Host
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import peer_stack
+from peerd.wire.clock import RealClock
+from peerd.wire.faults import Faults
+from peerd.wire.host.host import Host
+from peerd.wire.tcp.tcp_transport import TcpTransport
 from tests.kit.declared import ANY
 from tests.worlds.machines import rpc_growing_cases, rpc_stream_cases
 from tests.worlds.machines.fakehost import leaves

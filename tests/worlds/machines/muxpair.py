@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from peerd.machine.mux.session import Changed, Event, Opened, YamuxSession, YamuxStream
-from peerd.machine.mux.stream import WindowBudget, YamuxConfig
-from peerd.machine.secure.noise import PLAIN_BYTES
+from peerd.wire.noise.noise import PLAIN_BYTES
+from peerd.wire.yamux.session import Changed, Event, Opened, YamuxSession, YamuxStream
+from peerd.wire.yamux.stream import WindowBudget, YamuxConfig
 
 _ALL = 1 << 30
 

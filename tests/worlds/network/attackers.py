@@ -14,7 +14,7 @@ from peerd.core.addr import circuit_addr, with_peer
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.net.relay.circuit_transport import Circuits
-from peerd.net.transport import RawLink
+from peerd.wire.transport import RawLink
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any
 import trio
 
 from peerd.machine.connectivity.relay import RelayConfig
-from peerd.net.host.host import Host, HostConfig
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
+from peerd.wire.host.host import Host, HostConfig
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 
 

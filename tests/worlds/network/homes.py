@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import trio
 
-from peerd.net.host.host import HostConfig
 from peerd.service.connectivity.hole_puncher import HolePuncher
 from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
 from peerd.sim.nat import Kind, NatHome
+from peerd.wire.host.host import HostConfig
 from tests.worlds.network.circuits import Client, start_client
 from tests.worlds.network.hosts import echo, keypair, running
 from tests.worlds.network.internet import Peers

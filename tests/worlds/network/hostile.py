@@ -10,15 +10,15 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.keys import Keypair
-from peerd.machine.mux.frames import HEADER
-from peerd.machine.mux.frames import PROTOCOL as YAMUX
-from peerd.machine.mux.session import YamuxSession
-from peerd.machine.mux.stream import YamuxStream
-from peerd.machine.secure.multistream import HEADER as HELLO
-from peerd.machine.secure.multistream import encode_line
-from peerd.machine.secure.noise import PLAIN_BYTES, SEALED_BYTES, Secrets
-from peerd.net.link.upgrade import UpgradedLink, upgrade
-from peerd.net.transport import RawLink, Transport
+from peerd.wire.link.upgrade import UpgradedLink, upgrade
+from peerd.wire.noise.multistream import HEADER as HELLO
+from peerd.wire.noise.multistream import encode_line
+from peerd.wire.noise.noise import PLAIN_BYTES, SEALED_BYTES, Secrets
+from peerd.wire.transport import RawLink, Transport
+from peerd.wire.yamux.frames import HEADER
+from peerd.wire.yamux.frames import PROTOCOL as YAMUX
+from peerd.wire.yamux.session import YamuxSession
+from peerd.wire.yamux.stream import YamuxStream
 
 
 def frame(kind: int, flags: int, stream: int, length: int, body: bytes = b"", version: int = 0) -> bytes:

@@ -12,13 +12,13 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.keys import Keypair
-from peerd.machine.connectivity.path_selection import PathKind
-from peerd.net.host.host import Host, HostConfig
-from peerd.net.link.link import Link
-from peerd.net.link.stream import Stream
-from peerd.net.transport import Transport
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import NetConfig, SimNet
+from peerd.wire.host.host import Host, HostConfig
+from peerd.wire.link.link import Link
+from peerd.wire.link.link_stream import Stream
+from peerd.wire.path_selection import PathKind
+from peerd.wire.transport import Transport
 from tests.worlds.network.virtual import addr_of, connected, running_net, transport
 
 

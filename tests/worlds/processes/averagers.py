@@ -27,12 +27,12 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.averaging import open_round
 from peerd.service.averaging.allreduce import AllReduceService, PlainParts, Vector
 from peerd.service.peer_stack import peer_stack
+from peerd.wire.clock import RealClock
+from peerd.wire.host.host import Host
+from peerd.wire.tcp.tcp_transport import TcpTransport
 
 T = TypeVar("T")
 

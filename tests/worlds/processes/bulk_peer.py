@@ -17,10 +17,10 @@ from peerd.core.addr import parse_addr
 from peerd.core.errors import RemoteError
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import LimitsSection
-from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
-from peerd.net.link.stream import Stream
-from peerd.net.tcp.rate_limit import LimitedLine
+from peerd.wire.clock import RealClock
+from peerd.wire.host.host import Host
+from peerd.wire.link.link_stream import Stream
+from peerd.wire.tcp.rate_limit import LimitedLine
 
 BULK, SINK = "/bulk/1", "/sink/1"
 

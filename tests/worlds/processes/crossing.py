@@ -14,9 +14,9 @@ import trio
 
 from peerd.core.addr import tcp_addr
 from peerd.core.errors import RemoteError
-from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
-from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.wire.clock import RealClock
+from peerd.wire.host.host import Host
+from peerd.wire.tcp.tcp_transport import TcpTransport
 from tests.worlds.network.hosts import keypair
 
 FIRST_PORT = 5000

@@ -19,11 +19,11 @@ from peerd.core.addr import parse_addr, split_peer, with_peer
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.machine.connectivity.relay import RelayConfig
-from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
 from peerd.net.relay.circuit_transport import Circuits
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.connectivity.relay import Relay
+from peerd.wire.clock import RealClock
+from peerd.wire.host.host import Host
+from peerd.wire.tcp.tcp_transport import TcpTransport
 from tests.worlds.network.attackers import Tally, attack
 
 IDENTITIES = 6  # of an attacker's place

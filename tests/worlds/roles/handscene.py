@@ -17,13 +17,13 @@ from peerd.core.messages.handover import PassAnswer, PassRequest, Ticket
 from peerd.core.messages.proof import grant, signed_ticket
 from peerd.core.messages.swarm import Grant, GrantStatement, Mb, MemberInfo, Seqs
 from peerd.core.run.runfile import BatchSection, ModelSection, PipelineSection, fingerprint
-from peerd.net.host.host import Host
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS
 from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
+from peerd.wire.host.host import Host
 from tests.fuzz.service_scene import RUN, Peer, pinned, start_peer
 from tests.kit.declared import declared
 from tests.kit.virtual_time import within

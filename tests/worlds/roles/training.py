@@ -31,15 +31,15 @@ from peerd.core.run.runfile import (
 )
 from peerd.core.work import Worker
 from peerd.log import EventLog
-from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
-from peerd.net.link.sealing import Buffers
-from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.role import Role
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimLine, SimNet
+from peerd.wire.clock import RealClock
+from peerd.wire.host.host import Host
+from peerd.wire.link.sealing import Buffers
+from peerd.wire.tcp.tcp_transport import TcpTransport
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole

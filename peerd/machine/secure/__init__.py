@@ -1,1 +1,0 @@
-"""Secure channels: the Noise handshake and multistream-select."""

@@ -1,0 +1,1 @@
+"""Connections: transports, links, the host, and the rates and budgets of each."""

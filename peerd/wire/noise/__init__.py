@@ -1,0 +1,1 @@
+"""Secure channels: the Noise handshake, the identity it proves, and multistream-select."""
