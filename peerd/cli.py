@@ -150,8 +150,8 @@ def join(
 def _by_link(text: str, flags: Flags, wish: JoinRequest) -> Flags:
     """Fetch and accept the run file of a join link. Returns the flags with that file."""
     from peerd.commands import joining
-    from peerd.core.messages.run_link import JoinLink
     from peerd.home import run_data_dir
+    from peerd.messages.run_link import JoinLink
 
     if flags.file is not None:
         raise ConfigError("pass either a join link peerd://... or --model FILE, not both")

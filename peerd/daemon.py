@@ -37,11 +37,11 @@ from peerd.core.addr import parse_addr, parse_announced, peers_named, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
 from peerd.core.keys import Keypair
-from peerd.core.messages.run_link import best_link
 from peerd.core.run.runfile import LimitsSection, RunFile
 from peerd.devices import Devices
 from peerd.home import make_private_dir, socket_path
 from peerd.log import EventLog, plain
+from peerd.messages.run_link import best_link
 from peerd.role import Role, RoleContext
 from peerd.service.access import Access
 from peerd.service.peer_stack import PeerStack

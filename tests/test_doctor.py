@@ -24,7 +24,7 @@ from peerd.commands.doctor.network_checks import NetworkTarget, bootstrap_checks
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.token import Token, seal, to_text
+from peerd.messages.token import Token, seal, to_text
 from peerd.service.peer_stack import peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.programs import stack_on, swarm

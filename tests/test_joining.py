@@ -15,8 +15,6 @@ from peerd.config import load_run
 from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
-from peerd.core.messages.run_link import JoinLink, RunFileAnswer, shared_run
-from peerd.core.messages.token import Token, seal, to_text
 from peerd.core.run.runfile import (
     AccessSection,
     LineSection,
@@ -25,6 +23,8 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
+from peerd.messages.run_link import JoinLink, RunFileAnswer, shared_run
+from peerd.messages.token import Token, seal, to_text
 
 LINK = JoinLink("198.51.100.7", 31337, Keypair.from_seed(b"a" * 32).peer_id, "r")
 RUN = RunFile(

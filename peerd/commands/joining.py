@@ -24,13 +24,13 @@ from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError, PeerdError, ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.run_link import JoinLink, RunFileAnswer, is_local, plain_tree, shared_run
-from peerd.core.messages.token import Token, from_text, signed_by
 from peerd.core.run.check import check
 from peerd.core.run.check_line import function_file
 from peerd.core.run.runfile import LineSection, RunFile, sources_of
 from peerd.home import make_private_dir, write_atomically
 from peerd.log import clean
+from peerd.messages.run_link import JoinLink, RunFileAnswer, is_local, plain_tree, shared_run
+from peerd.messages.token import Token, from_text, signed_by
 from peerd.service.peer_stack import peer_stack
 from peerd.service.run_offer import fetch_file
 from peerd.typed_yaml import parse_yaml, to_yaml

@@ -42,7 +42,7 @@ def issue(
 ) -> None:
     """Sign a token for one peer, and print it."""
     from peerd.control.token_files import TOKEN_FILE, TokenGrant
-    from peerd.core.messages.token import Token, from_text, unseal
+    from peerd.messages.token import Token, from_text, unseal
 
     _, book = _book(data_dir)
     grant = TokenGrant(run=run, peer=peer, name=name, roles=_role_names(roles), days=days)
@@ -118,8 +118,8 @@ def sign(
     """
     from peerd.config import load_run
     from peerd.core.errors import ConfigError
-    from peerd.core.messages.run_link import DOMAIN, shared_file
     from peerd.home import load_identity
+    from peerd.messages.run_link import DOMAIN, shared_file
 
     run = load_run(file).run
     place, book = _book(data_dir)

@@ -23,7 +23,7 @@ from peerd.compute.changes import Changes
 from peerd.compute.tensors import dtype_name, raw_bytes
 from peerd.core.errors import NoMemory, WorkCancelled
 from peerd.core.frame import DTYPES
-from peerd.core.messages.state import TensorSpec
+from peerd.messages.state import TensorSpec
 
 PIECE_BYTES: Final = 4 << 20
 _SAFETENSORS_NAMES: Final = {

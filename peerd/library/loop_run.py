@@ -15,9 +15,6 @@ from peerd.compute.model.user_model import UserModel
 from peerd.config import section_of
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import ConfigError
-from peerd.core.messages.run_link import best_link, plain_tree
-from peerd.core.messages.state import StateLayout
-from peerd.core.messages.swarm import MAX_MICROBATCHES
 from peerd.core.run.check import check
 from peerd.core.run.runfile import (
     AccessSection,
@@ -31,6 +28,9 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
+from peerd.messages.run_link import best_link, plain_tree
+from peerd.messages.state import StateLayout
+from peerd.messages.swarm import MAX_MICROBATCHES
 from peerd.typed_yaml import to_yaml
 
 

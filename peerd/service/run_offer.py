@@ -1,7 +1,7 @@
 """Service `run/1`: backbones and users' own loops send the run file to anyone who asks.
 
 A stranger needs the file to see what a run is, before it has a token. The host's resource book limits these calls like
-any others, and only a few are served at once. A hostile backbone may send anything: `core/messages/run_link.py` rejects
+any others, and only a few are served at once. A hostile backbone may send anything: `messages/run_link.py` rejects
 what must not be used.
 """
 
@@ -15,9 +15,9 @@ from typing import Final
 import trio
 
 from peerd.core.errors import ConfigError, Refused, RemoteError
-from peerd.core.messages.run_link import DOMAIN, METHOD, SERVICE, JoinLink, RunFileAnswer, RunFileRequest, shared_run
 from peerd.core.run.runfile import RunFile
 from peerd.machine.rpc.declaration import Declaration, Shows
+from peerd.messages.run_link import DOMAIN, METHOD, SERVICE, JoinLink, RunFileAnswer, RunFileRequest, shared_run
 from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.rpc.rpc_types import Answer, Incoming

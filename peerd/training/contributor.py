@@ -17,8 +17,6 @@ from typing import Generic, Protocol, TypeVar
 import trio
 
 from peerd.core.errors import RemoteError
-from peerd.core.messages.progress import TrainerProgress, encode_progress, pause_s, progress_key
-from peerd.core.messages.swarm import MAX_MICROBATCHES, Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
 from peerd.machine.batch.trainer_ledger import (
     Begun,
     DropMicrobatch,
@@ -31,6 +29,8 @@ from peerd.machine.batch.trainer_ledger import (
 )
 from peerd.machine.conductor.member_list import KnownMembers
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
+from peerd.messages.progress import TrainerProgress, encode_progress, pause_s, progress_key
+from peerd.messages.swarm import MAX_MICROBATCHES, Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal

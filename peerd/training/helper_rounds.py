@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from peerd.compute.codec.error_feedback import feedback_of
 from peerd.core.errors import ProtocolViolation, Refused
-from peerd.core.messages.swarm import Mbs, Prepare, Prepared
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.averaging.stats import explained
+from peerd.messages.swarm import Mbs, Prepare, Prepared
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Incoming
 

@@ -16,7 +16,7 @@ from typing import Final
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import DIRECTORY_READ_BYTES
-from peerd.core.messages.progress import (
+from peerd.messages.progress import (
     StageProgress,
     TrainerProgress,
     decode_trainer,
@@ -28,7 +28,7 @@ from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.training.learning_curve import CurvePoint
 
-MOST_STEPS: Final = 1 << 53  # as in `core.messages.swarm.StepNumber`
+MOST_STEPS: Final = 1 << 53  # as in `messages.swarm.StepNumber`
 NEAR_STEPS: Final = 100  # largest distance to the swarm's step; records are a few seconds old
 FORGET_S: Final = 600.0  # a peer not seen for this long counts as a newcomer again
 

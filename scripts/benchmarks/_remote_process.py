@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import trio
 
 from peerd.core.keys import Keypair
-from peerd.core.messages.encoding import Message
+from peerd.messages.encoding import Message
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.wire.clock import RealClock

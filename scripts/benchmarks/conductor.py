@@ -20,13 +20,13 @@ import trio
 import trio.testing
 
 from peerd.core.keys import Keypair
-from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.swarm import Mbs, MemberAnswer, MemberSync, Seqs, TrainerAnswer, TrainerSync
 from peerd.machine.batch.trainer_ledger import Start, TrainerLedger
 from peerd.machine.conductor.member_list import KnownMembers
 from peerd.machine.swarm.events import MoveEnded, PrepareEnded, SendMove, SendPrepare
 from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
+from peerd.messages.encoding import decode, encode
+from peerd.messages.swarm import Mbs, MemberAnswer, MemberSync, Seqs, TrainerAnswer, TrainerSync
 from peerd.service.rpc.rpc import Incoming
 from scripts.benchmarks._report import Figure, Report
 from tests.worlds.machines.conductor_scene import OWN, RUN, Scene

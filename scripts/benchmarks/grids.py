@@ -16,11 +16,11 @@ import numpy as np
 import trio
 
 from peerd.core.addr import parse_addr
-from peerd.core.messages.swarm import LineInfo, Mbs, Prepare
 from peerd.machine.averaging.allreduce import AveragingPlan, MemberTerms, plan_of
 from peerd.machine.averaging.moshpit import grid_of
 from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, round_s
 from peerd.machine.averaging.work_split import WorkSplitter
+from peerd.messages.swarm import LineInfo, Mbs, Prepare
 from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.wire.host.host import Host
 from scripts.benchmarks._remote_process import new_stack

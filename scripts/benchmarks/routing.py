@@ -27,10 +27,10 @@ import numpy as np
 import torch
 import trio
 
-from peerd.core.messages.handover import Hop
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.pipeline.cheapest_route import CheapestRoute
 from peerd.machine.pipeline.route_policy import Cut, Options, RoutePolicy, Sent
+from peerd.messages.handover import Hop
 from peerd.service.dht.dht import DhtConfig
 from peerd.service.pipeline import direct
 from peerd.sim.programs import swarm

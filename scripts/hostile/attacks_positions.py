@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import trio
 
-from peerd.core.messages.commits import CommitProof, Committed, ProofShown, ShowProof
-from peerd.core.messages.encoding import encode
-from peerd.core.messages.progress import KeptCheckpoints, kept_key
-from peerd.core.messages.swarm import Conducts, MemberAnswer, Moved, Position, Restore, WhoConducts
+from peerd.messages.commits import CommitProof, Committed, ProofShown, ShowProof
+from peerd.messages.encoding import encode
+from peerd.messages.progress import KeptCheckpoints, kept_key
+from peerd.messages.swarm import Conducts, MemberAnswer, Moved, Position, Restore, WhoConducts
 from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Answer, Incoming
 from scripts.hostile.attacks_swarm import announce, hello, tell_all

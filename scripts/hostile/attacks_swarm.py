@@ -12,12 +12,12 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages.encoding import Message
-from peerd.core.messages.handover import PassAnswer, PassRequest, Ticket
-from peerd.core.messages.progress import StageProgress, encode_progress, stage_key
-from peerd.core.messages.proof import signed_ticket
-from peerd.core.messages.state import StateManifest, StateRequest
-from peerd.core.messages.swarm import (
+from peerd.messages.encoding import Message
+from peerd.messages.handover import PassAnswer, PassRequest, Ticket
+from peerd.messages.progress import StageProgress, encode_progress, stage_key
+from peerd.messages.proof import signed_ticket
+from peerd.messages.state import StateManifest, StateRequest
+from peerd.messages.swarm import (
     Commit,
     Conducts,
     Done,

@@ -11,12 +11,12 @@ from peerd.core import frame as wire
 from peerd.core.errors import PeerdError
 from peerd.core.ids import Key
 from peerd.core.limits import HELD_PIECES
-from peerd.core.messages.encoding import encode
-from peerd.core.messages.network import NetworkMapRequest
-from peerd.core.messages.run_link import RunFileRequest
-from peerd.core.messages.state import StateRequest
-from peerd.core.messages.swarm import StageForward
 from peerd.machine.rpc.message_codec import REQUEST, encode_call
+from peerd.messages.encoding import encode
+from peerd.messages.network import NetworkMapRequest
+from peerd.messages.run_link import RunFileRequest
+from peerd.messages.state import StateRequest
+from peerd.messages.swarm import StageForward
 from peerd.service.dht.codec import FindMessage, PingMessage
 from peerd.wire.yamux.striping import PLACED, PLACED_HEADER
 from scripts.hostile.field import Field

@@ -23,8 +23,8 @@ from peerd.compute.model.stage_module import StageModule
 from peerd.config import load_run
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.token import Token, seal, to_text
 from peerd.core.run.runfile import fingerprint
+from peerd.messages.token import Token, seal, to_text
 from tests.worlds.processes.processes import LISTEN, processes, run_file
 from tests.worlds.processes.webserver import serving
 

@@ -13,8 +13,8 @@ import trio
 
 from peerd.core.addr import parse_addr, tcp_place
 from peerd.core.keys import Keypair
-from peerd.core.messages.run_link import JoinLink, RunFileAnswer
-from peerd.core.messages.token import Token, seal, to_text
+from peerd.messages.run_link import JoinLink, RunFileAnswer
+from peerd.messages.token import Token, seal, to_text
 from peerd.service.peer_stack import peer_stack
 from peerd.service.run_offer import RunOffer
 from peerd.wire.clock import RealClock

@@ -9,7 +9,7 @@ import trio
 
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.messages.encoding import Empty
+from peerd.messages.encoding import Empty
 from peerd.service.access import Access, Present
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc

@@ -12,8 +12,8 @@ import msgspec
 
 from peerd.core.experts.grid import Uid, bitmap, holders_key, kept_experts_key, prefix_key
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.encoding import Empty, decode, encode
-from peerd.core.messages.experts import (
+from peerd.messages.encoding import Empty, decode, encode
+from peerd.messages.experts import (
     Announced,
     Backward,
     CheckpointRef,
@@ -29,7 +29,7 @@ from peerd.core.messages.experts import (
     TransferRequest,
     state_root,
 )
-from peerd.core.messages.state import Pieces
+from peerd.messages.state import Pieces
 from peerd.service.dht import codec as dht
 from peerd.service.experts.vault_disk import digests_of
 from tests.fuzz import goods

@@ -18,8 +18,8 @@ import numpy as np
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.experts import Forward, Name, Output
 from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile, fingerprint
+from peerd.messages.experts import Forward, Name, Output
 from roles.expert import ExpertRole
 from tests.fuzz.service_scene import start_caller, start_peer
 from tests.fuzz.sessions import NETWORK, ServiceStage, attacked

@@ -12,11 +12,13 @@ import numpy as np
 from peerd.compute.model.served_stage import ServedStage, items_of
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key
-from peerd.core.messages.encoding import Empty, encode
-from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
-from peerd.core.messages.progress import StageProgress, TrainerProgress, progress_key, stage_key
-from peerd.core.messages.proof import grant
-from peerd.core.messages.state import (
+from peerd.core.record import Record
+from peerd.machine.swarm.roster import START
+from peerd.messages.encoding import Empty, encode
+from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
+from peerd.messages.progress import StageProgress, TrainerProgress, progress_key, stage_key
+from peerd.messages.proof import grant
+from peerd.messages.state import (
     StateDigests,
     StateItem,
     StateLayout,
@@ -26,7 +28,7 @@ from peerd.core.messages.state import (
     StateRequest,
     piece_digest,
 )
-from peerd.core.messages.swarm import (
+from peerd.messages.swarm import (
     AverageAlive,
     AverageKey,
     Commit,
@@ -62,8 +64,6 @@ from peerd.core.messages.swarm import (
     WhichPosts,
     WhoConducts,
 )
-from peerd.core.record import Record
-from peerd.machine.swarm.roster import START
 from peerd.service.dht import codec as dht
 from peerd.sim.clock import EPOCH_S
 from tests.fuzz.bodies import Pool

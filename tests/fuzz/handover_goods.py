@@ -11,10 +11,10 @@ import numpy as np
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.encoding import decode
-from peerd.core.messages.handover import Broken, Hop, PassAnswer, PassRequest, RelayRequest, Ticket
-from peerd.core.messages.proof import grant, receipt, signed_ticket
-from peerd.core.messages.swarm import GrantStatement, Mb, MemberInfo, Seqs
+from peerd.messages.encoding import decode
+from peerd.messages.handover import Broken, Hop, PassAnswer, PassRequest, RelayRequest, Ticket
+from peerd.messages.proof import grant, receipt, signed_ticket
+from peerd.messages.swarm import GrantStatement, Mb, MemberInfo, Seqs
 from peerd.sim.clock import EPOCH_S
 from tests.fuzz import goods
 from tests.fuzz.bodies import Pool

@@ -9,7 +9,6 @@ from peerd.commands.joining import accept
 from peerd.config import load_run
 from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError
-from peerd.core.messages.run_link import DOMAIN, JoinLink, RunFileAnswer, plain_tree, shared_file, shared_run
 from peerd.core.run.check_line import line_faults
 from peerd.core.run.runfile import (
     AccessSection,
@@ -21,6 +20,7 @@ from peerd.core.run.runfile import (
     RunFile,
     SourceSection,
 )
+from peerd.messages.run_link import DOMAIN, JoinLink, RunFileAnswer, plain_tree, shared_file, shared_run
 from peerd.typed_yaml import to_yaml
 from tests.fuzz.parsers import KEYS, PARSERS, Corpus, parser
 

@@ -28,13 +28,13 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import RPC_MESSAGE_FRAME_BYTES
-from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.settings import differences, read_settings
 from peerd.core.record import Record
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
 from peerd.machine.rpc import message_codec
+from peerd.messages.encoding import decode, encode
+from peerd.messages.settings import differences, read_settings
 from peerd.service.dht.codec import (
     FindMessage,
     NearMessage,

@@ -9,11 +9,11 @@ import msgspec
 
 from peerd.core.keys import Keypair
 from peerd.core.limits import MEMBERS
-from peerd.core.messages.commits import CommitProof, Committed, ProofShown, ShowProof
-from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.proof import commit_signature
-from peerd.core.messages.swarm import Moved, Position
 from peerd.machine.positions.evidence import Evidence
+from peerd.messages.commits import CommitProof, Committed, ProofShown, ShowProof
+from peerd.messages.encoding import decode, encode
+from peerd.messages.proof import commit_signature
+from peerd.messages.swarm import Moved, Position
 from peerd.service.conductor.commit_proofs import CommitProofs
 from tests.fuzz.parsers import KEYS, OTHER, PARSERS, Corpus, parser
 

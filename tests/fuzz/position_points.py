@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from peerd.core.messages.commits import ProofShown
-from peerd.core.messages.encoding import decode
-from peerd.core.messages.swarm import Position
+from peerd.messages.commits import ProofShown
+from peerd.messages.encoding import decode
+from peerd.messages.swarm import Position
 from peerd.sim.clock import run_virtual
 from tests.fuzz import goods
 from tests.fuzz import position_goods as claimed

@@ -16,9 +16,9 @@ import trio
 from peerd.core.errors import PeerdError, RemoteError, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_BUDGET_WAIT_S
-from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.declaration import Shows
+from peerd.messages.encoding import Empty, encode
 from peerd.service.rpc.loopback import LoopbackStream
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from peerd.wire.budget.book import BOUNDS, Book, Bounds, Resource

@@ -12,10 +12,6 @@ import msgspec
 from multiaddr import Multiaddr
 
 from peerd.core.ids import PeerId
-from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.handover import PassAnswer
-from peerd.core.messages.state import StateManifest
-from peerd.core.messages.swarm import Done
 from peerd.core.protobuf.autonat import AUTONAT, DialRequest
 from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Limit, StopKind, StopMessage
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
@@ -23,6 +19,10 @@ from peerd.core.varint import encode_varint
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.method_load import method_name
 from peerd.machine.swarm.roster import START
+from peerd.messages.encoding import decode, encode
+from peerd.messages.handover import PassAnswer
+from peerd.messages.state import StateManifest
+from peerd.messages.swarm import Done
 from peerd.sim.clock import run_virtual
 from peerd.wire.yamux.frames import DATA, SYN
 from peerd.wire.yamux.stream import YamuxStream

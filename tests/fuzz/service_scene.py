@@ -21,16 +21,6 @@ import numpy as np
 import trio
 
 from peerd.core.errors import Overloaded, Refused, RemoteError
-from peerd.core.messages.proof import grant
-from peerd.core.messages.swarm import (
-    Conducts,
-    GrantStatement,
-    Position,
-    Seqs,
-    StageAnswer,
-    StageForward,
-    WhoConducts,
-)
 from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
@@ -43,6 +33,8 @@ from peerd.core.run.runfile import (
     fingerprint,
 )
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
+from peerd.messages.proof import grant
+from peerd.messages.swarm import Conducts, GrantStatement, Position, Seqs, StageAnswer, StageForward, WhoConducts
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.role import RoleContext
 from peerd.service.connectivity.autonat import AutoNat

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 import trio
 
-from peerd.core.messages.swarm import Conducts
 from peerd.machine.positions.proven_positions import ProvenPositions
+from peerd.messages.swarm import Conducts
 from peerd.service.conductor import commit_proofs
 from peerd.sim.clock import run_virtual
 from tests.fuzz.calls import Good

@@ -13,8 +13,8 @@ from msgspec import inspect as mi
 
 import peerd
 from peerd.core.limits import STAGES
-from peerd.core.messages.encoding import Message
-from peerd.core.messages.handover import Ticket
+from peerd.messages.encoding import Message
+from peerd.messages.handover import Ticket
 
 PACKAGES = ("peerd.core", "peerd.machine", "peerd.net", "peerd.service")
 DEPTH_MAX = 8

@@ -26,18 +26,18 @@ ROOMS = {
     "typed_yaml": "log",
     "wire/budget": "wire/rate",
     "config": "contents core/run typed_yaml",
-    "core/messages": "core/experts core/run",
     "core/model": "core/experts core/run",
     "machine/dht": "wire/budget wire/rate",
+    "messages": "core/experts core/run",
     "wire": "signals wire/budget",
-    "compute": "contents core/messages core/run home local_code",
+    "compute": "contents core/run home local_code messages",
     "core/protobuf": "wire",
-    "machine/access": "core/messages",
-    "machine/averaging": "core/messages",
-    "machine/experts": "core/experts core/messages wire/rate",
-    "machine/network": "core/messages wire/rate",
-    "machine/rpc": "core/messages wire/budget",
-    "machine/state": "core/messages wire/rate",
+    "machine/access": "messages",
+    "machine/averaging": "messages",
+    "machine/experts": "core/experts messages wire/rate",
+    "machine/network": "messages wire/rate",
+    "machine/rpc": "messages wire/budget",
+    "machine/state": "messages wire/rate",
     "wire/noise": "wire",
     "wire/tcp": "core/run wire wire/budget wire/rate",
     "wire/yamux": "wire wire/rate",
@@ -45,122 +45,113 @@ ROOMS = {
     "compute/codec": "compute compute/kernels core/run",
     "compute/data": "compute contents core/run local_code",
     "compute/user_loop": "compute core/run",
-    "machine/connectivity": "core/messages core/protobuf wire wire/rate",
-    "machine/owners": "core/experts core/messages machine/experts",
-    "machine/pipeline": "core/messages core/run machine/rpc wire/budget wire/rate",
-    "machine/swarm": "core/messages machine/averaging",
-    "service/rpc": "core/messages machine/rpc wire/budget wire/rate",
+    "machine/connectivity": "core/protobuf messages wire wire/rate",
+    "machine/owners": "core/experts machine/experts messages",
+    "machine/pipeline": "core/run machine/rpc messages wire/budget wire/rate",
+    "machine/swarm": "machine/averaging messages",
+    "service/rpc": "machine/rpc messages wire/budget wire/rate",
     "wire/link": "wire wire/budget wire/noise wire/rate wire/yamux",
     "compute/model": (
-        "compute compute/codec compute/user_loop contents core/experts core/messages core/model core/run local_code"
+        "compute compute/codec compute/user_loop contents core/experts core/model core/run local_code messages"
     ),
     "machine": "machine/connectivity",
-    "machine/batch": "core/messages machine/swarm",
-    "machine/positions": "core/messages machine/swarm",
-    "machine/rebalance": "core/messages machine/swarm wire/rate",
-    "service/state": "core/messages machine/rpc machine/state service/rpc wire wire/rate",
+    "machine/batch": "machine/swarm messages",
+    "machine/positions": "machine/swarm messages",
+    "machine/rebalance": "machine/swarm messages wire/rate",
+    "service/state": "machine/rpc machine/state messages service/rpc wire wire/rate",
     "wire/host": "signals wire wire/budget wire/link wire/noise wire/rate wire/tcp wire/yamux",
     "compute/experts": (
-        "compute compute/codec compute/model contents core/experts core/messages core/model core/run local_code"
+        "compute compute/codec compute/model contents core/experts core/model core/run local_code messages"
     ),
-    "machine/conductor": (
-        "core/messages machine/averaging machine/batch machine/positions machine/rebalance machine/swarm"
-    ),
+    "machine/conductor": "machine/averaging machine/batch machine/positions machine/rebalance machine/swarm messages",
     "net/relay": "core/protobuf wire wire/host wire/link",
-    "service/dht": "core/messages machine machine/dht machine/rpc service/rpc wire wire/host wire/link wire/rate",
-    "service/pipeline": (
-        "core/messages core/run machine/batch machine/pipeline machine/rpc service/rpc signals wire/rate"
-    ),
+    "service/dht": "machine machine/dht machine/rpc messages service/rpc wire wire/host wire/link wire/rate",
+    "service/pipeline": "core/run machine/batch machine/pipeline machine/rpc messages service/rpc signals wire/rate",
     "compute/export": "compute compute/data compute/experts compute/model core/experts core/model core/run",
     "service/connectivity": (
         "core/protobuf machine/connectivity net net/gateway net/relay wire wire/host wire/link wire/rate wire/tcp"
     ),
     "service/experts": (
-        "core/experts core/messages core/run home machine/experts machine/owners machine/rpc machine/state "
-        "service/dht service/rpc service/state signals wire/budget wire/host wire/rate"
+        "core/experts core/run home machine/experts machine/owners machine/rpc machine/state messages service/dht "
+        "service/rpc service/state signals wire/budget wire/host wire/rate"
     ),
     "service/swarm": (
-        "core/messages home machine/batch machine/connectivity machine/swarm service/dht service/rpc signals wire/host"
+        "home machine/batch machine/connectivity machine/swarm messages service/dht service/rpc signals wire/host"
     ),
     "service/conductor": (
-        "core/messages core/run machine/averaging machine/conductor machine/network machine/placement "
-        "machine/positions machine/rebalance machine/rpc machine/swarm service/rpc service/swarm signals wire/host "
-        "wire/rate"
+        "core/run machine/averaging machine/conductor machine/network machine/placement machine/positions "
+        "machine/rebalance machine/rpc machine/swarm messages service/rpc service/swarm signals wire/host wire/rate"
     ),
     "service/averaging": (
-        "core/messages machine/averaging machine/connectivity machine/rpc service/conductor service/rpc signals "
-        "wire/host"
+        "machine/averaging machine/connectivity machine/rpc messages service/conductor service/rpc signals wire/host"
     ),
-    "service/network": "core/messages core/run machine/network service/conductor service/rpc wire wire/host wire/link",
+    "service/network": "core/run machine/network messages service/conductor service/rpc wire wire/host wire/link",
     "service": (
-        "contents core/messages core/run machine/access machine/rpc machine/swarm service/averaging "
-        "service/conductor service/dht service/experts service/network service/pipeline service/rpc service/state "
-        "service/swarm wire wire/host wire/link wire/rate"
+        "contents core/run machine/access machine/rpc machine/swarm messages service/averaging service/conductor "
+        "service/dht service/experts service/network service/pipeline service/rpc service/state service/swarm wire "
+        "wire/host wire/link wire/rate"
     ),
     "control": (
-        "core/messages core/run home log machine/access machine/connectivity net/gateway net/relay service "
+        "core/run home log machine/access machine/connectivity messages net/gateway net/relay service "
         "service/connectivity service/dht service/rpc wire/host"
     ),
     "role": "core/run log service service/dht service/rpc wire/host",
-    "sim": "core/experts core/messages machine/dht service service/dht service/rpc wire wire/host wire/link",
+    "sim": "core/experts machine/dht messages service service/dht service/rpc wire wire/host wire/link",
     "commands/status": (
-        "control core/messages core/run log machine/batch screen service service/dht service/network service/rpc "
+        "control core/run log machine/batch messages screen service service/dht service/network service/rpc "
         "service/swarm wire/host"
     ),
     "registry": "local_code log role",
     "training": (
-        "compute compute/codec compute/data compute/model core/messages core/model core/run machine/averaging "
-        "machine/batch machine/conductor machine/pipeline machine/placement role service service/pipeline "
-        "service/rpc signals"
+        "compute compute/codec compute/data compute/model core/model core/run machine/averaging machine/batch "
+        "machine/conductor machine/pipeline machine/placement messages role service service/pipeline service/rpc "
+        "signals"
     ),
-    "training/catchup": "compute compute/model core/messages core/run machine/state role service service/state signals",
+    "training/catchup": "compute compute/model core/run machine/state messages role service service/state signals",
     "training/expert": (
-        "core/experts core/messages core/run machine/experts machine/owners machine/rpc role service/experts "
-        "service/rpc signals wire/rate"
+        "core/experts core/run machine/experts machine/owners machine/rpc messages role service/experts service/rpc "
+        "signals wire/rate"
     ),
     "commands": (
-        "compute compute/export config contents control core/messages core/run home log registry service "
-        "service/experts typed_yaml wire wire/tcp"
+        "compute compute/export config contents control core/run home log messages registry service service/experts "
+        "typed_yaml wire wire/tcp"
     ),
     "commands/doctor": (
         "compute compute/data compute/kernels compute/model control core/model core/protobuf core/run home log "
         "machine machine/connectivity registry service service/connectivity service/dht wire wire/host wire/tcp"
     ),
-    "daemon": (
-        "commands/status contents control core/messages core/run devices home log role service wire/host wire/tcp"
-    ),
+    "daemon": "commands/status contents control core/run devices home log messages role service wire/host wire/tcp",
     "demo": (
         "commands/status compute compute/data compute/export compute/model config control core/experts core/run "
         "home screen service/experts"
     ),
     "training/checkpoints": (
-        "compute compute/model core/messages core/run home machine/swarm role service service/state signals "
-        "training/catchup"
+        "compute compute/model core/run home machine/swarm messages role service service/state signals training/catchup"
     ),
     "launch": "control daemon home log role service wire wire/tcp",
     "training/stage": (
-        "compute compute/codec compute/experts compute/kernels compute/model core/messages core/model core/run "
-        "machine/averaging machine/batch machine/conductor machine/pipeline machine/rebalance machine/swarm role "
-        "service service/conductor service/network service/pipeline service/rpc service/state service/swarm signals "
+        "compute compute/codec compute/experts compute/kernels compute/model core/model core/run machine/averaging "
+        "machine/batch machine/conductor machine/pipeline machine/rebalance machine/swarm messages role service "
+        "service/conductor service/network service/pipeline service/rpc service/state service/swarm signals "
         "training training/catchup training/checkpoints wire/budget"
     ),
     "cli": (
-        "commands commands/doctor commands/plan commands/status compute config control core/messages core/run "
-        "daemon demo home launch log registry role"
+        "commands commands/doctor commands/plan commands/status compute config control core/run daemon demo home "
+        "launch log messages registry role"
     ),
     "training/moe": (
-        "compute/codec compute/experts compute/model core/experts core/messages core/model core/run log "
-        "machine/batch machine/pipeline role service/pipeline signals training/stage wire/rate"
+        "compute/codec compute/experts compute/model core/experts core/model core/run log machine/batch "
+        "machine/pipeline messages role service/pipeline signals training/stage wire/rate"
     ),
     "training/replica": "role service training/stage",
     "__main__": "cli",
     "training/user_loop": (
-        "compute/model core/messages machine/batch machine/pipeline role service service/experts signals training "
+        "compute/model machine/batch machine/pipeline messages role service service/experts signals training "
         "training/replica training/stage wire/rate"
     ),
     "library": (
-        "compute/experts compute/model compute/user_loop config control core/experts core/messages core/run daemon "
-        "launch role training/user_loop typed_yaml"
+        "compute/experts compute/model compute/user_loop config control core/experts core/run daemon launch "
+        "messages role training/user_loop typed_yaml"
     ),
 }
 # Room -> its files that do I/O, or * for all; every other file only decides: it imports nothing that does I/O.
@@ -232,7 +223,7 @@ WITH_TORCH = (
     "training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "compute core machine role service signals training wire"
+ROLE_IMPORTS = "compute core machine messages role service signals training wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
     "commands commands/doctor commands/plan commands/status compute compute/data compute/model control demo launch "

@@ -18,7 +18,7 @@ from torch import nn
 
 import peerd
 from peerd.compute.model.user_model import UserModel
-from peerd.core.messages.swarm import Mb
+from peerd.messages.swarm import Mb
 from tests.kit.amount import some
 from tests.worlds.processes.user_loops import UserLoop, own_runtime
 

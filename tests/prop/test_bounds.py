@@ -16,10 +16,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.core import limits
-from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.handover import PassRequest, Ticket
-from peerd.core.messages.progress import KeptCheckpoints, StageProgress, TrainerProgress
-from peerd.core.messages.swarm import (
+from peerd.core.run.check import check
+from peerd.core.run.runfile import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+    SourceSection,
+    shared_text,
+)
+from peerd.machine.averaging.topology import GroupTopology
+from peerd.machine.averaging.work_split import WorkSplitter
+from peerd.machine.batch.batch_ledger import BatchLedger
+from peerd.machine.batch.trainer_ledger import told_at_once
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.member_list import MemberList
+from peerd.machine.swarm.events import ConductorConfig, MemberHello
+from peerd.messages.encoding import decode, encode
+from peerd.messages.handover import PassRequest, Ticket
+from peerd.messages.progress import KeptCheckpoints, StageProgress, TrainerProgress
+from peerd.messages.swarm import (
     MAX_MEMBERS,
     MAX_MICROBATCHES,
     Done,
@@ -41,25 +60,6 @@ from peerd.core.messages.swarm import (
     TrainerAnswer,
     TrainerSync,
 )
-from peerd.core.run.check import check
-from peerd.core.run.runfile import (
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-    SourceSection,
-    shared_text,
-)
-from peerd.machine.averaging.topology import GroupTopology
-from peerd.machine.averaging.work_split import WorkSplitter
-from peerd.machine.batch.batch_ledger import BatchLedger
-from peerd.machine.batch.trainer_ledger import told_at_once
-from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.member_list import MemberList
-from peerd.machine.swarm.events import ConductorConfig, MemberHello
 from tests.kit.amount import examples
 from tests.worlds.machines.grids import order_of, rounds_of
 

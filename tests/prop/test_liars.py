@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import pytest
 
-from peerd.core.messages.swarm import Done, Mb, Position, Receipt
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.swarm.events import (
     ConductorConfig,
@@ -28,6 +27,7 @@ from peerd.machine.swarm.events import (
     TrainerReport,
 )
 from peerd.machine.swarm.roster import START
+from peerd.messages.swarm import Done, Mb, Position, Receipt
 from tests.kit.amount import some
 from tests.worlds.machines.modelswarm import BATCH, STAGES, Member, RememberingSwarm, Trainer
 

@@ -18,14 +18,14 @@ import pytest
 
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.commits import CommitProof, Committed
-from peerd.core.messages.swarm import Position
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.evidence import Evidence
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import ConductorConfig, MoveEnded, Origin, Output, SendMove
 from peerd.machine.swarm.posts import peer_of, post_name
 from peerd.machine.swarm.roster import START
+from peerd.messages.commits import CommitProof, Committed
+from peerd.messages.swarm import Position
 from peerd.service.conductor.commit_proofs import CommitProofs
 from tests.kit.amount import some
 from tests.worlds.machines.conducting import hello

@@ -16,9 +16,9 @@ import trio.lowlevel
 
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.handover import Broken, Hop, PassAnswer, PassRequest
-from peerd.core.messages.proof import receipt
-from peerd.core.messages.swarm import Mb
+from peerd.messages.handover import Broken, Hop, PassAnswer, PassRequest
+from peerd.messages.proof import receipt
+from peerd.messages.swarm import Mb
 from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.wire.budget.book import BOUNDS, Bounds, Resource, shared_out

@@ -10,8 +10,8 @@ import trio.testing
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.swarm import Position
 from peerd.machine.state.quorum import Claim, StateQuorum
+from peerd.messages.swarm import Position
 from peerd.training.checkpoints.checkpoint_recovery import CheckpointRecovery
 
 NEW, OLD = Position(7, b"a" * 16), Position(5, b"b" * 16)

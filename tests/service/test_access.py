@@ -14,8 +14,9 @@ from peerd.core.errors import Refused, RemoteError, Untrusted
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_TOLD
-from peerd.core.messages.encoding import Empty, encode
-from peerd.core.messages.progress import (
+from peerd.machine.swarm.stage_choice import Arrival
+from peerd.messages.encoding import Empty, encode
+from peerd.messages.progress import (
     Joiner,
     KeptCheckpoints,
     StageProgress,
@@ -24,9 +25,8 @@ from peerd.core.messages.progress import (
     kept_key,
     stage_key,
 )
-from peerd.core.messages.swarm import Position
-from peerd.core.messages.token import revoked_key
-from peerd.machine.swarm.stage_choice import Arrival
+from peerd.messages.swarm import Position
+from peerd.messages.token import revoked_key
 from peerd.screen.units import known
 from peerd.service.access import Present, Presented
 from peerd.service.run_services import RunServices

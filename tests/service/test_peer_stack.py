@@ -6,7 +6,7 @@ import trio
 import trio.testing
 
 from peerd.core.ids import Key
-from peerd.core.messages.encoding import Empty
+from peerd.messages.encoding import Empty
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.clock import SimClock

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import trio
 
-from peerd.core.messages.swarm import LineInfo
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.machine.averaging.shares import bound_s_per_byte
 from peerd.machine.averaging.work_split import Split, WorkSplitter
+from peerd.messages.swarm import LineInfo
 from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.sim.programs import stack_on
 from peerd.sim.simnet import SimLine

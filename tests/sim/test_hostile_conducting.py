@@ -16,7 +16,8 @@ from peerd.core.errors import RemoteError, not_conducting
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import POSTS, STAGES, TERM_MAX
-from peerd.core.messages.swarm import (
+from peerd.core.run.runfile import AveragingSection
+from peerd.messages.swarm import (
     Conducts,
     Done,
     LineInfo,
@@ -30,7 +31,6 @@ from peerd.core.messages.swarm import (
     TrainerSync,
     WhoConducts,
 )
-from peerd.core.run.runfile import AveragingSection
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.world import Node
 from roles.trainer import TrainerRole

@@ -10,8 +10,8 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.ids import PeerId
-from peerd.core.messages.progress import StageProgress
-from peerd.core.messages.swarm import MemberInfo, Position
+from peerd.messages.progress import StageProgress
+from peerd.messages.swarm import MemberInfo, Position
 from peerd.training.replica.final_state import FinalState
 from peerd.training.run_monitor import final_step
 from tests.worlds.network.hosts import keypair

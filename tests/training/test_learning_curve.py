@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.errors import ConfigError
-from peerd.core.messages.progress import TrainerProgress
+from peerd.messages.progress import TrainerProgress
 from peerd.training.learning_curve import CurvePoint, LearningCurves
 from peerd.training.run_monitor import NEAR_STEPS, summary
 

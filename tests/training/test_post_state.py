@@ -17,9 +17,9 @@ import trio.testing
 
 from peerd.compute.tensors import state_digest
 from peerd.core.errors import ConfigError
-from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import BatchSection, LimitsSection, ModelSection, PipelineSection, RunFile
 from peerd.log import EventLog
+from peerd.messages.swarm import Position
 from peerd.role import RoleContext
 from peerd.service.state.state_room import StateRoom
 from peerd.sim.clock import SimClock

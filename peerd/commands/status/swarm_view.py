@@ -25,8 +25,11 @@ from peerd.control.swarm_status import (
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DIRECTORY_READ_BYTES
-from peerd.core.messages.contributions import Contributed, contributions_key, counted_key, decode_contributed
-from peerd.core.messages.progress import (
+from peerd.core.record import Record
+from peerd.core.run.runfile import RunFile
+from peerd.machine.batch.counted_work import PeerWork
+from peerd.messages.contributions import Contributed, contributions_key, counted_key, decode_contributed
+from peerd.messages.progress import (
     StageProgress,
     decode_stage,
     decode_trainer,
@@ -36,9 +39,6 @@ from peerd.core.messages.progress import (
     stage_key,
     sum_told,
 )
-from peerd.core.record import Record
-from peerd.core.run.runfile import RunFile
-from peerd.machine.batch.counted_work import PeerWork
 from peerd.screen import units
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc_types import AccessGuard

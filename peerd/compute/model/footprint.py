@@ -28,7 +28,6 @@ from peerd.compute.tensors import dtype_name
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.compute.user_code import torchs_random_numbers
 from peerd.core.errors import ConfigError
-from peerd.core.messages.state import TensorSpec
 from peerd.core.model.averaged_vector import check_vector, vector_sizes
 from peerd.core.model.stage_memory import (
     ITEM_BYTES,
@@ -42,6 +41,7 @@ from peerd.core.model.stage_memory import (
 )
 from peerd.core.run.runfile import RunFile
 from peerd.local_code import guarded
+from peerd.messages.state import TensorSpec
 
 _TOLERATED = 1.05  # times limits.memory_gb, as in `control/memory_limit`
 _CPU: Final = torch.device("cpu")

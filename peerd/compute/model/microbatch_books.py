@@ -22,7 +22,7 @@ from torch import Tensor
 from peerd.compute.model.kept_graph import KeptGraph
 from peerd.core.errors import PeerdError
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.swarm import Mb
+from peerd.messages.swarm import Mb
 
 
 class Stale(PeerdError):

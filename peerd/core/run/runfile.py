@@ -180,7 +180,7 @@ class LoopSection(Section, frozen=True):
 
     model: str  # parameters and buffers: names, shapes and dtypes
     optimizer: str  # its class and settings, and the schedule
-    layout: str  # SHA-256 of the names, dtypes and shapes in a state, in hex; see core/messages/state
+    layout: str  # SHA-256 of the names, dtypes and shapes in a state, in hex; see messages/state
     layout_bytes: int  # length of the text with this digest
 
 

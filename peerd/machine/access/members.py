@@ -19,7 +19,7 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.limits import CLOCK_CORRECTION_S
-from peerd.core.messages.token import NO_TOKEN, Revoked, Token, fault, signed_by, unseal
+from peerd.messages.token import NO_TOKEN, Revoked, Token, fault, signed_by, unseal
 
 # Roles, as tokens name them, that may call a method or a whole service. Every member may call what is not listed.
 CALLERS: Final[dict[str, frozenset[str]]] = {

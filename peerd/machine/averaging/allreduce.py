@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 from peerd.core.errors import PeerdError
 from peerd.core.limits import AVERAGE_PARTS
-from peerd.core.messages.swarm import Prepare
 from peerd.machine.averaging.shares import apportioned
+from peerd.messages.swarm import Prepare
 
 _SHARES_TOLERANCE = 1e-6
 _OWNER_MARGIN_S = 0.5  # beyond the patience, so that an owner can first report the late sender it waits for

@@ -24,10 +24,10 @@ from peerd.core.limits import (
     LINE_PAIRS_GROUP,
     LINE_S_PER_BYTE,
 )
-from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, MemberInfo, Party
 from peerd.machine.averaging.bandwidth_probe import TRY
 from peerd.machine.averaging.shares import MemberLine, Mode, NoSplit, Shares, proportional, shares, widths
 from peerd.machine.averaging.shares_lp import shares_within
+from peerd.messages.swarm import MAX_MEMBERS, LineInfo, MemberInfo, Party
 
 _PART_BYTES_LEAST = 16 << 10  # smaller parts cost more in calls than they save in waiting
 _PARTS_UNDER_WAY = 4  # parts in flight to one owner of an equal share

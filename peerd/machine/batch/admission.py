@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import LEASHED_TRAINERS
-from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.forecast import TrainerPace, WorkerPace, shared_in_s, whole_in_s
 from peerd.machine.batch.lateness import Lateness, Usual
 from peerd.machine.batch.newcomers import WAIT_S, Newcomers
 from peerd.machine.batch.trainer_limit import TrainerLimit
+from peerd.messages.swarm import Mb
 
 _TURN_KEEP = 0.7  # weight of the earlier value in the mean time from admission to end
 _PATIENCE_MOST = 6  # doublings of patience while nobody finishes anything

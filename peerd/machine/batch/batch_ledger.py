@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from peerd.core.limits import BATCH_TRAINERS
-from peerd.core.messages.swarm import Mb, Receipt, Redo
+from peerd.messages.swarm import Mb, Receipt, Redo
 
 NOBODY = ""
 Proof = Receipt | int | None  # the holder's receipt, the session of its own report, or only a trainer's word

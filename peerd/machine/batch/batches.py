@@ -16,7 +16,6 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from peerd.core.limits import REDO_AT_ONCE
-from peerd.core.messages.swarm import Done, Mb, Redo
 from peerd.machine.batch.admission import Admission
 from peerd.machine.batch.batch_ledger import BatchLedger, Counted
 from peerd.machine.batch.lateness import Lateness
@@ -24,6 +23,7 @@ from peerd.machine.swarm.events import TrainerReport, Verify
 from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.reader_versions import ReaderVersions
 from peerd.machine.swarm.roster import RosterEntry
+from peerd.messages.swarm import Done, Mb, Redo
 
 _SHED_AT_ONCE = 128  # entries of a finished batch freed with each report, as freeing all at once causes delays
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Final
 
-from peerd.core.messages.swarm import Position
 from peerd.machine.batch.batch_ledger import BatchLedger
+from peerd.messages.swarm import Position
 
 DROPPED: Final = 8  # microbatches dropped at one position while none was finished
 AGAIN_STEPS: Final = 100  # if a run diverges again within this many steps of its return, it has not got past the cause

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from peerd.core.limits import REPORT_DONE_BYTES
-from peerd.core.messages.encoding import encode
-from peerd.core.messages.swarm import Done, Grant, Receipt, Redo, TrainerAnswer
+from peerd.messages.encoding import encode
+from peerd.messages.swarm import Done, Grant, Receipt, Redo, TrainerAnswer
 
 T = TypeVar("T")  # what a microbatch carries: its samples, and the results of its stages
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from peerd.core.messages.swarm import Mb
 from peerd.machine.conductor.partial_sums import MemberState, PartialSum
 from peerd.machine.swarm.events import SendPrepare
+from peerd.messages.swarm import Mb
 
 
 @dataclass(slots=True, eq=False)

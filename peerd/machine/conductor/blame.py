@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable
 from enum import Enum, auto
 
 from peerd.core.limits import RECEIPTS_LOOKED_AT
-from peerd.core.messages.swarm import Mb, Receipt
 from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.probation import Probation
@@ -24,6 +23,7 @@ from peerd.machine.positions.proven_positions import EstablishedMembers
 from peerd.machine.swarm.events import Note, Origin, Output, Verify
 from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.roster import Roster
+from peerd.messages.swarm import Mb, Receipt
 
 
 class Blame:

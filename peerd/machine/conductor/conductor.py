@@ -20,7 +20,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from peerd.core.messages.swarm import LineInfo, Mb, MemberInfo, Position, Redo
 from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.counted_work import CountedWork
 from peerd.machine.batch.divergence import Divergence
@@ -49,6 +48,7 @@ from peerd.machine.swarm.events import (
 from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.reader_versions import ReaderVersions
 from peerd.machine.swarm.roster import Roster
+from peerd.messages.swarm import LineInfo, Mb, MemberInfo, Position, Redo
 
 _IDLE_S = 5.0  # between wake-ups when nothing is due
 _LATE_LOOK_S = 1.0  # between checks of a full batch: a trainer may be late

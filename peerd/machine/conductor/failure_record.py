@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from peerd.core.messages.swarm import MAX_MEMBERS
+from peerd.messages.swarm import MAX_MEMBERS
 
 _FAILURES = 3  # of a member in one step, at which it is banned
 _TIMES_MOST = 8  # doublings of the length of a ban

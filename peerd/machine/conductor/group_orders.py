@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from peerd.core.messages.swarm import Mb
 from peerd.machine.averaging.moshpit import MoshpitGroup
 from peerd.machine.averaging.shares import NoSplit
 from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, SumTopology
@@ -24,6 +23,7 @@ from peerd.machine.batch.batches import Batches
 from peerd.machine.conductor.attempt import GroupAttempt
 from peerd.machine.conductor.partial_sums import PartialSum, PartialSums
 from peerd.machine.swarm.events import SendPrepare
+from peerd.messages.swarm import Mb
 
 _DOUBLINGS = 10  # of the time limit of an attempt
 _LARGER = 2  # times the largest planned group: with larger ones, starting again would be cheaper

@@ -23,9 +23,9 @@ from msgspec import structs
 from peerd.core.addr import ip_of, is_relayed, parse_addr, reach
 from peerd.core.errors import ConfigError
 from peerd.core.limits import MEMBER_ADDRS, MEMBER_NEWS_BYTES, MEMBERS
-from peerd.core.messages.encoding import encode
-from peerd.core.messages.swarm import MemberInfo, MemberNews
 from peerd.machine.swarm.posts import post_name
+from peerd.messages.encoding import encode
+from peerd.messages.swarm import MemberInfo, MemberNews
 
 _NAME_OVERHEAD_BYTES = 2  # of one name in a message
 

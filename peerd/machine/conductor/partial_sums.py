@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from peerd.core.messages.swarm import Mb, Position
 from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.swarm.roster import Roster
+from peerd.messages.swarm import Mb, Position
 
 
 class MemberState(NamedTuple):

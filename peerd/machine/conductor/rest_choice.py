@@ -25,8 +25,6 @@ import msgspec
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import FORESEEABLE_S, LINE_BYTES_PER_S
-from peerd.core.messages.contributions import Rest
-from peerd.core.messages.swarm import MAX_MEMBERS, Position
 from peerd.machine.averaging.contributors import (
     HARMLESS,
     LEAST,
@@ -39,6 +37,8 @@ from peerd.machine.averaging.contributors import (
 from peerd.machine.swarm.events import ConductorConfig, Note
 from peerd.machine.swarm.posts import peer_of, short
 from peerd.machine.swarm.roster import Roster
+from peerd.messages.contributions import Rest
+from peerd.messages.swarm import MAX_MEMBERS, Position
 
 _LOOKS_TO_REST = 2  # successive steps after which a contributor should rest, before it does
 _LOOKS_TO_RETURN = 3  # successive comparisons in which a resting member does no harm, before it returns

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 
-from peerd.core.messages.swarm import Position
 from peerd.machine.batch.batches import Batches, StageView
 from peerd.machine.conductor.rest_choice import RestChoice
 from peerd.machine.conductor.stage_close import StageClosing
@@ -20,6 +19,7 @@ from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, 
 from peerd.machine.swarm.latecomers import Latecomers, LateMovers
 from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.roster import Roster
+from peerd.messages.swarm import Position
 
 _LATE_PARTS = 3  # a trainer is reported as late after this fraction, 1 / _LATE_PARTS, of its lease
 _FEW = 8  # with at most this many trainers at work, leases are checked at each event;

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from peerd.core.limits import FORESEEABLE_S
-from peerd.core.messages.swarm import Forecast
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.posts import peer_of
+from peerd.messages.swarm import Forecast
 
 _KEPT_S = 0.2
 _SMOOTHING = 0.3

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from peerd.core.messages.swarm import MAX_MEMBERS
+from peerd.messages.swarm import MAX_MEMBERS
 from peerd.wire.rate.suspicion import Suspicion
 
 _LEAD_S = 10.0  # before the batch is due; enough for one failed dial and the other side's turn

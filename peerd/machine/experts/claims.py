@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from peerd.core.experts.grid import Grid, Uid, bitmap
-from peerd.core.messages.experts import Announced, Name
+from peerd.messages.experts import Announced, Name
 
 _LOOKED_AT: Final = 100_000  # places that a host checks for free ones: a fuller grid needs no more hosts
 

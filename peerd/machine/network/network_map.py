@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from peerd.core.limits import NETWORK_FIGURES, NETWORK_PEERS
-from peerd.core.messages.network import PairFigures
+from peerd.messages.network import PairFigures
 
 FADE_S: Final = 1200.0  # four times the interval between two reports of one pair
 RATE_FADE_S: Final = 3600.0  # age at which a rate fades; longer, because measuring one needs a transfer

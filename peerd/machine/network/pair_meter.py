@@ -22,7 +22,7 @@ from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import LINE_BYTES_PER_S, NETWORK_PEERS, NETWORK_REPORT_PAIRS, NETWORK_RTT_S
-from peerd.core.messages.network import PairFigures
+from peerd.messages.network import PairFigures
 from peerd.wire.rate.access_line import WINDOW_BYTES, LineRate
 
 RTT_MINUTES: Final = 5  # minutes with a sample whose least one is the round trip of the idle path

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from peerd.core.ids import PeerId
-from peerd.core.messages.experts import CheckpointRef
 from peerd.machine.experts.orphan_watch import SeenClaim
+from peerd.messages.experts import CheckpointRef
 
 _DEPTH: Final = 16  # owners of a chain that are considered
 _NODES: Final = 64  # owners of one expert that are compared, besides those that continue from a known one

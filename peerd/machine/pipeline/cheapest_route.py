@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, TypeVar
 
-from peerd.core.messages.handover import Hop
 from peerd.machine.pipeline.hop_costs import TRAINER, HopCosts
 from peerd.machine.pipeline.route_policy import Cut, Options, Sent
+from peerd.messages.handover import Hop
 
 T = TypeVar("T")
 

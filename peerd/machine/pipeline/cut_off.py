@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from peerd.core.messages.swarm import MAX_MEMBERS
+from peerd.messages.swarm import MAX_MEMBERS
 from peerd.wire.rate.suspicion import Suspicion
 
 _FIRST_PAUSE_S: Final = 0.5  # before the first probe, and before the second

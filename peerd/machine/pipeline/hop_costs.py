@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.messages.handover import Hop
 from peerd.machine.pipeline.coordinates import Coordinates
 from peerd.machine.pipeline.priors import expected_s
+from peerd.messages.handover import Hop
 
 _SMOOTHING: Final = 0.3
 _TELLERS: Final = 8  # preceding peers whose reports about one peer's computing are kept

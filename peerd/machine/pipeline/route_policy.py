@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from peerd.core.messages.handover import Hop
+from peerd.messages.handover import Hop
 
 Options = Sequence[Sequence[str]]  # by stage: peers that may be asked, in the order of their turns; none is empty
 Cut = Callable[[str, str], bool]  # True for two peers that recently could not reach each other

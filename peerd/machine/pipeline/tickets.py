@@ -15,9 +15,9 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.limits import MICROBATCHES
-from peerd.core.messages.handover import PassRequest
-from peerd.core.messages.microbatches import Mb
-from peerd.core.messages.proof import is_ticket_of
+from peerd.messages.handover import PassRequest
+from peerd.messages.microbatches import Mb
+from peerd.messages.proof import is_ticket_of
 
 _AGAIN_S: Final = 0.3  # by then the member list usually contains a peer that has just joined
 

@@ -17,9 +17,9 @@ import msgspec
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.decoders import from_json
 from peerd.core.limits import COMMIT_PROOFS, MEMBERS, SEEN_POSITIONS
-from peerd.core.messages.commits import CommitProof, Committed
-from peerd.core.messages.swarm import Moved, Position
 from peerd.machine.swarm.posts import peer_of, stage_of
+from peerd.messages.commits import CommitProof, Committed
+from peerd.messages.swarm import Moved, Position
 
 _COLLECTED: Final = 64  # most recent commits whose signatures a conductor collects,
 _SIGNATURES: Final = 8 * MEMBERS  # and the most signatures of all of them

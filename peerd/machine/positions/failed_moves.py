@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.messages.swarm import MAX_MEMBERS
+from peerd.messages.swarm import MAX_MEMBERS
 
 _SLOW, _FAILED, _MOST = 1, 3, 4  # points of a slow try and of a failed one; points up to which a member is believed
 _FIRST_S, _DOUBLINGS = 60.0, 6

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 from typing import Final
 
-from peerd.core.messages.swarm import Position
+from peerd.messages.swarm import Position
 
 
 class Phase(Enum):

@@ -17,7 +17,6 @@ from itertools import islice
 from typing import Final
 
 from peerd.core.limits import KEPT_SETS
-from peerd.core.messages.swarm import Position
 from peerd.machine.positions.failed_moves import FailedMoves
 from peerd.machine.positions.gathering import GatheringWait
 from peerd.machine.positions.phases import Phase, RunPhase
@@ -33,6 +32,7 @@ from peerd.machine.positions.recovery import (
 from peerd.machine.swarm.events import ConductorConfig, Origin, SendMove
 from peerd.machine.swarm.posts import peer_of, short
 from peerd.machine.swarm.roster import START, Roster
+from peerd.messages.swarm import Position
 
 _FEW_MOST: Final = 8  # restarts of the gathering for a step that few confirm: a liar may claim and withdraw it
 

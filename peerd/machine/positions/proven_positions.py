@@ -19,9 +19,9 @@ from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import ESTABLISHED_MEMBERS, ESTABLISHED_STEPS, REMEMBERED_POSITIONS
-from peerd.core.messages.swarm import Position
 from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.roster import START, Roster, RosterEntry
+from peerd.messages.swarm import Position
 
 _BEFORE: Final = -1  # step of a commit under an earlier conductor
 KEEPERS: Final = 2  # keepers in different networks whose common position counts

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from peerd.core.messages.swarm import Position
 from peerd.machine.swarm.roster import START, RosterEntry
+from peerd.messages.swarm import Position
 
 
 @dataclass(frozen=True, slots=True)

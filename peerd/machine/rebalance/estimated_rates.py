@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from peerd.core.messages.swarm import PostLoad
 from peerd.machine.swarm.posts import stage_of
+from peerd.messages.swarm import PostLoad
 
 HEADROOM: Final = 4.0
 _STATED: Final = 2.0  # claimed work may be this many times the counted work: repeats and evaluations are work, too

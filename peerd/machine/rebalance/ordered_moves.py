@@ -18,9 +18,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from peerd.core.messages.swarm import MAX_MEMBERS, Position
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
 from peerd.machine.rebalance.rebalance_rule import RebalanceConfig, RebalanceRule
+from peerd.messages.swarm import MAX_MEMBERS, Position
 from peerd.wire.rate.suspicion import Suspicion
 
 AGAIN_S: Final = 300.0  # a peer that has moved stays at least this long

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
-from peerd.core.messages.swarm import PostLoad
 from peerd.machine.rebalance.estimated_rates import EstimatedRates
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
 from peerd.machine.rebalance.ordered_moves import OrderedMoves, PostView, told
@@ -18,6 +17,7 @@ from peerd.machine.rebalance.rebalance_rule import RebalanceConfig
 from peerd.machine.swarm.events import Note, Output, SendTransfer
 from peerd.machine.swarm.posts import peer_of, post_name, short
 from peerd.machine.swarm.roster import Roster
+from peerd.messages.swarm import PostLoad
 
 _PUBLISHED: Final = 64  # posts whose rates are published at each step
 

@@ -49,8 +49,8 @@ from peerd.core.limits import (
     RPC_NAME_BYTES,
     RPC_ROUND_DEADLINE_S,
 )
-from peerd.core.messages.encoding import Message as Body
-from peerd.core.messages.encoding import decode, encode
+from peerd.messages.encoding import Message as Body
+from peerd.messages.encoding import decode, encode
 
 REQUEST, OPEN, REPLY, PART, END, ERROR, CANCEL = 1, 2, 3, 4, 5, 6, 7
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from statistics import median_low
 from typing import Final, NamedTuple
 
-from peerd.core.messages.swarm import Position
+from peerd.messages.swarm import Position
 
 VOUCHERS: Final = 2  # donors that must agree, if that many answer
 GATHER_S: Final = 10.0  # how long to wait for more answers once a camp has that many donors

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.messages.swarm import MAX_MEMBERS, Position
 from peerd.machine.swarm.roster import Roster
+from peerd.messages.swarm import MAX_MEMBERS, Position
 
 _FORGIVE_STEPS = 256  # steps after a member's last wait until it counts as new again
 _MOST_S = 10.0  # longest wait, however long the steps are

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, Mb, MemberInfo, Position
 from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.machine.swarm.events import MemberHello
 from peerd.machine.swarm.posts import peer_of
+from peerd.messages.swarm import MAX_MEMBERS, LineInfo, Mb, MemberInfo, Position
 
 _NEWS: Final = 1.5  # ratio of rates above which a change is published
 START = Position(0, b"")  # where every peer begins: parameters are a pure function of the run's seed

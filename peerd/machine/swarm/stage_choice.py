@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
-from peerd.core.messages.swarm import MemberInfo
+from peerd.messages.swarm import MemberInfo
 
 EMPTY_S: Final = 5.0  # time without a peer before one moves there: a newcomer may join, or its own peer may return
 TURN_S: Final = 15.0  # for one peer to move; then it is the next one's turn

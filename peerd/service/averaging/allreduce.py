@@ -29,12 +29,12 @@ import trio
 from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, RemoteError, TooSlow
 from peerd.core.ids import PeerId
 from peerd.core.limits import FRAME_ELEMENTS, RPC_ROUND_DEADLINE_S
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.swarm import AverageAlive, AverageKey
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AllReduceRound, AveragingPlan, Part, PartPace, RoundFailed
 from peerd.machine.averaging.stats import RoundStats
 from peerd.machine.rpc.declaration import Declaration, Shows
+from peerd.messages.encoding import Empty
+from peerd.messages.swarm import AverageAlive, AverageKey
 from peerd.service.averaging.open_round import (
     OpenRound,
     PartGate,

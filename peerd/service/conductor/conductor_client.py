@@ -23,10 +23,10 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Cause, Refused, RemoteError, TooSlow
 from peerd.core.ids import PeerId
 from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S, SUSPECTS
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.swarm import Forecast, Leave, ListMembers, MemberInfo, MembersListed
 from peerd.machine.conductor.member_list import KnownMembers
 from peerd.machine.swarm.posts import peer_of, post_name
+from peerd.messages.encoding import Empty
+from peerd.messages.swarm import Forecast, Leave, ListMembers, MemberInfo, MembersListed
 from peerd.service.rpc.rpc import Answer, Rpc
 from peerd.service.swarm.directory import Directory
 from peerd.signals import Signal

@@ -22,12 +22,12 @@ from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError, not_conducting
 from peerd.core.ids import PeerId
 from peerd.core.limits import LOOKED_AT_PEERS, SLOW_LINE_BYTES_PER_S, SUSPECTS
-from peerd.core.messages.proof import has_received
-from peerd.core.messages.swarm import Conducts, Mb, Position, Receipt
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import Origin
 from peerd.machine.swarm.posts import peer_of, post_name
+from peerd.messages.proof import has_received
+from peerd.messages.swarm import Conducts, Mb, Position, Receipt
 from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.grants import GrantSigner
 from peerd.service.conductor.machine_driver import MachineDriver

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from peerd.core.limits import GRANTED_TRAINERS
-from peerd.core.messages.proof import Sign, grant
-from peerd.core.messages.swarm import Grant, GrantStatement, Seqs
+from peerd.messages.proof import Sign, grant
+from peerd.messages.swarm import Grant, GrantStatement, Seqs
 
 
 class _Granted(NamedTuple):

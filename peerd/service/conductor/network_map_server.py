@@ -18,12 +18,12 @@ import trio
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, Refused, not_conducting, other_run_file
 from peerd.core.limits import MEMBERS, NETWORK_PART_PAIRS
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
 from peerd.machine.network.landmarks import FilledNetwork
 from peerd.machine.network.network_map import PairView
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.posts import peer_of
+from peerd.messages.encoding import Empty
+from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
 from peerd.service.conductor.machine_driver import MachineDriver
 from peerd.service.conductor.tenure import Tenure
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc

@@ -17,18 +17,6 @@ import trio
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_ROUND_DEADLINE_S, WAITS_CHARS
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.swarm import (
-    Commit,
-    Mbs,
-    Moved,
-    Party,
-    Position,
-    Prepare,
-    Prepared,
-    Relocate,
-    Restore,
-)
 from peerd.core.work import Worker
 from peerd.machine.averaging.shares import NoSplit
 from peerd.machine.averaging.work_split import Split
@@ -43,6 +31,8 @@ from peerd.machine.swarm.events import (
     TransferRefused,
 )
 from peerd.machine.swarm.posts import peer_of, post_name, stage_of
+from peerd.messages.encoding import Empty
+from peerd.messages.swarm import Commit, Mbs, Moved, Party, Position, Prepare, Prepared, Relocate, Restore
 from peerd.service.rpc.rpc import Rpc
 
 log = logging.getLogger("peerd.service.conductor.orders")

@@ -16,8 +16,13 @@ import trio
 from peerd.core.errors import Refused, not_conducting, other_run_file
 from peerd.core.ids import PeerId
 from peerd.core.limits import POSTS
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.swarm import (
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.positions.phases import Phase
+from peerd.machine.rpc.declaration import Declaration, Shows
+from peerd.machine.swarm.events import MemberHello, TrainerReport
+from peerd.machine.swarm.posts import post_name
+from peerd.messages.encoding import Empty
+from peerd.messages.swarm import (
     Conducts,
     Done,
     Leave,
@@ -31,11 +36,6 @@ from peerd.core.messages.swarm import (
     TrainerSync,
     WhoConducts,
 )
-from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.positions.phases import Phase
-from peerd.machine.rpc.declaration import Declaration, Shows
-from peerd.machine.swarm.events import MemberHello, TrainerReport
-from peerd.machine.swarm.posts import post_name
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MEMBERS, MachineDriver

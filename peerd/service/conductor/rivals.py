@@ -23,8 +23,8 @@ import trio
 from peerd.core.errors import Overloaded, RemoteError, TooSlow, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import LOOKED_AT_ONCE, LOOKED_AT_PEERS, TERM_FIRST, TERM_JUMP, TERM_MAX
-from peerd.core.messages.swarm import Conducts, Position, PostsHeld, WhichPosts, WhoConducts
 from peerd.machine.positions.proven_positions import Backing
+from peerd.messages.swarm import Conducts, Position, PostsHeld, WhichPosts, WhoConducts
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Rpc
 from peerd.wire.host.host import Host

@@ -20,9 +20,9 @@ import trio
 from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError, other_run_file
 from peerd.core.ids import PeerId
-from peerd.core.messages.swarm import MemberInfo, PostsHeld, WhichPosts
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.stage_choice import Arrival, Move, Need, Seat, VacancyWatch, place
+from peerd.messages.swarm import MemberInfo, PostsHeld, WhichPosts
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.rivals import POSTS, Rivals
 from peerd.service.rpc.rpc_types import Answer, Incoming

@@ -14,14 +14,14 @@ import msgspec
 import trio
 
 from peerd.core.limits import LINE_PAIRS, WAITS_CHARS
-from peerd.core.messages.network import PairFigures
-from peerd.core.messages.swarm import Forecast, Grant, MemberInfo, MemberNews
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.conductor.member_list import MemberList
 from peerd.machine.conductor.step_watch import Standstill, StepEta
 from peerd.machine.network.landmarks import FilledNetwork, filled
 from peerd.machine.network.network_map import NetworkMap
 from peerd.machine.swarm.posts import peer_of, post_name, stage_of
+from peerd.messages.network import PairFigures
+from peerd.messages.swarm import Forecast, Grant, MemberInfo, MemberNews
 from peerd.service.conductor.grants import GrantSigner
 
 

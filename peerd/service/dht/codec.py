@@ -30,11 +30,11 @@ from peerd.core.limits import (
     DHT_TAGS_PER_CALL,
     RECORD_TAG_BYTES,
 )
-from peerd.core.messages.encoding import Message
 from peerd.core.record import MAX_RECORD_BYTES, Record
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
+from peerd.messages.encoding import Message
 
 KeyBytes = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 PeerBytes = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]

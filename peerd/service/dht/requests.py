@@ -19,11 +19,11 @@ from peerd.core.addr import reach
 from peerd.core.clock import AdjustableClock, Clock
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER
-from peerd.core.messages.token import age
 from peerd.core.record import Record, Verifier
 from peerd.machine.clock_skew import ClockSkew
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
+from peerd.messages.token import age
 from peerd.service.dht import codec as wire
 from peerd.service.rpc.rpc import Rpc
 from peerd.wire.host.host import Host

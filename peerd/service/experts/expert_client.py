@@ -39,12 +39,12 @@ from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_RESTS, EXPERT_TOP_K
-from peerd.core.messages.experts import Backward, Forward, Gradient, Name, Output
 from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.answer_rule import AnswerRule, RoundLimit
 from peerd.machine.experts.prefix_cache import CachedClaim
 from peerd.machine.experts.product_key_beam import BeamSearch
+from peerd.messages.experts import Backward, Forward, Gradient, Name, Output
 from peerd.service.experts.answer_check import AnswerCheck
 from peerd.service.experts.call_figures import CallFigures, reason_of
 from peerd.service.experts.expert_directory import ExpertDirectory

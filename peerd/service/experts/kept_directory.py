@@ -40,14 +40,14 @@ from peerd.core.limits import (
     KEPT_EXPERTS_PER_RECORD,
     KEPT_RECORDS_PER_PREFIX,
 )
-from peerd.core.messages.encoding import Empty, decode, encode
-from peerd.core.messages.experts import Announced, CheckpointRef, HolderOffer, KeptExperts, PieceWanted
-from peerd.core.messages.state import DIGEST_BYTES
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
+from peerd.messages.encoding import Empty, decode, encode
+from peerd.messages.experts import Announced, CheckpointRef, HolderOffer, KeptExperts, PieceWanted
+from peerd.messages.state import DIGEST_BYTES
 from peerd.service.dht.dht import Dht, Record
 from peerd.service.rpc.rpc import Rpc
 from peerd.wire.budget.book import NEAR, user_at

@@ -32,15 +32,15 @@ from peerd.core.limits import (
     STATE_PIECE_BYTES,
     STATE_PIECES_PER_DONOR,
 )
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.experts import CheckpointRef, HolderOffer, Keep, Kept, Name, PieceWanted
-from peerd.core.messages.state import Bytes, Pieces
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_shelf import KeptShelf
 from peerd.machine.experts.sharing import HostShare
 from peerd.machine.owners.owner_tree import ExpertReign
 from peerd.machine.rpc.declaration import Declaration, Shows
+from peerd.messages.encoding import Empty
+from peerd.messages.experts import CheckpointRef, HolderOffer, Keep, Kept, Name, PieceWanted
+from peerd.messages.state import Bytes, Pieces
 from peerd.service.experts.kept_directory import GET, KeptDirectory, VaultPeer
 from peerd.service.experts.vault_disk import VaultDisk
 from peerd.service.experts.vault_fetch import VaultFetch

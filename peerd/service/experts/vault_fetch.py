@@ -14,14 +14,14 @@ import trio
 
 from peerd.core.errors import Overloaded, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.experts import CheckpointRef, PieceWanted, state_root
-from peerd.core.messages.state import DIGEST_BYTES, Bytes, Pieces
-from peerd.core.messages.swarm import Position
 from peerd.core.work import Worker
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.download import Download
 from peerd.machine.state.quorum import Claim
+from peerd.messages.encoding import Empty
+from peerd.messages.experts import CheckpointRef, PieceWanted, state_root
+from peerd.messages.state import DIGEST_BYTES, Bytes, Pieces
+from peerd.messages.swarm import Position
 from peerd.service.experts.kept_directory import GET
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.piece_fetch import BegunDownload, PieceFetch, Shunned, Write, bytes_of

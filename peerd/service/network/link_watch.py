@@ -17,9 +17,9 @@ import trio
 from peerd.core.clock import Clock
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
 from peerd.machine.network.pair_meter import LinkSnapshot, OwnLine, PairMeter, ReportChanges
+from peerd.messages.encoding import Empty
+from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Rpc
 from peerd.wire.host.host import Host

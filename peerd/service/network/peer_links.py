@@ -8,7 +8,7 @@ import trio
 
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
-from peerd.core.messages.handover import Way
+from peerd.messages.handover import Way
 from peerd.wire.host.host import Host
 from peerd.wire.path_selection import PathKind
 

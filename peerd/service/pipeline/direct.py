@@ -22,9 +22,6 @@ from peerd.core.clock import Clock
 from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages.handover import NotFiniteAt, PassAnswer, PassRequest, Ticket
-from peerd.core.messages.proof import signed_ticket
-from peerd.core.messages.swarm import MemberInfo
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.run.stage_plan import followers
 from peerd.machine.batch.trainer_ledger import Holding
@@ -34,6 +31,9 @@ from peerd.machine.pipeline.planned_routes import PlannedRoutes
 from peerd.machine.pipeline.route_policy import RoutePolicy, Sent
 from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.machine.pipeline.wiring import BACKWARD_COST
+from peerd.messages.handover import NotFiniteAt, PassAnswer, PassRequest, Ticket
+from peerd.messages.proof import signed_ticket
+from peerd.messages.swarm import MemberInfo
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, fault_of_hops
 from peerd.service.pipeline.not_finite import NotFiniteJudge

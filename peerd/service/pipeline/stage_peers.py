@@ -22,11 +22,11 @@ from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError, TooSlow, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_DEADLINE_S
-from peerd.core.messages.swarm import MemberInfo
 from peerd.machine.pipeline.call_times import LATE, CallTimes
 from peerd.machine.pipeline.cut_off import CutOff
 from peerd.machine.pipeline.priors import usual_s
 from peerd.machine.pipeline.wiring import StochasticWiring
+from peerd.messages.swarm import MemberInfo
 from peerd.service.pipeline.hedging import Hedged
 from peerd.signals import Signal
 

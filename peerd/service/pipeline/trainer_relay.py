@@ -16,9 +16,9 @@ import trio
 from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import STREAMS_INBOUND
-from peerd.core.messages.handover import PassAnswer, RelayRequest, Ticket
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
+from peerd.messages.handover import PassAnswer, RelayRequest, Ticket
 from peerd.service.pipeline.next_stage import PASS, RELAY
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 

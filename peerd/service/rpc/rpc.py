@@ -1,7 +1,7 @@
 """Calls between peers: `call` and `stream` make them, `serve` and `serve_stream` answer them.
 
 A method is named "service/version/name"; all methods of a service and version share the libp2p protocol
-"/peerd/service/version". Bodies are `core.messages.encoding.Message` structs; tensors are sent after them as
+"/peerd/service/version". Bodies are `messages.encoding.Message` structs; tensors are sent after them as
 TensorFrames. Every failure has a type: Refused, Overloaded, TooSlow (also if the caller's own time has passed),
 Unreachable, ProtocolViolation; each names the peer. Repeating a call after Unreachable or TooSlow may run the handler
 twice, so a call that may be repeated has an id in its body, by which the handler recognizes it.
@@ -26,9 +26,9 @@ from peerd.core.errors import LocalError, NotFiniteHere, Overloaded, PeerdError,
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
-from peerd.core.messages.encoding import Empty, decode, encode
 from peerd.machine.rpc.declaration import CHECKED_BEFORE_FRAMES, Declaration
 from peerd.machine.rpc.method_load import Counters, MethodLoad, MethodName, method_name
+from peerd.messages.encoding import Empty, decode, encode
 from peerd.service.rpc.call_stream import CallStream, Encoded
 from peerd.service.rpc.channel import Channel, Reply, Request
 from peerd.service.rpc.loopback import local_pair

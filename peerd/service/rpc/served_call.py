@@ -19,9 +19,9 @@ from peerd.core.errors import LocalError, Overloaded, PeerdError, Refused, TooSl
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S
-from peerd.core.messages.encoding import encode
 from peerd.machine.rpc.message_codec import REPLY, RpcMessage, encode_failure, encode_message
 from peerd.machine.rpc.method_load import MethodLoad, MethodName
+from peerd.messages.encoding import encode
 from peerd.service.rpc.call_stream import CallStream
 from peerd.service.rpc.outbox import Outbox, outgoing
 from peerd.service.rpc.room import Share

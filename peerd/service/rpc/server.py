@@ -37,11 +37,11 @@ from peerd.core.limits import (
     RPC_MESSAGE_S,
     RPC_STALL_S,
 )
-from peerd.core.messages.encoding import decode
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.declaration import Shows
 from peerd.machine.rpc.message_codec import RpcMessage, encode_failure
 from peerd.machine.rpc.method_load import Crowd
+from peerd.messages.encoding import decode
 from peerd.service.rpc.call_stream import CallStream
 from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.outbox import Outbox

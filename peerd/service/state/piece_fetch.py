@@ -30,10 +30,10 @@ from peerd.core.errors import (
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import LINKS, STATE_PIECE_BYTES
-from peerd.core.messages.state import Pieces
 from peerd.core.work import Worker
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.download import Download
+from peerd.messages.state import Pieces
 from peerd.wire.rate.suspicion import Suspicion
 from peerd.wire.timer import Timer
 

@@ -27,8 +27,12 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import NoMemory, ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.limits import LINKS, RPC_LEAST_BYTES_PER_S
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.state import (
+from peerd.core.work import Worker
+from peerd.machine.state import download_events as dl
+from peerd.machine.state.download import Download
+from peerd.machine.state.quorum import Claim
+from peerd.messages.encoding import Empty
+from peerd.messages.state import (
     DIGEST_BYTES,
     StateDigests,
     StateItem,
@@ -40,11 +44,7 @@ from peerd.core.messages.state import (
     TensorSpec,
     read_layout,
 )
-from peerd.core.messages.swarm import Position
-from peerd.core.work import Worker
-from peerd.machine.state import download_events as dl
-from peerd.machine.state.download import Download
-from peerd.machine.state.quorum import Claim
+from peerd.messages.swarm import Position
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.piece_fetch import BegunDownload, FetchReport, PieceFetch, Shunned, bytes_of
 from peerd.service.state.state_room import StateRoom

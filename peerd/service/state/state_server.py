@@ -40,8 +40,10 @@ from peerd.core.limits import (
     STATE_PIECES,
     STATE_USERS,
 )
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.state import (
+from peerd.core.work import Worker
+from peerd.machine.rpc.declaration import Declaration, Needs, Shows
+from peerd.messages.encoding import Empty
+from peerd.messages.state import (
     DIGEST_BYTES,
     StateDigests,
     StateItem,
@@ -53,9 +55,7 @@ from peerd.core.messages.state import (
     TensorSpec,
     piece_digest,
 )
-from peerd.core.messages.swarm import Position
-from peerd.core.work import Worker
-from peerd.machine.rpc.declaration import Declaration, Needs, Shows
+from peerd.messages.swarm import Position
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.state_room import StateRoom
 

@@ -20,10 +20,10 @@ import trio
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import COUNTED_ROWS, DIRECTORY_READ_BYTES
-from peerd.core.messages.contributions import PAGE_SUFFIXES, CountedPage, CountedRow, counted_key, decode_counted
-from peerd.core.messages.encoding import encode
 from peerd.core.record import Record
 from peerd.machine.batch.counted_work import CountedWork, PeerWork
+from peerd.messages.contributions import PAGE_SUFFIXES, CountedPage, CountedRow, counted_key, decode_counted
+from peerd.messages.encoding import encode
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc_types import AccessGuard
 

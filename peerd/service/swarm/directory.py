@@ -19,8 +19,9 @@ from peerd.core.addr import parse_addr
 from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, DIRECTORY_READ_BYTES, JOINER_STAGES, KEPT_SETS
-from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.progress import (
+from peerd.machine.swarm.stage_choice import CHOOSING_S, TAKING_S, Arrival
+from peerd.messages.encoding import decode, encode
+from peerd.messages.progress import (
     Joiner,
     KeptCheckpoints,
     StageProgress,
@@ -32,9 +33,8 @@ from peerd.core.messages.progress import (
     settings_key,
     stage_key,
 )
-from peerd.core.messages.settings import PublishedSettings, read_settings
-from peerd.core.messages.swarm import MemberInfo, Position
-from peerd.machine.swarm.stage_choice import CHOOSING_S, TAKING_S, Arrival
+from peerd.messages.settings import PublishedSettings, read_settings
+from peerd.messages.swarm import MemberInfo, Position
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.signals import Signal

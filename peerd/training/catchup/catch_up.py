@@ -28,11 +28,11 @@ from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.served_stage import Model
 from peerd.core.errors import NoMemory, PeerdError, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.messages.state import StateRequest, TensorSpec
-from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.core.work import Worker
 from peerd.machine.state.catch_up_pace import CatchUpPace, Sizes
 from peerd.machine.state.failure_streak import FailureStreak
+from peerd.messages.state import StateRequest, TensorSpec
+from peerd.messages.swarm import MemberInfo, Position
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import StateItem

@@ -21,9 +21,9 @@ from torch import Tensor
 from peerd.compute.model.served_stage import Model, Vector, items_of, state_of
 from peerd.compute.tensors import all_finite, dtype_name
 from peerd.core.limits import STATE_TOTALS, WORTH_A_FILE_BYTES
-from peerd.core.messages.state import TensorSpec
-from peerd.core.messages.swarm import Position
 from peerd.core.work import Worker
+from peerd.messages.state import TensorSpec
+from peerd.messages.swarm import Position
 from peerd.service.state.snapshot import StateItem
 from peerd.service.state.state_room import StateRoom
 

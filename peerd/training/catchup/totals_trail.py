@@ -15,7 +15,7 @@ import trio
 
 from peerd.core.errors import NoMemory, Refused, RemoteError
 from peerd.core.limits import STATE_TRAIL
-from peerd.core.messages.swarm import Position
+from peerd.messages.swarm import Position
 from peerd.signals import Signal
 from peerd.training.catchup.step_totals import StepTotal
 

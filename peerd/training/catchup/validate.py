@@ -11,7 +11,7 @@ from torch import Tensor
 from peerd.compute.frozen_state import MappedRoom
 from peerd.compute.model.served_stage import state_of
 from peerd.compute.tensors import all_finite
-from peerd.core.messages.swarm import Position
+from peerd.messages.swarm import Position
 from peerd.service.state.snapshot import StateItem
 
 _PIECE_VALUES: Final = 1 << 20

@@ -33,9 +33,9 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import ConfigError, NoMemory, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import SUSPECTS
-from peerd.core.messages.state import StateRequest
-from peerd.core.messages.swarm import Position
 from peerd.machine.swarm.roster import START
+from peerd.messages.state import StateRequest
+from peerd.messages.swarm import Position
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal

@@ -17,8 +17,8 @@ import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId, is_peer_text
-from peerd.core.messages.swarm import Position
 from peerd.home import write_atomically
+from peerd.messages.swarm import Position
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 

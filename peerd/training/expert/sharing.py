@@ -25,9 +25,9 @@ from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteErro
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
-from peerd.core.messages.experts import CheckpointRef, TransferAnswer, TransferRequest
 from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first, parts_of_all
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
+from peerd.messages.experts import CheckpointRef, TransferAnswer, TransferRequest
 from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
 from peerd.service.rpc.rpc import Answer, Incoming

@@ -24,11 +24,11 @@ from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.model.microbatch_books import Stale
 from peerd.core.experts.expert_network import ExpertNetwork
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.swarm import Mb, MemberInfo
 from peerd.core.model.trunk_memory import IN_FLIGHT, gradients_in_memory, places_at_once
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.in_flight import LIMITED
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
+from peerd.messages.swarm import Mb, MemberInfo
 from peerd.role import RoleContext
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.signals import Signal

@@ -26,11 +26,11 @@ from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, RemoteError
 from peerd.core.experts.expert_network import ExpertCall, ExpertNetwork, ExpertReply
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.swarm import Mb, MemberInfo
 from peerd.core.model.trunk_memory import flights_at_once
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
+from peerd.messages.swarm import Mb, MemberInfo
 from peerd.role import RoleContext
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.training.moe.flight_counts import FlightCounts

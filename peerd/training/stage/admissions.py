@@ -16,8 +16,8 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import BATCH_TRAINERS, GRANTS_VERIFIED, HELD_CONDUCTORS
-from peerd.core.messages.proof import is_granted
-from peerd.core.messages.swarm import Grant
+from peerd.messages.proof import is_granted
+from peerd.messages.swarm import Grant
 
 _AGAIN_S = 0.3  # usually enough for a peer that follows the wrong conductor to find the right one
 

@@ -8,7 +8,7 @@ from typing import Final
 import trio
 
 from peerd.core.errors import RemoteError
-from peerd.core.messages.progress import StageProgress, pause_s
+from peerd.messages.progress import StageProgress, pause_s
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal

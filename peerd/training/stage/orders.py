@@ -14,11 +14,11 @@ from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.served_stage import Unusable, Vector
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.ids import is_peer_text
-from peerd.core.messages.proof import commit_signature
-from peerd.core.messages.swarm import Commit, Mb, Mbs, Moved, Position, Prepare, Prepared, Restore
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.averaging.stats import explained
+from peerd.messages.proof import commit_signature
+from peerd.messages.swarm import Commit, Mb, Mbs, Moved, Position, Prepare, Prepared, Restore
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.catchup.step_totals import StepTotal

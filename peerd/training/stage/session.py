@@ -13,9 +13,9 @@ from typing import Final, Protocol
 
 import trio
 
-from peerd.core.messages.swarm import LineInfo, Mb, Mbs, MemberAnswer, MemberInfo, MemberSync, Position, PostLoad
 from peerd.machine.conductor.member_list import KnownMembers
 from peerd.machine.swarm.roster import START
+from peerd.messages.swarm import LineInfo, Mb, Mbs, MemberAnswer, MemberInfo, MemberSync, Position, PostLoad
 from peerd.service.run_services import RunServices
 
 _WAIT_S: Final = 2.0  # that a report waits at the conductor for news

@@ -21,11 +21,11 @@ import trio
 from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
-from peerd.core.messages.progress import TrainerProgress
-from peerd.core.messages.run_link import RunFileAnswer, shared_file
-from peerd.core.messages.swarm import Mb, MemberInfo, TrainerAnswer
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
+from peerd.messages.progress import TrainerProgress
+from peerd.messages.run_link import RunFileAnswer, shared_file
+from peerd.messages.swarm import Mb, MemberInfo, TrainerAnswer
 from peerd.role import RoleContext
 from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.training.contributor import Contributor

@@ -19,7 +19,7 @@ import trio
 from torch import Tensor
 
 from peerd.core.errors import Refused
-from peerd.core.messages.swarm import Position
+from peerd.messages.swarm import Position
 from peerd.signals import Signal
 from peerd.training.user_loop.bridge import LoopBridge
 

@@ -83,7 +83,7 @@ class Host:
         """`buffers` may be shared by the hosts of one process. If None, this host creates its own."""
         self.id: PeerId = keypair.peer_id
         self.book = Book()  # resources used by each peer, place and region
-        self.sign = keypair.sign  # for signed statements that other peers may forward: see core/messages/proof
+        self.sign = keypair.sign  # for signed statements that other peers may forward: see messages/proof
         self.config = config or HostConfig()
         self.faults = Faults()  # of this whole process: other layers record theirs here, too
         self.links = Links(self.config.links, self.id, self.book, self.faults)

@@ -15,7 +15,7 @@ from peerd.commands.status.network_words import COLUMNS, network_parts
 from peerd.commands.status.status_view import render_swarm
 from peerd.control.swarm_status import NetworkStatus, SwarmStatus, TrainerStatus
 from peerd.core.keys import Keypair
-from peerd.core.messages.network import MappedPair
+from peerd.messages.network import MappedPair
 from peerd.service.network.link_watch import NamedPair, ReadMap
 
 IDS = [Keypair.from_seed(bytes([n]) * 32).peer_id.text for n in range(40)]

@@ -12,7 +12,6 @@ from torch import nn
 from peerd.compute.codec.powersgd import PowerSgd
 from peerd.compute.model.served_stage import ServedStage, items_of, state_of
 from peerd.compute.model.user_model import UserModel
-from peerd.core.messages.state import TensorSpec
 from peerd.core.run.runfile import (
     AveragingSection,
     ModelSection,
@@ -21,6 +20,7 @@ from peerd.core.run.runfile import (
     RunFile,
     fingerprint,
 )
+from peerd.messages.state import TensorSpec
 
 AVERAGING = AveragingSection(code="powersgd", rank=2)
 

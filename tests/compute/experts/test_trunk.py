@@ -20,7 +20,6 @@ from peerd.compute.model.microbatch_books import Stale
 from peerd.core.errors import ConfigError, TooFewExperts
 from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid
-from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import (
     BatchSection,
     ExpertsSection,
@@ -29,6 +28,7 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
+from peerd.messages.swarm import Mb
 from tests.worlds.roles.expert_network import NearExperts
 
 EXPERTS = ExpertsSection(block="ffn", grid=[3, 4], top_k=3, balance=0.1)

@@ -9,7 +9,7 @@ import pytest
 from peerd.compute.model.microbatch_books import KeptMicrobatch, MicrobatchBooks
 from peerd.core.errors import NoMemory
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.swarm import Mb
+from peerd.messages.swarm import Mb
 
 FRAMES = (TensorFrame("uint8", (1,), b"x"),)
 

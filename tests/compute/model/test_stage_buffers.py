@@ -17,7 +17,6 @@ from peerd.compute.model.partition import whole_model
 from peerd.compute.model.served_stage import ServedStage, items_of, state_of
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import ConfigError
-from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import (
     AveragingSection,
     BatchSection,
@@ -26,6 +25,7 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
+from peerd.messages.swarm import Mb
 from tests.kit.normed import write_normed
 
 Make = Callable[..., RunFile]

@@ -16,7 +16,7 @@ from peerd.compute.model.served_stage import items_of, state_of
 from peerd.compute.model.shared_buffers import GradientNotFinite
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
-from peerd.core.messages.swarm import Mb
+from peerd.messages.swarm import Mb
 from tests.kit.user_models import OPTIMIZERS, fill, mean, module, total, user
 
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.errors import PeerdError
-from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.swarm import Mbs, Party, Prepare
 from peerd.machine.averaging.allreduce import AllReduceRound, AveragingPlan, PartPace, cut, parts_of_a_share
+from peerd.messages.encoding import decode, encode
+from peerd.messages.swarm import Mbs, Party, Prepare
 
 GROUP = ("a", "b", "c")
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.messages.swarm import LineInfo
 from peerd.machine.averaging.bandwidth_probe import BandwidthProbe
 from peerd.machine.averaging.shares import MemberLine, bound_s_per_byte, load, shares
 from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.averaging.work_split import WorkSplitter
+from peerd.messages.swarm import LineInfo
 from peerd.wire.rate.access_line import AccessLine, Count
 
 MB = 1e6

@@ -14,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S
-from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.swarm import Done, LineInfo, Party, Prepare, Redo
 from peerd.machine.averaging.allreduce import MemberTerms, plan_of
 from peerd.machine.averaging.topology import (
     FailureRate,
@@ -36,6 +34,8 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
+from peerd.messages.encoding import decode, encode
+from peerd.messages.swarm import Done, LineInfo, Party, Prepare, Redo
 from tests.worlds.machines.conducting import hello
 from tests.worlds.machines.grids import order_of, rounds_of
 

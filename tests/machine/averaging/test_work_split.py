@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.limits import LINE_BYTES_PER_S_MIN, LINE_PAIRS_GROUP
-from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.swarm import LineInfo, Mbs, Prepare
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.machine.averaging.shares import NoSplit
 from peerd.machine.averaging.work_split import Split, WorkSplitter
+from peerd.messages.encoding import decode, encode
+from peerd.messages.swarm import LineInfo, Mbs, Prepare
 
 GROUP = ("a", "b", "c")
 MB = 1e6

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.admission import Admission
 from peerd.machine.batch.batch_ledger import BatchLedger, Counted
+from peerd.messages.swarm import Mb
 
 
 def fill(admission: Admission, ledger: BatchLedger, now: float) -> list[Mb]:

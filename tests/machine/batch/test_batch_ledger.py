@@ -7,8 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.batch_ledger import NOBODY, BatchLedger
+from peerd.messages.swarm import Mb
 
 STAGES, HOLDERS, TRAINERS = 2, ("x", "y", "z"), ("a", "b")
 

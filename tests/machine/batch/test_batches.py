@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from peerd.core.messages.swarm import Done, Mb, Position, Redo
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
@@ -20,6 +19,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
+from peerd.messages.swarm import Done, Mb, Position, Redo
 from tests.worlds.machines.conducting import hello
 
 

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from peerd.core.messages.swarm import Done, Position
 from peerd.machine.batch.divergence import AGAIN_STEPS, DROPPED
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import ConductorConfig, MoveEnded, Note, Origin, Output, SendMove, TrainerReport
+from peerd.messages.swarm import Done, Position
 from tests.worlds.machines.conducting import hello
 
 BACK, NOW = Position(4, b"back"), Position(6, b"now")

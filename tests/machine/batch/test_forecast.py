@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.limits import FORESEEABLE_S
-from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.admission import Admission
 from peerd.machine.batch.batch_ledger import BatchLedger, Counted
 from peerd.machine.batch.forecast import TrainerPace, WorkerPace, whole_in_s
+from peerd.messages.swarm import Mb
 
 SECONDS = st.floats(0.01, 1000.0)
 WORKERS = st.lists(

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from peerd.core.messages.swarm import Done
 from peerd.machine.batch.batches import Batches, StageView
 from peerd.machine.swarm.events import TrainerReport
 from peerd.machine.swarm.reader_versions import ReaderVersions
+from peerd.messages.swarm import Done
 
 LEASE_S = (30.0, 120.0)
 VIEW = StageView(lambda peer, stage: peer == "member", [False])

@@ -7,11 +7,11 @@ from itertools import count
 
 import pytest
 
-from peerd.core.messages.swarm import Done
 from peerd.machine.batch.batches import Batches, StageView
 from peerd.machine.batch.probation import Probation
 from peerd.machine.swarm.events import TrainerReport
 from peerd.machine.swarm.reader_versions import ReaderVersions
+from peerd.messages.swarm import Done
 
 VIEW = StageView(lambda peer, stage: True, [False])
 LEASE_S = (30.0, 120.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from peerd.core.messages.swarm import Done, Mb, Position, Receipt
 from peerd.machine.batch.batches import Batches, StageView
 from peerd.machine.batch.probation import Probation
 from peerd.machine.conductor.conductor import Conductor
@@ -21,6 +20,7 @@ from peerd.machine.swarm.events import (
     TrainerReport,
 )
 from peerd.machine.swarm.reader_versions import ReaderVersions
+from peerd.messages.swarm import Done, Mb, Position, Receipt
 from tests.worlds.machines.conducting import hello
 
 GENUINE = b"signed"

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from peerd.core.messages.swarm import Redo, Seqs, TrainerAnswer
 from peerd.machine.batch.trainer_ledger import Begun, DropMicrobatch, Repeat, Start, TrainerLedger
+from peerd.messages.swarm import Redo, Seqs, TrainerAnswer
 
 
 def answer(step: int, admitted: list[int], **more: object) -> TrainerAnswer:

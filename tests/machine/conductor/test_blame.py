@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.batches import Batches
 from peerd.machine.conductor.blame import Blame
 from peerd.machine.positions.proven_positions import EstablishedMembers
 from peerd.machine.swarm.events import Note, Origin
 from peerd.machine.swarm.reader_versions import ReaderVersions
 from peerd.machine.swarm.roster import Roster
+from peerd.messages.swarm import Mb
 from tests.worlds.machines.conducting import hello
 
 TRAINERS = "tuvw"

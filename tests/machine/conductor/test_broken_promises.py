@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from peerd.core.messages.swarm import Position
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import ConductorConfig, MemberGone, MemberHello, MoveEnded, Origin, SendMove
 from peerd.machine.swarm.roster import START
+from peerd.messages.swarm import Position
 from tests.worlds.machines.conducting import hello
 
 OLDER, OLD, NOW = Position(2, b"older"), Position(6, b"old"), Position(7, b"now")

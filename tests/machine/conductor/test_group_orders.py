@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from peerd.core.messages.swarm import Done, Mb
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
@@ -18,6 +17,7 @@ from peerd.machine.swarm.events import (
     TrainerGone,
     TrainerReport,
 )
+from peerd.messages.swarm import Done, Mb
 from tests.worlds.machines.conducting import hello
 
 NAMES = tuple(f"p{i}" for i in range(9))

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from peerd.core.messages.swarm import Position
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
@@ -21,6 +20,7 @@ from peerd.machine.swarm.events import (
     SendMove,
 )
 from peerd.machine.swarm.roster import START
+from peerd.messages.swarm import Position
 from tests.worlds.machines.conducting import hello
 
 KEPT = Position(50, b"kept")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.limits import MEMBER_NEWS_BYTES, MEMBERS
-from peerd.core.messages.encoding import encode
-from peerd.core.messages.swarm import MemberInfo, MemberNews
 from peerd.machine.conductor.member_list import KnownMembers, MemberList, best_addrs
+from peerd.messages.encoding import encode
+from peerd.messages.swarm import MemberInfo, MemberNews
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from peerd.core.messages.swarm import LineInfo, Position
 from peerd.machine.averaging.contributors import ContributorChoice
 from peerd.machine.conductor.rest_choice import RestChoice
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.machine.swarm.roster import START, Roster
+from peerd.messages.swarm import LineInfo, Position
 from tests.worlds.machines.conducting import hello
 
 MBIT = 125_000.0

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import pytest
 
-from peerd.core.messages.swarm import Done, Mb, Receipt
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
@@ -22,6 +21,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
+from peerd.messages.swarm import Done, Mb, Receipt
 from tests.worlds.machines.conducting import hello
 
 MBS = 2

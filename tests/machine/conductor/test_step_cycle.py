@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from peerd.core.messages.swarm import Done
 from peerd.machine.batch.counted_work import PeerWork
 from peerd.machine.conductor import step_cycle
 from peerd.machine.conductor.conductor import Conductor
@@ -21,6 +20,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
 )
 from peerd.machine.swarm.events import TrainerReport as Report
+from peerd.messages.swarm import Done
 from tests.worlds.machines.conducting import hello
 
 MEMBERS = "abc"  # of the stages 0, 1 and 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 
-from peerd.core.messages.swarm import Done, Forecast, Position
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.conductor.step_watch import Standstill, StepEta, named
 from peerd.machine.positions.phases import Phase
@@ -22,6 +21,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
+from peerd.messages.swarm import Done, Forecast, Position
 from tests.worlds.machines.conducting import hello
 
 BATCH = 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from peerd.core.messages.swarm import Done, Mb
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
     CancelAttempt,
@@ -17,6 +16,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
+from peerd.messages.swarm import Done, Mb
 from tests.machine.conductor.test_group_orders import Grid, with_one_trainer
 from tests.worlds.machines.conducting import hello
 

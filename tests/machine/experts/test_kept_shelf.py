@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.experts.grid import Uid
-from peerd.core.messages.experts import CheckpointRef, Name
 from peerd.machine.experts.kept_shelf import KeptShelf
+from peerd.messages.experts import CheckpointRef, Name
 
 
 def pointer(owner: int, uid: int = 0, generation: int = 0, version: int = 0, size: int = 10) -> CheckpointRef:

@@ -11,10 +11,10 @@ from functools import partial
 
 import pytest
 
-from peerd.core.messages.experts import CheckpointRef
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
+from peerd.messages.experts import CheckpointRef
 from tests.machine.owners.test_lineage import UID, P, peer, pointer
 
 LOOK_S = P / 4

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.messages.handover import Hop
 from peerd.machine.pipeline.cheapest_route import CheapestRoute
+from peerd.messages.handover import Hop
 from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.machines.routesim import RECEIPT, RouteSim
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from peerd.core.messages.handover import Hop
 from peerd.machine.pipeline.hop_costs import TRAINER, HopCosts, within
+from peerd.messages.handover import Hop
 from tests.worlds.machines.routesim import RECEIPT
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from peerd.core.errors import Overloaded, Refused
 from peerd.core.keys import Keypair
 from peerd.core.limits import MICROBATCHES
-from peerd.core.messages.handover import PassRequest, Ticket
-from peerd.core.messages.proof import signed_ticket
 from peerd.machine.pipeline.tickets import Tickets
+from peerd.messages.handover import PassRequest, Ticket
+from peerd.messages.proof import signed_ticket
 
 STAGES = 3
 TRAINER, OTHER, STRANGER, *PEERS = (Keypair.from_seed(f"{n}".encode().ljust(32, b".")) for n in range(3 + STAGES))

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from peerd.core.messages.swarm import Position
 from peerd.machine.positions.phases import NEXT, Phase, RunPhase
 from peerd.machine.swarm.roster import START
+from peerd.messages.swarm import Position
 
 AHEAD = Position(1, b"lineage ")
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.messages.swarm import Position
 from peerd.machine.positions import position_search
 from peerd.machine.positions.phases import RunPhase
 from peerd.machine.positions.position_search import PositionSearch
 from peerd.machine.swarm.events import ConductorConfig, MemberHello, Origin, SendMove
 from peerd.machine.swarm.roster import START, Roster, RosterEntry
+from peerd.messages.swarm import Position
 from tests.worlds.machines.conducting import hello
 
 OLD, NOW, NEXT = Position(4, b"old"), Position(5, b"now"), Position(6, b"next")

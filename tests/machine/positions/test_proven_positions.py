@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 
 from peerd.core.keys import Keypair
-from peerd.core.messages.commits import CommitProof, Committed, ProofShown
-from peerd.core.messages.proof import commit_signature, has_committed
-from peerd.core.messages.swarm import Moved, Position
 from peerd.machine.positions.evidence import Evidence
 from peerd.machine.positions.proven_positions import EstablishedMembers, ProvenPositions
 from peerd.machine.swarm.roster import START, Roster
+from peerd.messages.commits import CommitProof, Committed, ProofShown
+from peerd.messages.proof import commit_signature, has_committed
+from peerd.messages.swarm import Moved, Position
 from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.rpc.rpc import Answer
 from tests.worlds.machines.conducting import hello

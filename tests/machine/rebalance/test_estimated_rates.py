@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.messages.swarm import PostLoad
 from peerd.machine.rebalance.estimated_rates import HEADROOM, EstimatedRates, by_chance
+from peerd.messages.swarm import PostLoad
 
 STEP_S = 10.0
 

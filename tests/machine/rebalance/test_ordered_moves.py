@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from peerd.core.messages.swarm import Position
 from peerd.machine.rebalance.loads import Transfer
 from peerd.machine.rebalance.ordered_moves import AGAIN_S, MOST_S, OrderedMoves, PostView
 from peerd.machine.rebalance.rebalance_rule import RebalanceConfig
+from peerd.messages.swarm import Position
 
 LATER_S = 10_000.0  # by then any lack has cost more than a move
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.limits import STATE_DONORS
-from peerd.core.messages.swarm import Position
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.download import Download
 from peerd.machine.state.quorum import GATHER_S, PATIENCE_S, Claim, StateQuorum, camps
+from peerd.messages.swarm import Position
 
 TRUTH = Claim(Position(7, b"x"), b"t" * 32)
 OTHER = Claim(Position(7, b"x"), b"o" * 32)

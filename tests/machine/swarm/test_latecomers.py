@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 
-from peerd.core.messages.swarm import Done, Position
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
@@ -20,6 +19,7 @@ from peerd.machine.swarm.events import (
 )
 from peerd.machine.swarm.latecomers import Latecomers, LateMovers
 from peerd.machine.swarm.roster import Roster
+from peerd.messages.swarm import Done, Position
 from tests.worlds.machines.conducting import hello
 
 STEP_S = 1.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, Mb, Position
 from peerd.machine.swarm.roster import START, Roster, RosterEntry
+from peerd.messages.swarm import MAX_MEMBERS, LineInfo, Mb, Position
 from tests.worlds.machines.conducting import hello
 
 ONE, TWO = Position(1, b"one"), Position(2, b"two")

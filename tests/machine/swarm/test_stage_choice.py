@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.messages.swarm import MemberInfo
 from peerd.machine.swarm.stage_choice import (
     EMPTY_S,
     MOVE_AGAIN_S,
@@ -23,6 +22,7 @@ from peerd.machine.swarm.stage_choice import (
     VacancyWatch,
     place,
 )
+from peerd.messages.swarm import MemberInfo
 
 ALONE = [Arrival(0.0, "me")]
 

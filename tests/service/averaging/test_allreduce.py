@@ -18,9 +18,9 @@ from peerd.compute.codec.policy import CodingPlan
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_OUTBOX_BYTES
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.swarm import AverageKey
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
+from peerd.messages.encoding import Empty
+from peerd.messages.swarm import AverageKey
 from peerd.service.averaging.allreduce import METHOD, AllReduceService, PartCoder, PlainParts, Vector
 from peerd.service.rpc.rpc import Rpc
 from tests.worlds.machines.fakehost import FakeNet, TrioClock, fake_net

@@ -15,11 +15,11 @@ from peerd.compute.codec.error_feedback import ErrorFeedback
 from peerd.compute.codec.policy import CodingPlan
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.swarm import AverageKey, LineInfo
 from peerd.machine.averaging.allreduce import AveragingPlan, MemberTerms, RoundFailed, plan_of
 from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.averaging.work_split import WorkSplitter
+from peerd.messages.encoding import Empty
+from peerd.messages.swarm import AverageKey, LineInfo
 from peerd.service.averaging.allreduce import METHOD, PartCoder, Vector
 from tests.service.averaging.test_allreduce import Node, group
 from tests.worlds.machines.fakehost import FakeNet

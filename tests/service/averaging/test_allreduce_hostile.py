@@ -16,9 +16,9 @@ from peerd.compute.codec.error_feedback import ErrorFeedback
 from peerd.compute.codec.policy import CodingPlan
 from peerd.core.errors import PeerdError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.swarm import AverageKey, Mbs, Party, Prepare
 from peerd.machine.averaging.allreduce import AveragingPlan, Part, RoundFailed
+from peerd.messages.encoding import Empty
+from peerd.messages.swarm import AverageKey, Mbs, Party, Prepare
 from peerd.service.averaging.allreduce import METHOD, PartCoder, PlainParts, Vector
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming
 from tests.kit.declared import ANY, declared

@@ -7,7 +7,7 @@ from typing import Any, cast
 import trio
 from trio.testing import MockClock
 
-from peerd.core.messages.swarm import Forecast, MemberInfo
+from peerd.messages.swarm import Forecast, MemberInfo
 from peerd.service.averaging.preconnect import Preconnector
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Rpc

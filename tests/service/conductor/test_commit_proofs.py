@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from peerd.core.keys import Keypair
-from peerd.core.messages import proof as signed_statements
-from peerd.core.messages.commits import CommitProof, Committed, ProofShown
-from peerd.core.messages.proof import commit_signature
-from peerd.core.messages.swarm import Position
+from peerd.messages import proof as signed_statements
+from peerd.messages.commits import CommitProof, Committed, ProofShown
+from peerd.messages.proof import commit_signature
+from peerd.messages.swarm import Position
 from peerd.service.conductor import commit_proofs
 from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.training.checkpoints.evidence_store import EvidenceStore

@@ -13,9 +13,9 @@ from trio.testing import MockClock
 from peerd.core.errors import Refused, not_conducting
 from peerd.core.ids import PeerId
 from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.progress import StageProgress
-from peerd.core.messages.swarm import Leave, MemberInfo
+from peerd.messages.encoding import Empty
+from peerd.messages.progress import StageProgress
+from peerd.messages.swarm import Leave, MemberInfo
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.swarm.directory import StagePeer

@@ -8,11 +8,11 @@ from typing import Any, TypeVar, cast
 import pytest
 import trio
 
-from peerd.core.messages.swarm import LineInfo
 from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.averaging.work_split import Split, WorkSplitter
 from peerd.machine.conductor.conductor import ConductorConfig
 from peerd.machine.swarm.events import SendPrepare
+from peerd.messages.swarm import LineInfo
 from peerd.service.conductor.orders import ConductingConfig, OrderContext, Orders
 from tests.worlds.machines.grids import attempt_name, rounds_of
 

@@ -8,7 +8,7 @@ import trio.testing
 
 from peerd.core.errors import TooSlow
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.encoding import Empty
+from peerd.messages.encoding import Empty
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
 from peerd.wire.host.host import PeerDown

@@ -14,11 +14,11 @@ from trio.testing import MockClock
 from peerd.core.errors import Refused
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.progress import StageProgress
-from peerd.core.messages.swarm import Conducts, MemberInfo, Position
 from peerd.machine.batch.counted_work import CountedWork
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.posts import post_name
+from peerd.messages.progress import StageProgress
+from peerd.messages.swarm import Conducts, MemberInfo, Position
 from peerd.service.swarm.directory import StagePeer
 from tests.worlds.machines.conducting import hello
 from tests.worlds.machines.conductor_scene import OTHER, OWN, THIRD, Scene, running

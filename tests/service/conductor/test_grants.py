@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peerd.core.keys import Keypair
-from peerd.core.messages.proof import is_granted
+from peerd.messages.proof import is_granted
 from peerd.service.conductor.grants import GrantSigner
 
 RUN = b"r" * 16

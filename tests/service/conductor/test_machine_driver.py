@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 import trio
 from trio.testing import MockClock
 
-from peerd.core.messages.swarm import Done
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import MemberGone, MoveEnded, Output, PrepareEnded, Probe, SendMove, TrainerReport
 from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
+from peerd.messages.swarm import Done
 from peerd.service.conductor.machine_driver import MEMBERS
 from tests.worlds.machines.conducting import hello
 from tests.worlds.machines.conductor_scene import OTHER, OWN, Scene, running

@@ -9,8 +9,8 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import TooSlow
-from peerd.core.messages.swarm import Position
 from peerd.machine.swarm.events import ConductorConfig, Event, MoveEnded, SendMove
+from peerd.messages.swarm import Position
 from peerd.service.conductor.orders import ConductingConfig, OrderContext, Orders
 from peerd.sim.heapsim import StandInSigner
 

@@ -10,9 +10,9 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from peerd.core.errors import Overloaded
-from peerd.core.messages.progress import StageProgress
-from peerd.core.messages.swarm import PostsHeld, WhichPosts
 from peerd.machine.swarm.stage_choice import Move
+from peerd.messages.progress import StageProgress
+from peerd.messages.swarm import PostsHeld, WhichPosts
 from peerd.service.conductor.rivals import POSTS
 from peerd.service.conductor.stage_finder import StageFinder
 from peerd.service.rpc.rpc_types import Answer, Incoming

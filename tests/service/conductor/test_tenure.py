@@ -8,9 +8,9 @@ from trio.testing import MockClock
 
 from peerd.core.keys import Keypair
 from peerd.core.limits import WAITS_CHARS
-from peerd.core.messages.proof import is_granted
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.swarm.events import ConductorConfig, MemberGone
+from peerd.messages.proof import is_granted
 from peerd.service.conductor.grants import GrantSigner
 from peerd.service.conductor.tenure import Tenure
 from tests.worlds.machines.conducting import hello

@@ -20,11 +20,11 @@ from peerd.core.limits import (
     DHT_TAGS_PER_CALL,
     RECORD_TAG_BYTES,
 )
-from peerd.core.messages.encoding import decode, encode
 from peerd.core.record import MAX_RECORD_BYTES, Record
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
+from peerd.messages.encoding import decode, encode
 from peerd.service.dht import codec as wire
 
 KEYS = Keypair.from_seed(b"k" * 32)

@@ -9,8 +9,8 @@ import pytest
 from peerd.core.errors import ProtocolViolation
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
-from peerd.core.messages.encoding import encode
-from peerd.core.messages.experts import Announced, Name
+from peerd.messages.encoding import encode
+from peerd.messages.experts import Announced, Name
 from peerd.service.experts.expert_directory import ExpertDirectory
 from tests.kit.mutate import mutated
 from tests.worlds.machines.fakehost import TrioClock

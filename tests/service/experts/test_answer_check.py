@@ -10,7 +10,7 @@ import pytest
 from peerd.core.blockwise import BLOCKS, CODES
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import TensorFrame, expected_bytes
-from peerd.core.messages.encoding import Empty
+from peerd.messages.encoding import Empty
 from peerd.service.experts.answer_check import AnswerCheck, is_finite
 from peerd.service.rpc.rpc import Answer
 from tests.worlds.machines.workers import InlineWorker

@@ -15,7 +15,7 @@ from peerd.core.errors import TooFewExperts
 from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.experts import Output
+from peerd.messages.experts import Output
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.network.expertworld import (
     ExpertPeer,

@@ -15,8 +15,8 @@ import trio.testing
 from peerd.core.errors import Overloaded, Refused, RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.experts import Backward, Forward, Gradient, Name, Output
 from peerd.core.run.runfile import RunFile, fingerprint
+from peerd.messages.experts import Backward, Forward, Gradient, Name, Output
 from peerd.service.experts.expert_server import ExpertServer, ServerConfig
 from peerd.service.rpc.rpc import Rpc
 from tests.kit.expert_runs import expert_run

@@ -15,12 +15,12 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
-from peerd.core.messages.swarm import LineInfo
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.network.pair_meter import OwnLine
 from peerd.machine.swarm.events import ConductorConfig
+from peerd.messages.encoding import Empty
+from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
+from peerd.messages.swarm import LineInfo
 from peerd.service.conductor.grants import GrantSigner
 from peerd.service.conductor.network_map_server import FILLED_PEERS, REPORT_PAUSE_S, NetworkMapServer
 from peerd.service.conductor.tenure import Tenure

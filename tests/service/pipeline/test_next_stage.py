@@ -14,8 +14,8 @@ from trio.testing import MockClock
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages.handover import Broken, PassAnswer, PassRequest, Ticket
-from peerd.core.messages.swarm import Receipt
+from peerd.messages.handover import Broken, PassAnswer, PassRequest, Ticket
+from peerd.messages.swarm import Receipt
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, RELAY, HandOnResult, NextStage
 from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock

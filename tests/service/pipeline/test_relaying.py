@@ -11,8 +11,8 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
-from peerd.core.messages.handover import PassAnswer, PassRequest, RelayRequest, Ticket
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
+from peerd.messages.handover import PassAnswer, PassRequest, RelayRequest, Ticket
 from peerd.service.pipeline.next_stage import PASS
 from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.service.rpc.rpc import Answer, Incoming

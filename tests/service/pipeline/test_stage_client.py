@@ -9,8 +9,8 @@ from trio.testing import MockClock
 
 from peerd.core.errors import NotFiniteHere, Overloaded, Unreachable
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.proof import grant
-from peerd.core.messages.swarm import GrantStatement, Seqs, StageAnswer
+from peerd.messages.proof import grant
+from peerd.messages.swarm import GrantStatement, Seqs, StageAnswer
 from peerd.service.pipeline.not_finite import MicrobatchNotFinite
 from peerd.service.pipeline.stage_client import StageClient, TrainerCredentials
 from peerd.service.pipeline.stage_peers import StagePeers

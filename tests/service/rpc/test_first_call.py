@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.core.messages.encoding import Empty
+from peerd.messages.encoding import Empty
 from peerd.service.access import Access
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock

@@ -7,8 +7,8 @@ from dataclasses import replace
 import trio
 
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S, RPC_STEP_BYTES
-from peerd.core.messages.encoding import Empty
 from peerd.machine.rpc.declaration import Shows
+from peerd.messages.encoding import Empty
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.wire.budget.book import Resource
 from tests.kit.declared import ANY

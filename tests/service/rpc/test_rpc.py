@@ -18,8 +18,8 @@ from peerd.core.errors import (
 )
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_IDLE_S, RPC_PENDING
-from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.rpc import message_codec as wire
+from peerd.messages.encoding import Empty, encode
 from peerd.service.rpc.inbound import renewed
 from peerd.service.rpc.loopback import LoopbackStream
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc

@@ -11,8 +11,8 @@ import trio.testing
 
 from peerd.core.errors import LocalError, PeerdError, Unreachable
 from peerd.core.ids import PeerId
-from peerd.core.messages.encoding import encode
 from peerd.machine.rpc import message_codec as wire
+from peerd.messages.encoding import encode
 from peerd.service.rpc.loopback import LoopbackStream, local_pair
 from peerd.service.rpc.outbox import GrowingPayload, Outbox
 from peerd.service.rpc.rpc import Answer, Encoded, Incoming, Rpc

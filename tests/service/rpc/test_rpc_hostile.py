@@ -16,9 +16,9 @@ from peerd.core.errors import LocalError, Overloaded, Refused, RemoteError, TooS
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STEP_BYTES
-from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.method_load import MethodName
+from peerd.messages.encoding import Empty, encode
 from peerd.service.rpc.channel import Channel
 from peerd.service.rpc.loopback import LoopbackStream, local_pair
 from peerd.service.rpc.outbox import Outbox

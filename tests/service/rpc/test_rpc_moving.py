@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock as Clock
 
 from peerd.core.errors import TooSlow
-from peerd.core.messages.encoding import Empty
+from peerd.messages.encoding import Empty
 from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host

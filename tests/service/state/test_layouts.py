@@ -8,9 +8,9 @@ from trio.testing import MockClock
 
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.state import StateItem, StateLayout, StateRequest, TensorSpec
-from peerd.core.messages.swarm import Position
+from peerd.messages.encoding import Empty
+from peerd.messages.state import StateItem, StateLayout, StateRequest, TensorSpec
+from peerd.messages.swarm import Position
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.snapshot import SnapshotFetcher
 from peerd.service.state.state_server import DECLARED, StateServer

@@ -17,9 +17,9 @@ from trio.testing import MockClock
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import STATE_COPIES, STATE_PIECE_BYTES
-from peerd.core.messages.encoding import Empty
-from peerd.core.messages.state import StateDigests, StateManifest, StatePiece, StateRequest, TensorSpec
-from peerd.core.messages.swarm import Position
+from peerd.messages.encoding import Empty
+from peerd.messages.state import StateDigests, StateManifest, StatePiece, StateRequest, TensorSpec
+from peerd.messages.swarm import Position
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.snapshot import Donors, Snapshots, StateItem
 from peerd.service.state.state_server import StateServer

@@ -11,8 +11,8 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.limits import STATE_MEETING
-from peerd.core.messages.state import StateItem, StateManifest, StateRequest
-from peerd.core.messages.swarm import Position
+from peerd.messages.state import StateItem, StateManifest, StateRequest
+from peerd.messages.swarm import Position
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from tests.service.state.test_snapshot import RUN, Counting, Donor, fetch, peers, state, values
 from tests.worlds.machines.workers import InlineWorker

@@ -11,8 +11,8 @@ from trio.testing import MockClock
 from peerd.core.errors import NoMemory, Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import STATE_NAMED_COPIES
-from peerd.core.messages.state import StateItem, StateManifest, StateRequest, TensorSpec
-from peerd.core.messages.swarm import Position
+from peerd.messages.state import StateItem, StateManifest, StateRequest, TensorSpec
+from peerd.messages.swarm import Position
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.snapshot import SnapshotFetcher, StateServer
 from peerd.service.state.state_server import STATE, Methods

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Unreachable
 from peerd.core.ids import Key
-from peerd.core.messages.contributions import Contributed, contributions_key, decode_contributed
+from peerd.messages.contributions import Contributed, contributions_key, decode_contributed
 from peerd.service.dht.dht import Dht
 from peerd.service.swarm.contributions import ContributionOf, ContributionTally
 from tests.worlds.machines.fakehost import TrioClock

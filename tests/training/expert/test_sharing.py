@@ -11,8 +11,8 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Refused
 from peerd.core.experts.grid import Uid
-from peerd.core.messages.experts import TransferAnswer, TransferRequest
 from peerd.machine.experts.sharing import HostShare
+from peerd.messages.experts import TransferAnswer, TransferRequest
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.expert.sharing import TAKE
 from tests.kit.declared import declared

@@ -11,7 +11,7 @@ import torch
 import trio
 
 from peerd.core.errors import PeerdError, Refused
-from peerd.core.messages.swarm import Position
+from peerd.messages.swarm import Position
 from peerd.training.user_loop.handoff import GradientHandoff, Gradients
 
 HERE = Position(3, b"here")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from peerd.core.messages.swarm import Done, Mb, Position
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.swarm.events import MemberHello, SendPrepare, TrainerReport
 from peerd.machine.swarm.roster import START
+from peerd.messages.swarm import Done, Mb, Position
 
 
 def hello(peer: str, position: Position = START, *, stage: int = 0, **more: object) -> MemberHello:

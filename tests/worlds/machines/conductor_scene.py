@@ -12,10 +12,10 @@ import trio
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.swarm import Conducts, Mbs, MemberSync, Position, Seqs, TrainerSync
 from peerd.machine.positions.proven_positions import Backing
 from peerd.machine.swarm.events import ConductorConfig, Event, SendMove, SendPrepare
 from peerd.machine.swarm.roster import START
+from peerd.messages.swarm import Conducts, Mbs, MemberSync, Position, Seqs, TrainerSync
 from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from peerd.core.messages.swarm import Mbs, Prepare
 from peerd.machine.averaging.topology import GroupTopology, OrderedGroup
+from peerd.messages.swarm import Mbs, Prepare
 
 
 def rounds_of(grouping: GroupTopology, names: tuple[str, ...]) -> list[tuple[OrderedGroup, ...]]:

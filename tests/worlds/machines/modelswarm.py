@@ -14,7 +14,6 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from peerd.core.messages.swarm import Done, LineInfo, Mb, Position, Redo
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
@@ -32,6 +31,7 @@ from peerd.machine.swarm.events import (
     TrainerReport,
 )
 from peerd.machine.swarm.roster import START
+from peerd.messages.swarm import Done, LineInfo, Mb, Position, Redo
 
 STAGES, BATCH = 2, 6
 Bag = frozenset[tuple[Mb, int]]

@@ -25,7 +25,7 @@ from peerd.core.errors import (
     Unreachable,
 )
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.encoding import Empty, Message
+from peerd.messages.encoding import Empty, Message
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from peerd.service.rpc.rpc_types import RpcHost
 from tests.kit.declared import ANY, declared

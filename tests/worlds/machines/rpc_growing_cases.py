@@ -13,8 +13,8 @@ import trio
 
 from peerd.core.errors import LocalError, PeerdError, Refused, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.encoding import encode
 from peerd.machine.rpc import message_codec as wire
+from peerd.messages.encoding import encode
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming
 from peerd.service.rpc.rpc_types import RpcStream
 from tests.kit.declared import ANY

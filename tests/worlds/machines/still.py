@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peerd.core.messages.state import StateItem, TensorSpec
+from peerd.messages.state import StateItem, TensorSpec
 
 
 class Still:

@@ -15,8 +15,8 @@ from peerd.core.errors import Refused
 from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Grid, Uid, bitmap, grid_of
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.experts import Announced, Backward, Forward, Gradient, Name, Output
 from peerd.core.run.runfile import RunFile
+from peerd.messages.experts import Announced, Backward, Forward, Gradient, Name, Output
 from peerd.service.experts.expert_client import ExpertClient
 from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.rpc.rpc import Answer, Incoming

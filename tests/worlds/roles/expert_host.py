@@ -9,7 +9,7 @@ import trio
 
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.core.experts.grid import Uid, grid_of
-from peerd.core.messages.experts import Backward, Forward, Gradient, Output
+from peerd.messages.experts import Backward, Forward, Gradient, Output
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.kit.declared import declared

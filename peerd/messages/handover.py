@@ -17,9 +17,9 @@ import msgspec
 
 from peerd.core.ids import is_peer_text
 from peerd.core.limits import ATTEMPTS, BROKEN_CHARS, STAGES
-from peerd.core.messages.encoding import Message
-from peerd.core.messages.microbatches import PeerText, Seq
-from peerd.core.messages.swarm import Fingerprint, Grant, Rate, Receipt, Signature, StageNumber, StepNumber
+from peerd.messages.encoding import Message
+from peerd.messages.microbatches import PeerText, Seq
+from peerd.messages.swarm import Fingerprint, Grant, Rate, Receipt, Signature, StageNumber, StepNumber
 
 Attempt = Annotated[int, msgspec.Meta(ge=0, lt=ATTEMPTS)]
 Way = Literal["", "direct", "relay", "trainer"]  # path to the next stage: unused, a link, a circuit, via the trainer

@@ -26,9 +26,9 @@ from peerd.core.errors import ConfigError, ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.keys import SIGNATURE_BYTES, verify
 from peerd.core.limits import RUN_FILE_BYTES
-from peerd.core.messages.encoding import BAD_INPUT, Message
 from peerd.core.run.check_line import own_keys
 from peerd.core.run.runfile import LineSection, RunFile
+from peerd.messages.encoding import BAD_INPUT, Message
 
 SERVICE: Final = "run/1"
 METHOD: Final = "run/1/file"

@@ -11,8 +11,9 @@ import pytest
 from peerd.core.experts.grid import Uid
 from peerd.core.keys import Keypair
 from peerd.core.limits import EXPERT_PLACES
-from peerd.core.messages.encoding import Message, decode, encode
-from peerd.core.messages.experts import (
+from peerd.core.varint import encode_varint
+from peerd.messages.encoding import Message, decode, encode
+from peerd.messages.experts import (
     Announced,
     Backward,
     CheckpointRef,
@@ -29,7 +30,6 @@ from peerd.core.messages.experts import (
     TransferRequest,
     state_root,
 )
-from peerd.core.varint import encode_varint
 
 OWNER, OTHER = Keypair.from_seed(bytes(32)), Keypair.from_seed(bytes([1]) * 32)
 GOLDEN = Path(__file__).parents[2] / "golden"

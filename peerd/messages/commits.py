@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 
 from peerd.core.limits import MEMBERS
-from peerd.core.messages.encoding import Message
-from peerd.core.messages.swarm import Digest, Fingerprint, PeerText, Position, Signature, StageNumber
+from peerd.messages.encoding import Message
+from peerd.messages.swarm import Digest, Fingerprint, PeerText, Position, Signature, StageNumber
 
 
 class CommitStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -13,8 +13,8 @@ import msgspec
 
 from peerd.core.ids import Key
 from peerd.core.limits import COUNTED_PAGES, COUNTED_ROWS, FORESEEABLE_S, LINE_BYTES_PER_S
-from peerd.core.messages.encoding import Message, decode
-from peerd.core.messages.token import Seconds, TokenData
+from peerd.messages.encoding import Message, decode
+from peerd.messages.token import Seconds, TokenData
 
 StepSeconds = Annotated[float, msgspec.Meta(ge=0, le=FORESEEABLE_S)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]

@@ -19,9 +19,9 @@ from peerd.core.limits import (
     NETWORK_REPORT_PAIRS,
     NETWORK_RTT_S,
 )
-from peerd.core.messages.encoding import Message
-from peerd.core.messages.microbatches import PeerText
-from peerd.core.messages.swarm import Fingerprint
+from peerd.messages.encoding import Message
+from peerd.messages.microbatches import PeerText
+from peerd.messages.swarm import Fingerprint
 
 RoundTrip = Annotated[float, msgspec.Meta(ge=0, le=NETWORK_RTT_S)]  # seconds; 0: unknown
 SeenRate = Annotated[float, msgspec.Meta(ge=0, le=LINE_BYTES_PER_S)]  # bytes/s; 0: unknown

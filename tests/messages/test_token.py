@@ -13,20 +13,9 @@ from hypothesis import strategies as st
 from peerd.core.errors import ConfigError, ProtocolViolation
 from peerd.core.keys import Keypair
 from peerd.core.limits import REVOKED_BYTES, REVOKED_TOKENS, TOKEN_BYTES
-from peerd.core.messages.contributions import Contributed, decode_contributed
-from peerd.core.messages.encoding import encode
-from peerd.core.messages.token import (
-    Revoked,
-    Token,
-    age,
-    fault,
-    from_text,
-    normal_roles,
-    seal,
-    signed_by,
-    to_text,
-    unseal,
-)
+from peerd.messages.contributions import Contributed, decode_contributed
+from peerd.messages.encoding import encode
+from peerd.messages.token import Revoked, Token, age, fault, from_text, normal_roles, seal, signed_by, to_text, unseal
 
 ORGANIZER, ANN, BOB = (Keypair.from_seed(bytes([number]) * 32) for number in (1, 2, 3))
 NOW = 1_800_000_000

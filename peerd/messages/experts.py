@@ -33,11 +33,11 @@ from peerd.core.limits import (
     EXPERT_TAKING,
     KEPT_EXPERTS_PER_RECORD,
 )
-from peerd.core.messages.encoding import Message, encode
-from peerd.core.messages.state import DIGEST_BYTES, Bytes
-from peerd.core.messages.swarm import AddrText, Fingerprint, Moment
-from peerd.core.messages.token import TokenData
 from peerd.core.record import Signer
+from peerd.messages.encoding import Message, encode
+from peerd.messages.state import DIGEST_BYTES, Bytes
+from peerd.messages.swarm import AddrText, Fingerprint, Moment
+from peerd.messages.token import TokenData
 
 _DOMAIN: Final = b"peerd expert checkpoint 1\0"
 

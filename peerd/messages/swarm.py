@@ -31,13 +31,13 @@ from peerd.core.limits import (
     STAGES,
     WAITS_CHARS,
 )
-from peerd.core.messages.contributions import Rest
-from peerd.core.messages.encoding import Message
-from peerd.core.messages.microbatches import Mb as Mb
-from peerd.core.messages.microbatches import Mbs as Mbs
-from peerd.core.messages.microbatches import PeerText as PeerText
-from peerd.core.messages.microbatches import Seq as Seq
-from peerd.core.messages.microbatches import Seqs as Seqs
+from peerd.messages.contributions import Rest
+from peerd.messages.encoding import Message
+from peerd.messages.microbatches import Mb as Mb
+from peerd.messages.microbatches import Mbs as Mbs
+from peerd.messages.microbatches import PeerText as PeerText
+from peerd.messages.microbatches import Seq as Seq
+from peerd.messages.microbatches import Seqs as Seqs
 
 AddrText = Annotated[str, msgspec.Meta(max_length=512)]
 StepNumber = Annotated[int, msgspec.Meta(ge=0, le=LAST_STEP)]
@@ -61,7 +61,7 @@ Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The conductor's signed statement that it admitted these microbatches of one trainer; see core/messages/proof.
+    """The conductor's signed statement that it admitted these microbatches of one trainer; see messages/proof.
 
     Without microbatches, it lets the trainer evaluate.
     """
@@ -383,7 +383,7 @@ class Moved(Message, frozen=True):
 
     position: Position
     digest: Digest = b""  # of a commit: of the mean that it stepped with,
-    signature: Signature = b""  # and its signature of the commit; see core/messages/commits
+    signature: Signature = b""  # and its signature of the commit; see messages/commits
 
 
 class Conducts(Message, frozen=True):

@@ -26,8 +26,8 @@ from peerd.core.errors import ConfigError, ProtocolViolation
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import SIGNATURE_BYTES, verify
 from peerd.core.limits import REVOKED_BYTES, REVOKED_TOKENS, TOKEN_BYTES, TOKEN_NAME_CHARS, TOKEN_ROLES
-from peerd.core.messages.encoding import Message, decode, encode
 from peerd.core.record import Signer
+from peerd.messages.encoding import Message, decode, encode
 
 NO_TOKEN: Final = "no valid token"  # begins every refusal for lack of a token
 ID_BYTES: Final = 8

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.errors import ProtocolViolation
-from peerd.core.messages.encoding import Message, decode, encode
-from peerd.core.messages.swarm import MAX_MICROBATCHES, Seqs
+from peerd.messages.encoding import Message, decode, encode
+from peerd.messages.swarm import MAX_MICROBATCHES, Seqs
 
 
 class Sample(Message, frozen=True):

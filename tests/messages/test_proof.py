@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from peerd.core.keys import Keypair
-from peerd.core.messages import proof
-from peerd.core.messages.swarm import Grant, GrantStatement, Mb, Receipt, Seqs
+from peerd.messages import proof
+from peerd.messages.swarm import Grant, GrantStatement, Mb, Receipt, Seqs
 
 RUN, OTHER_RUN = b"r" * 16, b"s" * 16
 CONDUCTOR, TRAINER, STRANGER = (Keypair(bytes([n]) * 32) for n in (1, 2, 3))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from peerd.core.errors import LocalError, ProtocolViolation
-from peerd.core.messages.encoding import Empty, Message, decode, encode
+from peerd.messages.encoding import Empty, Message, decode, encode
 
 
 class Inner(Message, frozen=True):

@@ -16,9 +16,9 @@ from peerd.core.limits import (
     NETWORK_REPORT_PAIRS,
     NETWORK_RTT_S,
 )
-from peerd.core.messages.encoding import Message, decode, encode
-from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
 from peerd.core.varint import encode_varint
+from peerd.messages.encoding import Message, decode, encode
+from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
 
 RUN = bytes(range(16))
 GOLDEN = Path(__file__).parents[2] / "golden" / "network_v1.bin"

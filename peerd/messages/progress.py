@@ -14,9 +14,9 @@ import msgspec
 
 from peerd.core.ids import Key
 from peerd.core.limits import FORESEEABLE_S, JOINER_STAGES, KEPT_SETS, MICROBATCHES, STAGES
-from peerd.core.messages.encoding import Message, decode, encode
-from peerd.core.messages.swarm import AddrText, Moment, PeerText, Position, StageNumber
-from peerd.core.messages.token import TokenData
+from peerd.messages.encoding import Message, decode, encode
+from peerd.messages.swarm import AddrText, Moment, PeerText, Position, StageNumber
+from peerd.messages.token import TokenData
 
 OVERDUE_S: Final = 15.0  # a missed forecast means "any moment" for this long; later it is ignored
 ShortText = Annotated[str, msgspec.Meta(max_length=200)]

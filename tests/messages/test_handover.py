@@ -14,11 +14,11 @@ from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import is_peer_text
 from peerd.core.keys import Keypair
 from peerd.core.limits import ATTEMPTS, BROKEN_CHARS, STAGES
-from peerd.core.messages.encoding import Message, decode, encode
-from peerd.core.messages.handover import Broken, Hop, NotFiniteAt, PassAnswer, PassRequest, RelayRequest, Ticket
-from peerd.core.messages.proof import grant, is_ticket_of, receipt, signed_ticket
-from peerd.core.messages.swarm import GrantStatement, Mb, Receipt, Seqs
 from peerd.core.varint import encode_varint
+from peerd.messages.encoding import Message, decode, encode
+from peerd.messages.handover import Broken, Hop, NotFiniteAt, PassAnswer, PassRequest, RelayRequest, Ticket
+from peerd.messages.proof import grant, is_ticket_of, receipt, signed_ticket
+from peerd.messages.swarm import GrantStatement, Mb, Receipt, Seqs
 
 CONDUCTOR, TRAINER, *STAGE_KEYS = (Keypair.from_seed(bytes([n]) * 32) for n in range(5))
 OWN, ROUTE = TRAINER.peer_id.text, [key.peer_id.text for key in STAGE_KEYS]

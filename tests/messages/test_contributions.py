@@ -11,10 +11,10 @@ from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import COUNTED_ROWS, TOKEN_BYTES
-from peerd.core.messages.contributions import PAGE_SUFFIXES, CountedPage, CountedRow, counted_key, decode_counted
-from peerd.core.messages.encoding import encode
 from peerd.core.record import Record, Verifier
 from peerd.machine.dht.store import Store, Verdict
+from peerd.messages.contributions import PAGE_SUFFIXES, CountedPage, CountedRow, counted_key, decode_counted
+from peerd.messages.encoding import encode
 
 MOST = (1 << 62) - 1
 ROW = CountedRow(b"k" * 32, MOST, MOST)

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from peerd.core.messages.encoding import BAD_INPUT
+from peerd.messages.encoding import BAD_INPUT
 
 DIFFERENCES: Final = 12  # listed at most
 _VALUE_CHARS: Final = 160

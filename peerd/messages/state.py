@@ -24,8 +24,8 @@ import msgspec
 
 from peerd.core.frame import DTYPES
 from peerd.core.limits import STATE_PIECE_BYTES, STATE_PIECES
-from peerd.core.messages.encoding import Message
-from peerd.core.messages.swarm import Fingerprint, Position, StageNumber, StepNumber
+from peerd.messages.encoding import Message
+from peerd.messages.swarm import Fingerprint, Position, StageNumber, StepNumber
 
 STATE_ALIGN_BYTES: Final = 64
 DIGEST_BYTES: Final = 32

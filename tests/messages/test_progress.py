@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.limits import FORESEEABLE_S
-from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.progress import (
-    StageProgress,
-    decode_stage,
-    encode_progress,
-    followed_most,
-    foretold_in_s,
-    pause_s,
-)
-from peerd.core.messages.swarm import Forecast, MemberAnswer
+from peerd.messages.encoding import decode, encode
+from peerd.messages.progress import StageProgress, decode_stage, encode_progress, followed_most, foretold_in_s, pause_s
+from peerd.messages.swarm import Forecast, MemberAnswer
 
 TOLD = StageProgress(0, 1.0, 7, 4, 9.5, "cpu", "a", "", [])
 WALL = 1.7e9

@@ -18,10 +18,10 @@ import msgspec
 
 from peerd.core.ids import PeerId
 from peerd.core.keys import verify
-from peerd.core.messages.commits import CommitStatement, Committed
-from peerd.core.messages.encoding import encode
-from peerd.core.messages.handover import Ticket, TicketStatement
-from peerd.core.messages.swarm import Grant, GrantStatement, Mb, Position, Receipt, ReceiptStatement
+from peerd.messages.commits import CommitStatement, Committed
+from peerd.messages.encoding import encode
+from peerd.messages.handover import Ticket, TicketStatement
+from peerd.messages.swarm import Grant, GrantStatement, Mb, Position, Receipt, ReceiptStatement
 
 _GRANT: Final = b"peerd grant 1\0"
 _RECEIPT: Final = b"peerd receipt 1\0"

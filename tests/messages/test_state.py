@@ -8,15 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.messages.state import (
-    DIGEST_BYTES,
-    STATE_ALIGN_BYTES,
-    StateLayout,
-    TensorSpec,
-    piece_digest,
-    read_layout,
-)
-from peerd.core.messages.swarm import Position
+from peerd.messages.state import DIGEST_BYTES, STATE_ALIGN_BYTES, StateLayout, TensorSpec, piece_digest, read_layout
+from peerd.messages.swarm import Position
 
 sizes = st.lists(st.integers(0, 300), max_size=8)
 
