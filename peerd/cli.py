@@ -30,13 +30,13 @@ from peerd.commands.grouped_help import ORGANIZE, TAKE_PART, USE, GroupedCommand
 from peerd.commands.plan import plan
 from peerd.control.guest import GuestFlags, JoinRequest, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
-from peerd.core.run.runfile import LimitsSection
 from peerd.core.version import VERSION
+from peerd.run.runfile import LimitsSection
 
 if TYPE_CHECKING:
-    from peerd.config import LoadedRun
-    from peerd.core.run.runfile import RunFile
     from peerd.role import Role
+    from peerd.run.config import LoadedRun
+    from peerd.run.runfile import RunFile
 
 # A fixed port, so that a published join line stays valid.
 BACKBONE_LISTEN: Final = ("/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337")
@@ -150,8 +150,8 @@ def join(
 def _by_link(text: str, flags: Flags, wish: JoinRequest) -> Flags:
     """Fetch and accept the run file of a join link. Returns the flags with that file."""
     from peerd.commands import joining
-    from peerd.home import run_data_dir
     from peerd.messages.run_link import JoinLink
+    from peerd.run.home import run_data_dir
 
     if flags.file is not None:
         raise ConfigError("pass either a join link peerd://... or --model FILE, not both")
@@ -236,7 +236,7 @@ def identity(
 
     With --model, --run or --data-dir: the id that `peerd join` uses, created if missing.
     """
-    from peerd import home
+    from peerd.run import home
 
     name = run or (loaded.run.run if (loaded := _load(model, None, None, None)) is not None else None)
     if data_dir is not None or name is not None:
@@ -364,7 +364,7 @@ def _start(flags: Flags) -> None:
 def _load(
     file: Path | None, bootstrap: list[str] | None, listen: list[str] | None, announce: list[str] | None
 ) -> LoadedRun | None:
-    from peerd import config
+    from peerd.run import config
 
     config.check_addresses("--bootstrap", bootstrap or [])
     config.check_addresses("--listen", listen or [])
@@ -431,7 +431,7 @@ def _device(name: str) -> str:
 
 def home_of(run: RunFile | None, roles: list[str]) -> Path:
     """The default data directory of a run or of roles."""
-    from peerd.home import data_root, default_data_dir, run_data_dir
+    from peerd.run.home import data_root, default_data_dir, run_data_dir
 
     if run is not None:
         return run_data_dir(run.run, roles)

@@ -24,7 +24,6 @@ import trio
 from peerd.commands.status.progress_line import tell_progress
 from peerd.commands.status.status_board import RoleState, StatusBoard
 from peerd.commands.status.waits import WaitLogger
-from peerd.contents import digest_at, named_files
 from peerd.control import memory_limit, socket
 from peerd.control.company import Company, CompanyConfig
 from peerd.control.connectivity import Connectivity, ConnectivityConfig, relaying
@@ -37,12 +36,13 @@ from peerd.core.addr import parse_addr, parse_announced, peers_named, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import LimitsSection, RunFile
 from peerd.devices import Devices
-from peerd.home import make_private_dir, socket_path
 from peerd.log import EventLog, plain
 from peerd.messages.run_link import best_link
 from peerd.role import Role, RoleContext
+from peerd.run.contents import digest_at, named_files
+from peerd.run.home import make_private_dir, socket_path
+from peerd.run.runfile import LimitsSection, RunFile
 from peerd.service.access import Access
 from peerd.service.peer_stack import PeerStack
 from peerd.service.run_services import RunServices

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import trio
 
-from peerd.core.run.runfile import LimitsSection
 from peerd.core.work import Worker
+from peerd.run.runfile import LimitsSection
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from types import ModuleType
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
-from peerd import local_code
 from peerd.core.errors import ConfigError
 from peerd.log import clean
 from peerd.role import Role
+from peerd.run import local_code
 
 GROUP = "peerd.roles"
 

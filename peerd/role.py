@@ -15,9 +15,9 @@ from typing import ClassVar, Protocol, runtime_checkable
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.run.runfile import RunFile
 from peerd.core.work import RateLimitedRead, Worker, read_at_once
 from peerd.log import EventLog
+from peerd.run.runfile import RunFile
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.run_services import RunServices

@@ -12,9 +12,9 @@ from typing import ClassVar
 
 import trio
 
-from peerd.core.run.runfile import RunFile
 from peerd.messages.swarm import MemberAnswer, Position, Prepare, Prepared
 from peerd.role import RoleContext
+from peerd.run.runfile import RunFile
 from peerd.service.pipeline.stage_calls import StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.helper_rounds import HelperRounds

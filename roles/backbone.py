@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import trio
 
 from peerd.core.errors import ConfigError, RemoteError, missing_package
-from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
 from peerd.messages.progress import pause_s
 from peerd.messages.run_link import RunFileAnswer, best_link, shared_file
 from peerd.messages.swarm import Position
 from peerd.role import RoleContext
+from peerd.run.runfile import RunFile
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk
 from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature

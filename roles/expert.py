@@ -16,9 +16,9 @@ from peerd.compute.experts.blocks import try_block
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.memory import experts_that_fit
 from peerd.core.errors import ConfigError
-from peerd.core.experts.grid import Uid
-from peerd.core.run.runfile import RunFile, unused_precision
 from peerd.role import RoleContext
+from peerd.run.grid import Uid
+from peerd.run.runfile import RunFile, unused_precision
 from peerd.service.swarm.contributions import PERIOD_S
 from peerd.training.expert.host import ExpertHost
 from peerd.training.expert.vault_keeper import VaultKeeper

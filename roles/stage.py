@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from peerd.compute.model.dry_run import try_layers
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from peerd.training.stage.member import StageMember
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from peerd.compute.model.assemble import load_whole_model
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from scripts.plain_torch import PlainTraining
 
 PERIOD: Final = bytes(range(97, 97 + 26)) + b"ABCDEF"  # as long as the stride between samples, so that all are equal

@@ -43,7 +43,7 @@ from peerd.compute.model.stage_module import StageModule
 from peerd.core.blockwise import CODES
 from peerd.core.decoders import convert
 from peerd.core.model.model_size import stage_sizes
-from peerd.core.run.runfile import LimitsSection, RunFile
+from peerd.run.runfile import LimitsSection, RunFile
 from scripts.alike import CONTEXT, alike_run, difference, write_text
 from scripts.check_report import add_json, data_folder, show
 from scripts.plain_torch import PlainTraining, median_step_s

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peerd.control import socket
-from peerd.home import socket_path
+from peerd.run.home import socket_path
 
 
 class PeerdProcess:

@@ -27,7 +27,7 @@ from peerd.compute.data.stream import samples_of
 from peerd.compute.model.partition import build
 from peerd.compute.model.precision import Precision
 from peerd.core.decoders import convert
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from scripts.process_usage import look_at, resident_peak
 
 ROOT: Final = Path(__file__).resolve().parents[1]

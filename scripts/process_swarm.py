@@ -28,7 +28,7 @@ from typing import Any, Final, Protocol, Self
 import yaml
 
 from peerd.core.keys import Keypair
-from peerd.home import IDENTITY_FILE, write_atomically
+from peerd.run.home import IDENTITY_FILE, write_atomically
 from scripts.peerd_process import PeerdProcess
 from scripts.process_usage import cpu_s, others_s
 from scripts.waiting import eventually

@@ -27,7 +27,7 @@ if __package__ in (None, ""):  # run as a script, so the repository is not on th
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peerd.core.decoders import convert
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from scripts.alike import CONTEXT, alike_run, difference, write_text
 from scripts.check_report import add_json, data_folder, show
 from scripts.peerd_process import PeerdProcess

@@ -12,7 +12,7 @@ import pytest
 
 from peerd import __version__
 from peerd.cli import home_of, invoke
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 
 def test_version_and_help_go_to_stdout_with_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:

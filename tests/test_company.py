@@ -24,7 +24,7 @@ from peerd.control.snapshot import StatusSnapshot, decode_status
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import Unreachable
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from peerd.sim.simnet import SimNet
 from tests.test_daemon import Peer, Quiet
 from tests.test_view import plain_text

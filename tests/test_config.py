@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import yaml
 
-from peerd.config import check_addresses, load_run
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import RunFile, SourceSection, sources_of
+from peerd.run.config import check_addresses, load_run
+from peerd.run.runfile import RunFile, SourceSection, sources_of
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from peerd.config import load_run
-from peerd.contents import named_files, not_compared, source_of, unknown, with_digests
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import ExpertsSection, ModelSection, PipelineSection, RunFile, fingerprint
+from peerd.run.config import load_run
+from peerd.run.contents import named_files, not_compared, source_of, unknown, with_digests
+from peerd.run.runfile import ExpertsSection, ModelSection, PipelineSection, RunFile, fingerprint
 
 
 @pytest.fixture(autouse=True)

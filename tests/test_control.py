@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import trio
 
-from peerd import home
 from peerd.control import socket
 from peerd.core.errors import ConfigError, PeerdError
+from peerd.run import home
 
 pytestmark = pytest.mark.socket
 

@@ -18,11 +18,11 @@ from peerd.control import socket
 from peerd.control.connectivity import relaying
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.daemon import Daemon, DaemonPlan, LocalResources
-from peerd.home import socket_path
 from peerd.log import EventLog
 from peerd.role import RoleContext
+from peerd.run.home import socket_path
+from peerd.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.service.peer_stack import peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport

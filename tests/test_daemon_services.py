@@ -13,7 +13,7 @@ import trio.testing
 
 from peerd.control import socket
 from peerd.daemon import Daemon
-from peerd.home import socket_path
+from peerd.run.home import socket_path
 from tests.test_daemon import Quiet, peer
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from peerd.config import load_run
 from peerd.control.role_status import RoleFigures
 from peerd.control.snapshot import StatusSnapshot, TrafficStatus
 from peerd.core.errors import ConfigError
@@ -26,6 +25,7 @@ from peerd.demo.expert_scene import ExpertScene, handed_on
 from peerd.demo.scene import ProcessRow, Scene
 from peerd.demo.screen import LineScreen, picture
 from peerd.demo.setting import DemoConfig, prepare
+from peerd.run.config import load_run
 from peerd.screen.frame import compose
 
 

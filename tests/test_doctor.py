@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import trio
 
-from peerd import home
 from peerd.cli import invoke
 from peerd.commands.doctor.network_checks import NetworkTarget, bootstrap_checks
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.messages.token import Token, seal, to_text
+from peerd.run import home
 from peerd.service.peer_stack import peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.programs import stack_on, swarm

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from peerd import home
 from peerd.core.errors import ConfigError
+from peerd.run import home
 
 
 def test_an_identity_is_made_once_and_kept_private(tmp_path: Path) -> None:

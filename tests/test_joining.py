@@ -11,20 +11,13 @@ import pytest
 
 from peerd.cli import invoke
 from peerd.commands import joining
-from peerd.config import load_run
 from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import (
-    AccessSection,
-    LineSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-)
 from peerd.messages.run_link import JoinLink, RunFileAnswer, shared_run
 from peerd.messages.token import Token, seal, to_text
+from peerd.run.config import load_run
+from peerd.run.runfile import AccessSection, LineSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 
 LINK = JoinLink("198.51.100.7", 31337, Keypair.from_seed(b"a" * 32).peer_id, "r")
 RUN = RunFile(

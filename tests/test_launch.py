@@ -15,17 +15,18 @@ import trio
 import trio.testing
 from rich.console import Console
 
-from peerd import daemon, home
+from peerd import daemon
 from peerd.commands.status import status_view
 from peerd.control import socket
 from peerd.control.open_hours import OpenHours
 from peerd.control.rester import Rester
 from peerd.control.snapshot import StatusSnapshot, decode_status
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import LimitsSection
 from peerd.daemon import DaemonPlan
 from peerd.launch import grounded, in_its_hours
 from peerd.log import EventLog
+from peerd.run import home
+from peerd.run.runfile import LimitsSection
 from peerd.sim.clock import EPOCH_S, SimClock
 from peerd.wire.clock import RealClock
 from tests.test_daemon import Quiet

@@ -22,11 +22,11 @@ from torch import nn
 
 import peerd
 from peerd.compute.checkpoint import Checkpoints
-from peerd.config import load_run
 from peerd.control import leave_deadlines
 from peerd.core.errors import ConfigError, PeerdError, Unreachable
-from peerd.core.run.runfile import LimitsSection, fingerprint
 from peerd.library import background
+from peerd.run.config import load_run
+from peerd.run.runfile import LimitsSection, fingerprint
 from tests.kit.amount import thorough
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]

@@ -30,12 +30,12 @@ from peerd.compute.model.footprint import footprint
 from peerd.compute.run_record import write_record
 from peerd.core.errors import PeerdError
 from peerd.core.keys import Keypair
-from peerd.core.run.check_line import LINE_BYTES, LINE_RULES, Between, Rule
-from peerd.core.run.public_ip import is_public
-from peerd.core.run.runfile import RunFile, disk_bytes, fingerprint, sources_of
 from peerd.daemon import DaemonPlan
 from peerd.messages.run_link import JoinLink, RunFileAnswer
 from peerd.messages.token import Token, seal, to_text
+from peerd.run.check_line import LINE_BYTES, LINE_RULES, Between, Rule
+from peerd.run.public_ip import is_public
+from peerd.run.runfile import RunFile, disk_bytes, fingerprint, sources_of
 from tests.kit.line_runs import INSTALLED, Home, watch
 from tests.kit.runs import changed
 

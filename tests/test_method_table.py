@@ -12,8 +12,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import CheckpointSection, ExpertsSection, LimitsSection, ModelSection, RunFile
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
+from peerd.run.runfile import CheckpointSection, ExpertsSection, LimitsSection, ModelSection, RunFile
 from peerd.service import access
 from peerd.service.rpc.served_call import Method
 from peerd.service.rpc.server import Server

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from peerd import registry
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.run.runfile import ExpertsSection, RunFile
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import trio
 
-from peerd import home
 from peerd.cli import invoke
 from peerd.control import token_files as membership
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import AccessSection, RunFile
 from peerd.machine.access.members import RunMembers
 from peerd.messages.token import Revoked, Token, from_text, signed_by, unseal
+from peerd.run import home
+from peerd.run.runfile import AccessSection, RunFile
 
 ANN = Keypair.from_seed(b"a" * 32)
 BOB = Keypair.from_seed(b"b" * 32)

@@ -51,7 +51,7 @@ def export(
     Writes the weights (safetensors), the config and, for a gpt, a Python script that runs it with torch, without peerd.
     """
     from peerd.compute.export import export as work
-    from peerd.config import load_run
+    from peerd.run.config import load_run
 
     if run_dir is not None and backbone is not None:
         raise ConfigError("RUN_DIR and --backbone are both given; pass only one of them")
@@ -74,7 +74,7 @@ def _root(run_dir: Path | None, backbone: Path | None) -> Path:
     """Folder to search for checkpoints: of a backbone's data directory, the subfolder `backbone` if it exists."""
     if backbone is not None:
         return backbone / "backbone" if (backbone / "backbone").is_dir() else backbone
-    from peerd.home import data_root
+    from peerd.run.home import data_root
 
     return run_dir if run_dir is not None else data_root()
 

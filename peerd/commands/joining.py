@@ -18,22 +18,22 @@ import trio
 import typer
 from msgspec import structs
 
-from peerd.config import RUN_FILE
-from peerd.contents import allowed_code, with_digests
 from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError, PeerdError, ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.run.check import check
-from peerd.core.run.check_line import function_file
-from peerd.core.run.runfile import LineSection, RunFile, sources_of
-from peerd.home import make_private_dir, write_atomically
 from peerd.log import clean
 from peerd.messages.run_link import JoinLink, RunFileAnswer, is_local, plain_tree, shared_run
 from peerd.messages.token import Token, from_text, signed_by
+from peerd.run.check import check
+from peerd.run.check_line import function_file
+from peerd.run.config import RUN_FILE
+from peerd.run.contents import allowed_code, with_digests
+from peerd.run.home import make_private_dir, write_atomically
+from peerd.run.runfile import LineSection, RunFile, sources_of
+from peerd.run.typed_yaml import parse_yaml, to_yaml
 from peerd.service.peer_stack import peer_stack
 from peerd.service.run_offer import fetch_file
-from peerd.typed_yaml import parse_yaml, to_yaml
 from peerd.wire.clock import RealClock
 from peerd.wire.tcp.tcp_transport import TcpTransport
 

@@ -116,10 +116,10 @@ def sign(
 
     Other people's backbones need the signature to send the run file to newcomers.
     """
-    from peerd.config import load_run
     from peerd.core.errors import ConfigError
-    from peerd.home import load_identity
     from peerd.messages.run_link import DOMAIN, shared_file
+    from peerd.run.config import load_run
+    from peerd.run.home import load_identity
 
     run = load_run(file).run
     place, book = _book(data_dir)
@@ -131,7 +131,7 @@ def sign(
 
 def _book(data_dir: Path | None) -> tuple[Path, TokenBook]:
     from peerd.control.token_files import TokenBook
-    from peerd.home import ORGANIZER_DIR, data_root, load_identity, make_private_dir
+    from peerd.run.home import ORGANIZER_DIR, data_root, load_identity, make_private_dir
 
     place = make_private_dir(data_dir or data_root() / ORGANIZER_DIR)
     return place, TokenBook(place, load_identity(place))

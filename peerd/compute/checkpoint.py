@@ -26,7 +26,7 @@ from peerd.compute.frozen_state import FrozenState, write_state
 from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
-from peerd.home import sync
+from peerd.run.home import sync
 
 FORMAT: Final = 1
 _UNKNOWN_DIGEST: Final = "0" * 16  # placeholder in the name of a file that is being written

@@ -16,9 +16,9 @@ import msgspec
 
 from peerd.core.decoders import convert, from_json
 from peerd.core.errors import ConfigError
-from peerd.core.run.check import check
-from peerd.core.run.runfile import FINGERPRINT_SECTIONS, RunFile
-from peerd.home import write_atomically
+from peerd.run.check import check
+from peerd.run.home import write_atomically
+from peerd.run.runfile import FINGERPRINT_SECTIONS, RunFile
 
 NAME: Final = "run.json"
 TOKENIZER: Final = "tokenizer.json"

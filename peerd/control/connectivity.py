@@ -14,11 +14,11 @@ import trio
 
 from peerd.core.clock import Clock
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import LimitsSection
 from peerd.machine.connectivity.reachability import advice
 from peerd.machine.connectivity.relay import RelayConfig
 from peerd.net.gateway.router import Router
 from peerd.net.relay.circuit_transport import Circuits
+from peerd.run.runfile import LimitsSection
 from peerd.service.connectivity.autonat import AutoNat, AutoNatConfig, port_of
 from peerd.service.connectivity.hole_puncher import HolePuncher
 from peerd.service.connectivity.lan_discovery import Finder, LanDiscovery, own_finder

@@ -18,8 +18,8 @@ from typing import Any, Final
 from msgspec import structs
 
 from peerd.core.errors import ConfigError
-from peerd.core.run.check import limits_faults
-from peerd.core.run.runfile import LimitsSection
+from peerd.run.check import limits_faults
+from peerd.run.runfile import LimitsSection
 
 GUEST_NICE: Final = 10  # other programs run first; costs nothing on an idle machine
 GB: Final = 10**9

@@ -18,10 +18,10 @@ from peerd.control import socket
 from peerd.control.guest import limits_told
 from peerd.control.open_hours import OpenHours
 from peerd.core.ids import PeerId
-from peerd.core.run.runfile import LimitsSection
 from peerd.core.version import VERSION
-from peerd.home import socket_path
 from peerd.log import EventLog, plain
+from peerd.run.home import socket_path
+from peerd.run.runfile import LimitsSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

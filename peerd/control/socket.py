@@ -17,7 +17,7 @@ from typing import Any, Final
 import trio
 
 from peerd.core.errors import ConfigError, PeerdError
-from peerd.home import RunningDaemon, forget, notes, socket_path
+from peerd.run.home import RunningDaemon, forget, notes, socket_path
 
 CALLERS: Final = 8  # clients at once; enough for the watchers of one user
 ANSWER_TIMEOUT_S: Final = 10.0  # for building a snapshot and sending it

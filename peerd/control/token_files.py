@@ -24,8 +24,9 @@ from peerd.core.errors import ConfigError, ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import REVOKED_BYTES, REVOKED_TOKENS, TOKEN_NAME_CHARS, TOKEN_ROLES
-from peerd.core.run.runfile import RunFile
-from peerd.home import (
+from peerd.machine.access.members import RunMembers
+from peerd.messages.token import ID_BYTES, Revoked, Token, from_text, normal_roles, seal, to_text
+from peerd.run.home import (
     IDENTITY_FILE,
     ORGANIZER_DIR,
     data_root,
@@ -35,8 +36,7 @@ from peerd.home import (
     make_private_dir,
     write_atomically,
 )
-from peerd.machine.access.members import RunMembers
-from peerd.messages.token import ID_BYTES, Revoked, Token, from_text, normal_roles, seal, to_text
+from peerd.run.runfile import RunFile
 
 TOKEN_FILE: Final = "access.token"  # in a peer's data directory, unless the run file names another
 BOOK_DIR: Final = "tokens"  # in the organizer's data directory

@@ -22,7 +22,7 @@ from peerd.control.role_status import RoleFigures, figures_of
 from peerd.control.snapshot import StatusSnapshot, decode_status
 from peerd.core.errors import PeerdError
 from peerd.demo import tether
-from peerd.home import socket_path
+from peerd.run.home import socket_path
 
 STOP_S: Final = 10.0  # between SIGTERM and SIGKILL
 LEFT_S: Final = 5.0  # for processes that killed children have started

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from peerd.core.errors import PeerdError
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 CHARACTERS: Final = 200
 EVALUATED_BYTES: Final = 200_000  # largest file to evaluate on, which takes some seconds
@@ -73,7 +73,7 @@ def _how_to_call() -> list[str]:
 def _held_out(run: RunFile) -> Path:
     """A file of the run's validation text. If the run has few files, only a part of this one is held out."""
     from peerd.compute.data.corpus import Corpus
-    from peerd.core.run.runfile import sources_of
+    from peerd.run.runfile import sources_of
 
     key, source = sources_of(run.data)[0]
     files = [Path(str(file)) for file in Corpus(source, run.data.holdout, "valid", key).files]

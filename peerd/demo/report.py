@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from peerd.core.run.runfile import RunFile
 from peerd.demo import outcome
 from peerd.demo.children import Children
 from peerd.demo.scene import Scene
+from peerd.run.runfile import RunFile
 from peerd.screen import columns
 from peerd.screen.units import known
 

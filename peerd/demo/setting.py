@@ -14,11 +14,11 @@ import msgspec
 import yaml
 
 import peerd
-from peerd.config import load_run
 from peerd.core.errors import ConfigError
-from peerd.core.experts.grid import grid_of
-from peerd.core.run.runfile import RunFile
-from peerd.home import make_private_dir, write_atomically
+from peerd.run.config import load_run
+from peerd.run.grid import grid_of
+from peerd.run.home import make_private_dir, write_atomically
+from peerd.run.runfile import RunFile
 
 _FILES = {"stages": "tiny.yaml", "moe": "moe.yaml"}
 _IN_FLIGHT = 8  # microbatches of the trainer in flight

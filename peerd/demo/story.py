@@ -16,7 +16,6 @@ from typing import Any, Final
 import trio
 
 from peerd.core.errors import PeerdError
-from peerd.core.run.runfile import RunFile
 from peerd.demo import outcome
 from peerd.demo.children import Child, Children
 from peerd.demo.expert_scene import ExpertReport, ExpertScene
@@ -24,6 +23,7 @@ from peerd.demo.report import DemoReport, PipelineReport, common_figures
 from peerd.demo.scene import Scene
 from peerd.demo.screen import Screen, open_screen
 from peerd.demo.setting import DemoConfig, prepare
+from peerd.run.runfile import RunFile
 
 LISTEN: Final = "/ip4/127.0.0.1/tcp/0"
 PERIOD_S: Final = 0.4

@@ -29,7 +29,6 @@ from peerd.compute.model.user_model import UserModel
 from peerd.compute.user_loop.schedule import Made
 from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
-from peerd.core.run.runfile import RANK
 from peerd.daemon import Daemon
 from peerd.library.background import BackgroundConfig, Closed, failure_of, wait_until_left
 from peerd.library.loop_run import (
@@ -42,6 +41,7 @@ from peerd.library.loop_run import (
     named_of,
     shared_yaml,
 )
+from peerd.run.runfile import RANK
 from peerd.training.user_loop.averager import UserPart, role_for
 from peerd.training.user_loop.handoff import GradientHandoff
 

@@ -19,13 +19,13 @@ from typing import Final
 
 import outcome
 
-from peerd.config import check_addresses
 from peerd.control.company import CompanyConfig
 from peerd.core.errors import ConfigError, PeerdError
-from peerd.core.run.runfile import RunFile
 from peerd.daemon import Daemon, DaemonPlan, leaf
 from peerd.launch import assembled
 from peerd.role import Role
+from peerd.run.config import check_addresses
+from peerd.run.runfile import RunFile
 
 CLOSE_S: Final = 10.0  # for the daemon's drain; then the thread is abandoned, unless it still saves a state
 

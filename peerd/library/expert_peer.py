@@ -23,13 +23,13 @@ import outcome
 import trio
 
 from peerd.compute.experts.dmoe import DMoE
-from peerd.config import load_run
 from peerd.core.errors import ConfigError
-from peerd.core.experts.expert_network import ExpertCall, ExpertCaller, ExpertReply
-from peerd.core.experts.grid import Uid
-from peerd.core.run.runfile import RunFile
 from peerd.daemon import Daemon
 from peerd.library.background import BackgroundConfig, Closed, failure_of, wait_until_left
+from peerd.run.config import load_run
+from peerd.run.expert_network import ExpertCall, ExpertCaller, ExpertReply
+from peerd.run.grid import Uid
+from peerd.run.runfile import RunFile
 from peerd.training.user_loop.expert_calls import CallerPart, calls_role_for
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class ExpertPeer:
                 return trio.from_thread.run_sync(self._snapshot, trio_token=self._token)
         return {}
 
-    # --- calls to experts, as `core.experts.expert_network.ExpertCaller` ---------------
+    # --- calls to experts, as `run.expert_network.ExpertCaller` ---------------
 
     def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
         """The best `k` live experts of each sample, best first; fewer if fewer are alive."""

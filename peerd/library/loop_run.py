@@ -12,11 +12,14 @@ from torch import Tensor
 
 from peerd.compute.model.shared_buffers import Live, buffers_of
 from peerd.compute.model.user_model import UserModel
-from peerd.config import section_of
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import ConfigError
-from peerd.core.run.check import check
-from peerd.core.run.runfile import (
+from peerd.messages.run_link import best_link, plain_tree
+from peerd.messages.state import StateLayout
+from peerd.messages.swarm import MAX_MICROBATCHES
+from peerd.run.check import check
+from peerd.run.config import section_of
+from peerd.run.runfile import (
     AccessSection,
     AveragingSection,
     BatchSection,
@@ -28,10 +31,7 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.messages.run_link import best_link, plain_tree
-from peerd.messages.state import StateLayout
-from peerd.messages.swarm import MAX_MICROBATCHES
-from peerd.typed_yaml import to_yaml
+from peerd.run.typed_yaml import to_yaml
 
 
 def access_section(organizer: str | None, token: str | os.PathLike[str] | None, has_home: bool) -> AccessSection:

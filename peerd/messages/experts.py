@@ -22,7 +22,6 @@ from typing import Annotated, Final
 
 import msgspec
 
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.keys import SIGNATURE_BYTES, verify
 from peerd.core.limits import (
@@ -38,6 +37,7 @@ from peerd.messages.encoding import Message, encode
 from peerd.messages.state import DIGEST_BYTES, Bytes
 from peerd.messages.swarm import AddrText, Fingerprint, Moment
 from peerd.messages.token import TokenData
+from peerd.run.grid import Uid
 
 _DOMAIN: Final = b"peerd expert checkpoint 1\0"
 

@@ -2,7 +2,7 @@
 
 The shared part of a run file is sent as canonical JSON, without the sections that each volunteer sets and without the
 publisher's paths, signed by the organizer if the run has one. The receiver decodes it into a typed run file before it
-uses any value; the volunteer has to allow the code, files and hosts that it names (`core.run.check_line`). Hostile
+uses any value; the volunteer has to allow the code, files and hosts that it names (`run.check_line`). Hostile
 input: malformed links (ConfigError); answers that are too long, not JSON, deeply nested, with wrong types, unsigned,
 signed by others, or with keys that each user sets (ProtocolViolation).
 """
@@ -26,9 +26,9 @@ from peerd.core.errors import ConfigError, ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.keys import SIGNATURE_BYTES, verify
 from peerd.core.limits import RUN_FILE_BYTES
-from peerd.core.run.check_line import own_keys
-from peerd.core.run.runfile import LineSection, RunFile
 from peerd.messages.encoding import BAD_INPUT, Message
+from peerd.run.check_line import own_keys
+from peerd.run.runfile import LineSection, RunFile
 
 SERVICE: Final = "run/1"
 METHOD: Final = "run/1/file"

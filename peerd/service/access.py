@@ -26,12 +26,12 @@ from peerd.core.clock import Clock
 from peerd.core.errors import Cause, ConfigError, ProtocolViolation, Refused, RemoteError, Untrusted
 from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
-from peerd.core.run.runfile import RunFile
 from peerd.machine.access.members import FREE, OPEN, RunMembers
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.rpc.method_load import MethodName
 from peerd.messages.encoding import Message
 from peerd.messages.token import RevokedData, TokenData, revoked_key
+from peerd.run.runfile import RunFile
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.inbound import renewed
 from peerd.service.rpc.rpc import Rpc

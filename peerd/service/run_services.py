@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from peerd.core.clock import Clock
 from peerd.core.ids import PeerId
-from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.messages.swarm import Grant
+from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.averaging.preconnect import Preconnector
 from peerd.service.conductor.commit_proofs import CommitProofs, trusted_peers
 from peerd.service.conductor.conductor_client import ConductorClient

@@ -9,10 +9,10 @@ from typing import Final
 
 import trio
 
-from peerd.contents import named_files
 from peerd.core.errors import ConfigError, RemoteError
-from peerd.core.run.runfile import RunFile, shared_text, sources_of
 from peerd.messages.settings import PublishedSettings, differences
+from peerd.run.contents import named_files
+from peerd.run.runfile import RunFile, shared_text, sources_of
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.service.swarm.directory import Directory

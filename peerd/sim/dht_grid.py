@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peerd.core.errors import LocalError
-from peerd.core.experts.grid import Uid, bitmap, coordinates_in, prefix_key
 from peerd.core.ids import Key
 from peerd.core.record import Record
 from peerd.machine.dht import messages as q
 from peerd.messages.encoding import decode, encode
 from peerd.messages.experts import Announced, Name
+from peerd.run.grid import Uid, bitmap, coordinates_in, prefix_key
 from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig
 
 RUN = "benchmark"

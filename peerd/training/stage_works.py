@@ -6,8 +6,8 @@ from peerd.compute.model.footprint import footprint
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.model.model_size import FLOPS_OF_TRAINING, boundary_bytes, stage_sizes
 from peerd.core.model.stage_memory import ITEM_BYTES
-from peerd.core.run.runfile import RunFile
 from peerd.machine.placement.problem import StageWork
+from peerd.run.runfile import RunFile
 
 
 def stage_works(run: RunFile) -> tuple[StageWork, ...]:

@@ -17,10 +17,10 @@ import trio
 
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
-from peerd.core.run.runfile import AveragingSection
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.messages.swarm import Mbs, Prepare, Prepared
+from peerd.run.runfile import AveragingSection
 from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.wire.host.host import Host

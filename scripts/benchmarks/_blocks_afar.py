@@ -14,10 +14,10 @@ from typing import Any, Final
 import numpy as np
 import trio
 
-from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.messages.experts import Backward, Forward, Gradient, Name, Output
+from peerd.run.grid import Uid, grid_of
+from peerd.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.service.experts.expert_server import ExpertServer, ServerConfig
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm

@@ -22,9 +22,9 @@ from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.model import stage_module
 from peerd.compute.model.layers import ExpertBlock
 from peerd.compute.model.partition import ModelPiece
-from peerd.core.experts.grid import Uid, grid_of
-from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
+from peerd.run.grid import Uid, grid_of
+from peerd.run.runfile import RunFile
 from peerd.training.trainer_data import TrainerData
 from roles.trainer import TrainerRole
 from scripts.benchmarks._expert_swarm import flown

@@ -19,9 +19,9 @@ from multiaddr import Multiaddr
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.worker import DeviceWorker, use_threads
-from peerd.core.experts.expert_network import ExpertCall
-from peerd.core.experts.grid import Uid
-from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
+from peerd.run.expert_network import ExpertCall
+from peerd.run.grid import Uid
+from peerd.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
 from peerd.service.experts.expert_client import ExpertClient
 from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.peer_stack import PeerStack

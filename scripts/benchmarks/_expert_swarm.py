@@ -24,8 +24,9 @@ from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.core.errors import Refused
-from peerd.core.experts.grid import Uid
-from peerd.core.run.runfile import (
+from peerd.role import RoleContext
+from peerd.run.grid import Uid
+from peerd.run.runfile import (
     BatchSection,
     CheckpointSection,
     EvaluateSection,
@@ -36,7 +37,6 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import run_virtual
 from peerd.sim.simnet import SimLine

@@ -21,7 +21,7 @@ from peerd.compute.kernels import ops
 from peerd.compute.worker import DeviceWorker
 from peerd.core.blockwise import CODES
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import BoundarySection
+from peerd.run.runfile import BoundarySection
 from scripts.benchmarks._quantize_cpu import CALLS_PER_BATCH, Coded, Way, all_codes, over_copy
 from scripts.benchmarks._quantize_cpu import median_seconds as host_seconds
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from peerd.compute.data.stream import samples_of
 from peerd.compute.model.served_stage import ServedStage
-from peerd.core.run.runfile import BatchSection, DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import BatchSection, DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 
 BATCH = 64  # samples, one microbatch
 HELD_OUT = 256

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from peerd.core.run.runfile import BatchSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.run.runfile import BatchSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from peerd.core.run.runfile import DataSection, ModelSection, RunFile
+from peerd.run.runfile import DataSection, ModelSection, RunFile
 from scripts.benchmarks._digit_trunk import PIXELS, DigitTrainer, accuracy, digit_trunks, digits
 from scripts.benchmarks._expert_swarm import FAR, GRIDS, LAYERS, NEAR, Curve, Mixture, Rates, Weather, learned, report
 from scripts.benchmarks._report import Figure, Report

@@ -23,8 +23,8 @@ from peerd.compute.codec.error_feedback import feedback_of
 from peerd.compute.codec.powersgd import Vector, low_rank_of
 from peerd.compute.data.stream import samples_of
 from peerd.compute.model.stage_module import StageModule
-from peerd.config import load_run
-from peerd.core.run.runfile import AveragingSection, RunFile
+from peerd.run.config import load_run
+from peerd.run.runfile import AveragingSection, RunFile
 from scripts.benchmarks._report import Figure, Report
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

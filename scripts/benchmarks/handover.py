@@ -25,7 +25,7 @@ import torch
 import trio
 
 from peerd.core.decoders import convert
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from peerd.sim.sim_pipe import PACKET_BYTES
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import WorldConfig

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from peerd.core.decoders import convert
 from peerd.core.model.model_size import stage_sizes
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from scripts.benchmarks._report import Figure, Report
 from scripts.plain_torch import alone
 from scripts.process_swarm import BASE, ProcessSwarm

@@ -20,7 +20,7 @@ import torch
 
 from peerd.compute.data.stream import samples_of
 from peerd.core.decoders import convert
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from scripts.benchmarks._report import Figure, Report
 from scripts.plain_torch import PlainTraining, median_step_s
 from scripts.process_swarm import BASE, CORES, ProcessSwarm

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 import trio
 
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from peerd.sim.simnet import NetConfig, SimLine
 from peerd.sim.world import WorldConfig
 from roles.trainer import TrainerRole

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from peerd.compute.model.partition import build
-from peerd.core.run.runfile import AveragingSection, RunFile
 from peerd.machine.placement.cost import CostKind
 from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
 from peerd.machine.placement.search import SearchOptions, plan
 from peerd.machine.placement.starts import random_placement
+from peerd.run.runfile import AveragingSection, RunFile
 from scripts.benchmarks._placed_cost import WorkBytes, paper_s, paths_s
 from scripts.benchmarks._placement_cases import ACTIVATION_BYTES, GRADIENT_BYTES, Case, cases
 from scripts.benchmarks._report import Figure, Report

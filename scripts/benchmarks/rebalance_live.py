@@ -27,8 +27,8 @@ import pytest
 import torch
 import trio
 
-from peerd.core.run.runfile import BatchSection, PipelineSection, RunFile
 from peerd.machine.dht.node_state import KademliaConfig
+from peerd.run.runfile import BatchSection, PipelineSection, RunFile
 from peerd.service.dht.dht import DhtConfig
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm

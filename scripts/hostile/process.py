@@ -20,9 +20,9 @@ from pathlib import Path
 
 import trio
 
-from peerd.config import load_run
 from peerd.core.addr import parse_addr
 from peerd.core.errors import PeerdError
+from peerd.run.config import load_run
 from scripts.hostile import attacks_positions, attacks_swarm, attacks_transport
 from scripts.hostile.field import Field
 

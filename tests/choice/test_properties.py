@@ -12,7 +12,7 @@ from typing import Final, get_args, get_type_hints
 
 import pytest
 
-from peerd.core.run.runfile import AveragingSection, BoundarySection, ExpertsSection
+from peerd.run.runfile import AveragingSection, BoundarySection, ExpertsSection
 from tests.choice.imports import ROOT, entry_points, parsed
 from tests.choice.properties import EVERYTHING, QUICK, Property, read_table
 from tests.test_house import FLAGS

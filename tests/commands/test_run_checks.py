@@ -14,7 +14,7 @@ from peerd.compute.file_index import INDEX_NAME, make_index
 from peerd.compute.model.footprint import footprint, measured_footprint, refuse_if_too_large
 from peerd.core.decoders import convert
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import LoopSection, RunFile, precision_text
+from peerd.run.runfile import LoopSection, RunFile, precision_text
 from tests.worlds.processes.webserver import serving
 
 OWN = """

@@ -15,7 +15,7 @@ from peerd.compute.checkpoint import Checkpoints
 from peerd.compute.model.stage_module import StageModule
 from peerd.compute.tensors import state_digest
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile, fingerprint
+from peerd.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile, fingerprint
 
 RUN = bytes(range(16))
 

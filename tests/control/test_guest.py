@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from peerd.cli import invoke
-from peerd.config import load_run
 from peerd.control.guest import GuestFlags, limits_told, settled
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
+from peerd.run.config import load_run
+from peerd.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.wire.tcp.rate_limit import LimitedLine
 
 
@@ -90,7 +90,7 @@ def test_the_flags_of_rates_lead_to_the_line_that_bounds_them() -> None:
 def test_the_process_and_the_threads_that_it_starts_are_as_nice_as_told() -> None:
     code = (
         "import os, threading\n"
-        "from peerd.core.run.runfile import LimitsSection\n"
+        "from peerd.run.runfile import LimitsSection\n"
         "from peerd.control.guest import niceness, obey\n"
         "obey(LimitsSection(nice=7, threads=3))\n"
         "seen = []\n"

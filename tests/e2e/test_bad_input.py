@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from peerd import home
 from peerd.cli import invoke
 from peerd.compute.checkpoint import Checkpoints
 from peerd.compute.model.stage_module import StageModule
-from peerd.config import load_run
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import fingerprint
 from peerd.messages.token import Token, seal, to_text
+from peerd.run import home
+from peerd.run.config import load_run
+from peerd.run.runfile import fingerprint
 from tests.worlds.processes.processes import LISTEN, processes, run_file
 from tests.worlds.processes.webserver import serving
 

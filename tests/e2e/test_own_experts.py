@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from peerd.config import load_run
+from peerd.run.config import load_run
 from tests.worlds.roles.expert_host import PlainHost
 from tests.worlds.roles.training import swarm
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from peerd.core.experts.grid import Uid, bitmap, holders_key, kept_experts_key, prefix_key
 from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty, decode, encode
 from peerd.messages.experts import (
@@ -30,6 +29,7 @@ from peerd.messages.experts import (
     state_root,
 )
 from peerd.messages.state import Pieces
+from peerd.run.grid import Uid, bitmap, holders_key, kept_experts_key, prefix_key
 from peerd.service.dht import codec as dht
 from peerd.service.experts.vault_disk import digests_of
 from tests.fuzz import goods

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from peerd.core.errors import Refused, RemoteError
-from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile, fingerprint
 from peerd.messages.experts import Forward, Name, Output
+from peerd.run.grid import Uid
+from peerd.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile, fingerprint
 from roles.expert import ExpertRole
 from tests.fuzz.service_scene import start_caller, start_peer
 from tests.fuzz.sessions import NETWORK, ServiceStage, attacked

@@ -6,11 +6,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from peerd.commands.joining import accept
-from peerd.config import load_run
 from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError
-from peerd.core.run.check_line import line_faults
-from peerd.core.run.runfile import (
+from peerd.messages.run_link import DOMAIN, JoinLink, RunFileAnswer, plain_tree, shared_file, shared_run
+from peerd.run.check_line import line_faults
+from peerd.run.config import load_run
+from peerd.run.runfile import (
     AccessSection,
     DataSection,
     ExpertsSection,
@@ -20,8 +21,7 @@ from peerd.core.run.runfile import (
     RunFile,
     SourceSection,
 )
-from peerd.messages.run_link import DOMAIN, JoinLink, RunFileAnswer, plain_tree, shared_file, shared_run
-from peerd.typed_yaml import to_yaml
+from peerd.run.typed_yaml import to_yaml
 from tests.fuzz.parsers import KEYS, PARSERS, Corpus, parser
 
 __all__ = ["PARSERS"]

@@ -19,7 +19,6 @@ import trio
 
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.limits import COMMIT_PROOFS, LOOKED_AT_PEERS, MEMBERS, SUSPECTS
-from peerd.core.run.runfile import CheckpointSection, fingerprint
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.evidence import Evidence
 from peerd.machine.swarm.posts import peer_of
@@ -28,6 +27,7 @@ from peerd.messages.commits import CommitProof, ProofShown, ShowProof
 from peerd.messages.handover import PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import has_committed, signed_ticket
 from peerd.messages.swarm import Conducts, Done, Position, Seqs, TrainerAnswer, TrainerSync, WhoConducts
+from peerd.run.runfile import CheckpointSection, fingerprint
 from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.run_services import RunServices
 from tests.fuzz import handover_goods as handing

@@ -21,7 +21,12 @@ import numpy as np
 import trio
 
 from peerd.core.errors import Overloaded, Refused, RemoteError
-from peerd.core.run.runfile import (
+from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
+from peerd.messages.proof import grant
+from peerd.messages.swarm import Conducts, GrantStatement, Position, Seqs, StageAnswer, StageForward, WhoConducts
+from peerd.net.relay.circuit_transport import Circuits
+from peerd.role import RoleContext
+from peerd.run.runfile import (
     BatchSection,
     CheckpointSection,
     DataSection,
@@ -32,11 +37,6 @@ from peerd.core.run.runfile import (
     RunFile,
     fingerprint,
 )
-from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
-from peerd.messages.proof import grant
-from peerd.messages.swarm import Conducts, GrantStatement, Position, Seqs, StageAnswer, StageForward, WhoConducts
-from peerd.net.relay.circuit_transport import Circuits
-from peerd.role import RoleContext
 from peerd.service.connectivity.autonat import AutoNat
 from peerd.service.connectivity.hole_puncher import HolePuncher
 from peerd.service.connectivity.relay import Relay

@@ -17,7 +17,8 @@ from peerd.compute.codec.frames import from_frame
 from peerd.compute.model.partition import whole_model
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import StageModule
-from peerd.core.run.runfile import (
+from peerd.messages.swarm import Mb
+from peerd.run.runfile import (
     BatchSection,
     CheckpointSection,
     DataSection,
@@ -27,7 +28,6 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.messages.swarm import Mb
 from tests.kit.papers import PaperLamb
 
 STEPS = 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import ExpertOptimizerSection, ExpertsSection, ModelSection, RunFile
+from peerd.run.runfile import ExpertOptimizerSection, ExpertsSection, ModelSection, RunFile
 
 if TYPE_CHECKING:
     import torch

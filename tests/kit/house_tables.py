@@ -13,135 +13,118 @@ ROOMS = {
     "screen": "",
     "signals": "",
     "compute/kernels": "",
-    "core/run": "",
-    "home": "",
-    "local_code": "",
     "log": "screen",
     "net": "",
     "net/gateway": "",
     "wire/rate": "",
-    "contents": "core/run",
-    "core/experts": "core/run",
-    "devices": "core/run",
-    "typed_yaml": "log",
+    "run": "log",
     "wire/budget": "wire/rate",
-    "config": "contents core/run typed_yaml",
-    "core/model": "core/experts core/run",
+    "core/model": "run",
+    "devices": "run",
     "machine/dht": "wire/budget wire/rate",
-    "messages": "core/experts core/run",
+    "messages": "run",
     "wire": "signals wire/budget",
-    "compute": "contents core/run home local_code messages",
+    "compute": "messages run",
     "core/protobuf": "wire",
     "machine/access": "messages",
     "machine/averaging": "messages",
-    "machine/experts": "core/experts messages wire/rate",
+    "machine/experts": "messages run wire/rate",
     "machine/network": "messages wire/rate",
     "machine/rpc": "messages wire/budget",
     "machine/state": "messages wire/rate",
     "wire/noise": "wire",
-    "wire/tcp": "core/run wire wire/budget wire/rate",
+    "wire/tcp": "run wire wire/budget wire/rate",
     "wire/yamux": "wire wire/rate",
-    "commands/plan": "compute config core/model core/run log machine/placement screen typed_yaml",
-    "compute/codec": "compute compute/kernels core/run",
-    "compute/data": "compute contents core/run local_code",
-    "compute/user_loop": "compute core/run",
+    "commands/plan": "compute core/model log machine/placement run screen",
+    "compute/codec": "compute compute/kernels run",
+    "compute/data": "compute run",
+    "compute/user_loop": "compute run",
     "machine/connectivity": "core/protobuf messages wire wire/rate",
-    "machine/owners": "core/experts machine/experts messages",
-    "machine/pipeline": "core/run machine/rpc messages wire/budget wire/rate",
+    "machine/owners": "machine/experts messages run",
+    "machine/pipeline": "machine/rpc messages run wire/budget wire/rate",
     "machine/swarm": "machine/averaging messages",
     "service/rpc": "machine/rpc messages wire/budget wire/rate",
     "wire/link": "wire wire/budget wire/noise wire/rate wire/yamux",
-    "compute/model": (
-        "compute compute/codec compute/user_loop contents core/experts core/model core/run local_code messages"
-    ),
+    "compute/model": "compute compute/codec compute/user_loop core/model messages run",
     "machine": "machine/connectivity",
     "machine/batch": "machine/swarm messages",
     "machine/positions": "machine/swarm messages",
     "machine/rebalance": "machine/swarm messages wire/rate",
     "service/state": "machine/rpc machine/state messages service/rpc wire wire/rate",
     "wire/host": "signals wire wire/budget wire/link wire/noise wire/rate wire/tcp wire/yamux",
-    "compute/experts": (
-        "compute compute/codec compute/model contents core/experts core/model core/run local_code messages"
-    ),
+    "compute/experts": "compute compute/codec compute/model core/model messages run",
     "machine/conductor": "machine/averaging machine/batch machine/positions machine/rebalance machine/swarm messages",
     "net/relay": "core/protobuf wire wire/host wire/link",
     "service/dht": "machine machine/dht machine/rpc messages service/rpc wire wire/host wire/link wire/rate",
-    "service/pipeline": "core/run machine/batch machine/pipeline machine/rpc messages service/rpc signals wire/rate",
-    "compute/export": "compute compute/data compute/experts compute/model core/experts core/model core/run",
+    "service/pipeline": "machine/batch machine/pipeline machine/rpc messages run service/rpc signals wire/rate",
+    "compute/export": "compute compute/data compute/experts compute/model core/model run",
     "service/connectivity": (
         "core/protobuf machine/connectivity net net/gateway net/relay wire wire/host wire/link wire/rate wire/tcp"
     ),
     "service/experts": (
-        "core/experts core/run home machine/experts machine/owners machine/rpc machine/state messages service/dht "
-        "service/rpc service/state signals wire/budget wire/host wire/rate"
+        "machine/experts machine/owners machine/rpc machine/state messages run service/dht service/rpc "
+        "service/state signals wire/budget wire/host wire/rate"
     ),
     "service/swarm": (
-        "home machine/batch machine/connectivity machine/swarm messages service/dht service/rpc signals wire/host"
+        "machine/batch machine/connectivity machine/swarm messages run service/dht service/rpc signals wire/host"
     ),
     "service/conductor": (
-        "core/run machine/averaging machine/conductor machine/network machine/placement machine/positions "
-        "machine/rebalance machine/rpc machine/swarm messages service/rpc service/swarm signals wire/host wire/rate"
+        "machine/averaging machine/conductor machine/network machine/placement machine/positions machine/rebalance "
+        "machine/rpc machine/swarm messages run service/rpc service/swarm signals wire/host wire/rate"
     ),
     "service/averaging": (
         "machine/averaging machine/connectivity machine/rpc messages service/conductor service/rpc signals wire/host"
     ),
-    "service/network": "core/run machine/network messages service/conductor service/rpc wire wire/host wire/link",
+    "service/network": "machine/network messages run service/conductor service/rpc wire wire/host wire/link",
     "service": (
-        "contents core/run machine/access machine/rpc machine/swarm messages service/averaging service/conductor "
-        "service/dht service/experts service/network service/pipeline service/rpc service/state service/swarm wire "
-        "wire/host wire/link wire/rate"
+        "machine/access machine/rpc machine/swarm messages run service/averaging service/conductor service/dht "
+        "service/experts service/network service/pipeline service/rpc service/state service/swarm wire wire/host "
+        "wire/link wire/rate"
     ),
     "control": (
-        "core/run home log machine/access machine/connectivity messages net/gateway net/relay service "
-        "service/connectivity service/dht service/rpc wire/host"
+        "log machine/access machine/connectivity messages net/gateway net/relay run service service/connectivity "
+        "service/dht service/rpc wire/host"
     ),
-    "role": "core/run log service service/dht service/rpc wire/host",
-    "sim": "core/experts machine/dht messages service service/dht service/rpc wire wire/host wire/link",
+    "role": "log run service service/dht service/rpc wire/host",
+    "sim": "machine/dht messages run service service/dht service/rpc wire wire/host wire/link",
     "commands/status": (
-        "control core/run log machine/batch messages screen service service/dht service/network service/rpc "
+        "control log machine/batch messages run screen service service/dht service/network service/rpc "
         "service/swarm wire/host"
     ),
-    "registry": "local_code log role",
+    "registry": "log role run",
     "training": (
-        "compute compute/codec compute/data compute/model core/model core/run machine/averaging machine/batch "
-        "machine/conductor machine/pipeline machine/placement messages role service service/pipeline service/rpc "
-        "signals"
+        "compute compute/codec compute/data compute/model core/model machine/averaging machine/batch "
+        "machine/conductor machine/pipeline machine/placement messages role run service service/pipeline "
+        "service/rpc signals"
     ),
-    "training/catchup": "compute compute/model core/run machine/state messages role service service/state signals",
+    "training/catchup": "compute compute/model machine/state messages role run service service/state signals",
     "training/expert": (
-        "core/experts core/run machine/experts machine/owners machine/rpc messages role service/experts service/rpc "
-        "signals wire/rate"
+        "machine/experts machine/owners machine/rpc messages role run service/experts service/rpc signals wire/rate"
     ),
-    "commands": (
-        "compute compute/export config contents control core/run home log messages registry service service/experts "
-        "typed_yaml wire wire/tcp"
-    ),
+    "commands": "compute compute/export control log messages registry run service service/experts wire wire/tcp",
     "commands/doctor": (
-        "compute compute/data compute/kernels compute/model control core/model core/protobuf core/run home log "
-        "machine machine/connectivity registry service service/connectivity service/dht wire wire/host wire/tcp"
+        "compute compute/data compute/kernels compute/model control core/model core/protobuf log machine "
+        "machine/connectivity registry run service service/connectivity service/dht wire wire/host wire/tcp"
     ),
-    "daemon": "commands/status contents control core/run devices home log messages role service wire/host wire/tcp",
-    "demo": (
-        "commands/status compute compute/data compute/export compute/model config control core/experts core/run "
-        "home screen service/experts"
-    ),
+    "daemon": "commands/status control devices log messages role run service wire/host wire/tcp",
+    "demo": "commands/status compute compute/data compute/export compute/model control run screen service/experts",
     "training/checkpoints": (
-        "compute compute/model core/run home machine/swarm messages role service service/state signals training/catchup"
+        "compute compute/model machine/swarm messages role run service service/state signals training/catchup"
     ),
-    "launch": "control daemon home log role service wire wire/tcp",
+    "launch": "control daemon log role run service wire wire/tcp",
     "training/stage": (
-        "compute compute/codec compute/experts compute/kernels compute/model core/model core/run machine/averaging "
-        "machine/batch machine/conductor machine/pipeline machine/rebalance machine/swarm messages role service "
+        "compute compute/codec compute/experts compute/kernels compute/model core/model machine/averaging "
+        "machine/batch machine/conductor machine/pipeline machine/rebalance machine/swarm messages role run service "
         "service/conductor service/network service/pipeline service/rpc service/state service/swarm signals "
         "training training/catchup training/checkpoints wire/budget"
     ),
     "cli": (
-        "commands commands/doctor commands/plan commands/status compute config control core/run daemon demo home "
-        "launch log messages registry role"
+        "commands commands/doctor commands/plan commands/status compute control daemon demo launch log messages "
+        "registry role run"
     ),
     "training/moe": (
-        "compute/codec compute/experts compute/model core/experts core/model core/run log machine/batch "
-        "machine/pipeline messages role service/pipeline signals training/stage wire/rate"
+        "compute/codec compute/experts compute/model core/model log machine/batch machine/pipeline messages role "
+        "run service/pipeline signals training/stage wire/rate"
     ),
     "training/replica": "role service training/stage",
     "__main__": "cli",
@@ -150,8 +133,7 @@ ROOMS = {
         "training/replica training/stage wire/rate"
     ),
     "library": (
-        "compute/experts compute/model compute/user_loop config control core/experts core/run daemon launch "
-        "messages role training/user_loop typed_yaml"
+        "compute/experts compute/model compute/user_loop control daemon launch messages role run training/user_loop"
     ),
 }
 # Room -> its files that do I/O, or * for all; every other file only decides: it imports nothing that does I/O.
@@ -162,7 +144,7 @@ DOES_IO = {
     "commands/doctor": "*",
     "commands/plan": "*",
     "commands/status": "network_view progress_line status_board status_view swarm_view swarm_words waits watch_view",
-    "compute": "checkpoint devices file_index flat frozen_state gpu run_record tensors user_code worker",
+    "compute": "checkpoint devices file_index flat frozen_state gpu run_record tensors worker",
     "compute/codec": "*",
     "compute/data": (
         "corpus corpus_digest file_fetch http_fetch public_connection readers remote_files shuffled_source stream "
@@ -173,21 +155,19 @@ DOES_IO = {
     "compute/kernels": "cuda native ops reference",
     "compute/model": "*",
     "compute/user_loop": "*",
-    "config": "*",
     "control": "company connectivity guest leave_deadlines memory_limit open_hours rester socket token_files",
     "daemon": "*",
     "demo": "*",
     "devices": "*",
-    "home": "*",
     "launch": "*",
     "library": "*",
-    "local_code": "*",
     "log": "*",
     "net": "*",
     "net/gateway": "natpmp upnp",
     "net/relay": "*",
     "registry": "*",
     "role": "*",
+    "run": "config home local_code typed_yaml user_code",
     "screen": "full_screen",
     "service": "*",
     "service/averaging": "allreduce open_round preconnect",
@@ -210,7 +190,6 @@ DOES_IO = {
     "training/replica": "*",
     "training/stage": "*",
     "training/user_loop": "*",
-    "typed_yaml": "*",
     "wire": "clock faults race tcp_info timer transport",
     "wire/host": "*",
     "wire/link": "*",
@@ -219,11 +198,11 @@ DOES_IO = {
 # Rooms that may import torch.
 WITH_TORCH = (
     "compute compute/codec compute/data compute/experts compute/export compute/kernels compute/model "
-    "compute/user_loop library training training/catchup training/checkpoints training/moe training/stage "
+    "compute/user_loop library run training training/catchup training/checkpoints training/moe training/stage "
     "training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "compute core machine messages role service signals training wire"
+ROLE_IMPORTS = "compute core machine messages role run service signals training wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
     "commands commands/doctor commands/plan commands/status compute compute/data compute/model control demo launch "

@@ -14,9 +14,9 @@ import numpy as np
 
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
-from peerd.core.experts.grid import Uid, grid_of
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.run.expert_network import ExpertCall, ExpertReply, ServedBy
+from peerd.run.grid import Uid, grid_of
+from peerd.run.runfile import ExpertsSection, RunFile
 
 HOST = "local"
 

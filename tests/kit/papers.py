@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from peerd.core.run.runfile import OptimizerSection
+from peerd.run.runfile import OptimizerSection
 
 Layers = list[npt.NDArray[np.floating[Any]]]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from peerd.compute.experts.blocks import build_block
-from peerd.core.experts.grid import Uid, grid_of
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.run.grid import Uid, grid_of
+from peerd.run.runfile import ExpertsSection, RunFile
 
 
 class PlainMoE(nn.Module):

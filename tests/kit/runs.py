@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import structs
 
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 
 def changed(run: RunFile, /, **settings: Any) -> RunFile:

@@ -15,10 +15,10 @@ import torch
 import peerd
 from peerd.control.token_files import TOKEN_FILE
 from peerd.core.errors import ConfigError, Unreachable
-from peerd.core.run.runfile import AccessSection, ExpertsSection, ModelSection, RunFile
-from peerd.home import load_identity, make_private_dir
 from peerd.library.background import Closed
 from peerd.messages.token import Token, to_text
+from peerd.run.home import load_identity, make_private_dir
+from peerd.run.runfile import AccessSection, ExpertsSection, ModelSection, RunFile
 from tests.worlds.network.members import ORGANIZER, token
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]

@@ -12,7 +12,7 @@ import torch
 import peerd
 from peerd.compute.flat import FlatLayout
 from peerd.compute.model.optimizer import Optimizer, learning_rate
-from peerd.core.run.runfile import OptimizerSection
+from peerd.run.runfile import OptimizerSection
 
 SHAPES = (torch.Size([3, 4]), torch.Size([5]), torch.Size([]))
 LAYOUT = FlatLayout(("a", "b", "c"), SHAPES)

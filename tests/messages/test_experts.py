@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from peerd.core.experts.grid import Uid
 from peerd.core.keys import Keypair
 from peerd.core.limits import EXPERT_PLACES
 from peerd.core.varint import encode_varint
@@ -30,6 +29,7 @@ from peerd.messages.experts import (
     TransferRequest,
     state_root,
 )
+from peerd.run.grid import Uid
 
 OWNER, OTHER = Keypair.from_seed(bytes(32)), Keypair.from_seed(bytes([1]) * 32)
 GOLDEN = Path(__file__).parents[2] / "golden"

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from peerd.core.addr import parse_addr
 from peerd.core.errors import ConfigError, ProtocolViolation
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import (
+from peerd.messages.encoding import encode
+from peerd.messages.run_link import DOMAIN, JoinLink, RunFileAnswer, RunFileRequest, best_link, shared_file, shared_run
+from peerd.run.runfile import (
     AccessSection,
     AllowedCode,
     DataSection,
@@ -24,8 +26,6 @@ from peerd.core.run.runfile import (
     RunFile,
     SourceSection,
 )
-from peerd.messages.encoding import encode
-from peerd.messages.run_link import DOMAIN, JoinLink, RunFileAnswer, RunFileRequest, best_link, shared_file, shared_run
 
 ANN, BOB = Keypair.from_seed(b"a" * 32), Keypair.from_seed(b"b" * 32)
 PEER = ANN.peer_id.text

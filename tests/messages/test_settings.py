@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, RunFile, SourceSection, shared_text
 from peerd.messages.settings import DIFFERENCES, PublishedSettings, differences, read_settings
+from peerd.run.runfile import DataSection, ModelSection, OptimizerSection, RunFile, SourceSection, shared_text
 
 RUN = RunFile(run="r", model=ModelSection(vocab="tok.json", vocab_digest="1a2b" * 16))
 

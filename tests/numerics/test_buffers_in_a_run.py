@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peerd.core.run.runfile import (
+from peerd.run.runfile import (
     BatchSection,
     DataSection,
     EvaluateSection,

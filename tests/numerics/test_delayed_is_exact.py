@@ -16,8 +16,8 @@ import torch
 import trio
 
 from peerd.compute.model.served_stage import ServedStage
-from peerd.core.run.runfile import RunFile
 from peerd.messages.swarm import Mb, Prepare
+from peerd.run.runfile import RunFile
 from peerd.training.stage.orders import PostOrders
 from tests.kit.amount import few
 from tests.kit.exact import STEPS, Sample, differences, replayed, run_file, write_texts

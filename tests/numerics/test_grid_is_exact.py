@@ -15,10 +15,10 @@ import trio
 
 from peerd.compute.codec.frames import from_frame
 from peerd.compute.model.stage_module import StageModule
-from peerd.core.run.runfile import AveragingSection, BatchSection, RunFile
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.machine.batch.batch_ledger import Counted
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import AveragingSection, BatchSection, RunFile
 from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.pipeline import direct
 from peerd.service.rpc.call_stream import CallStream

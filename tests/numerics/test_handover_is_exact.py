@@ -19,9 +19,9 @@ from trio.testing import MockClock
 
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import Unreachable
-from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.call_times import CallTimes
 from peerd.messages.handover import PassRequest
+from peerd.run.runfile import RunFile
 from peerd.service.pipeline import direct
 from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.next_stage import NextStage

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.core.run.runfile import ModelSection, RunFile
+from peerd.run.runfile import ModelSection, RunFile
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
 from tests.kit.runs import changed
 from tests.kit.spoilt import SPOILT, spoil_texts, write_spoilt

@@ -15,8 +15,8 @@ import pytest
 import trio
 
 from peerd.compute.model.served_stage import ServedStage
-from peerd.core.run.runfile import RunFile
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import RunFile
 from tests.kit.amount import few
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
 from tests.worlds.roles.training import Peer, all_finished, events, replicas, swarm

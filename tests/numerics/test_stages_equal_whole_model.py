@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from peerd.compute.model.optimizer import learning_rate
 from peerd.compute.model.partition import whole_model
 from peerd.compute.model.stage_module import StageModule
-from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 

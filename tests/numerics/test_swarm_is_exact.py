@@ -19,8 +19,8 @@ from peerd.compute.model import offload
 from peerd.compute.model.partition import ModelPiece, whole_model
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import StageModule
-from peerd.core.run.runfile import AveragingSection, BoundarySection, RunFile
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import AveragingSection, BoundarySection, RunFile
 from peerd.service.pipeline import direct
 from tests.kit.amount import few, thorough
 from tests.kit.exact import TOLERANCE, Batches, differences, plain_torch, run_file, write_texts

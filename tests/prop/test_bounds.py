@@ -16,18 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.core import limits
-from peerd.core.run.check import check
-from peerd.core.run.runfile import (
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-    SourceSection,
-    shared_text,
-)
 from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.machine.batch.batch_ledger import BatchLedger
@@ -59,6 +47,18 @@ from peerd.messages.swarm import (
     Seqs,
     TrainerAnswer,
     TrainerSync,
+)
+from peerd.run.check import check
+from peerd.run.runfile import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+    SourceSection,
+    shared_text,
 )
 from tests.kit.amount import examples
 from tests.worlds.machines.grids import order_of, rounds_of

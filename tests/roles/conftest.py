@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from tests.worlds.roles.training import small_run
 
 

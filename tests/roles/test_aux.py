@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from roles.aggregator import AuxAggregatorRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
 from tests.worlds.roles.training import Peer, Swarm, all_finished, replicas, swarm, with_line

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import pytest
 import trio
 
-from peerd.core.experts.grid import Uid
 from peerd.role import RoleContext
+from peerd.run.grid import Uid
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from roles.backbone import BackboneRole

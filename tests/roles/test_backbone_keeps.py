@@ -15,9 +15,9 @@ import trio
 
 from peerd.compute.checkpoint import Checkpoints
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.messages.encoding import Empty
 from peerd.messages.state import StatePiece
+from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import StateServer
 from peerd.training.checkpoints.keeper import CheckpointKeeper

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from peerd.core.run.runfile import AveragingSection, OptimizerSection
 from peerd.messages.swarm import Prepare
+from peerd.run.runfile import AveragingSection, OptimizerSection
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.orders import PostOrders
 from tests.kit.amount import thorough

@@ -9,9 +9,9 @@ from typing import Any, cast
 import trio
 import trio.testing
 
-from peerd.core.run.runfile import RunFile
 from peerd.machine.positions.evidence import Evidence
 from peerd.messages.swarm import Position
+from peerd.run.runfile import RunFile
 from peerd.sim.clock import SimClock
 from peerd.training.checkpoints.evidence_store import EvidenceStore
 

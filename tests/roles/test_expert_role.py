@@ -15,10 +15,10 @@ import trio
 
 from peerd.commands.status.swarm_view import swarm_view
 from peerd.core.errors import ConfigError
-from peerd.core.experts.expert_network import ExpertCall, ExpertReply
-from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
+from peerd.run.expert_network import ExpertCall, ExpertReply
+from peerd.run.grid import Uid
+from peerd.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
 from peerd.service.experts.expert_client import ExpertClient
 from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.swarm import contributions

@@ -12,7 +12,7 @@ import trio
 from peerd.cli import invoke
 from peerd.compute import checkpoint
 from peerd.compute.frozen_state import FrozenState
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from peerd.training.checkpoints import stage_checkpoints
 from tests.worlds.processes.processes import run_file
 from tests.worlds.roles.training import Peer, pipeline, reaches, small_run, swarm
@@ -121,7 +121,7 @@ def test_a_full_disk_at_the_start_is_one_sentence(
     def full(*_: Any) -> bool:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("peerd.home._try_lock", full)
+    monkeypatch.setattr("peerd.run.home._try_lock", full)
     line = f"join --role stage --model {run_file(tmp_path)} --data-dir {tmp_path / 'data'}"
     assert invoke(line.split()) == 1
     said = capsys.readouterr().err

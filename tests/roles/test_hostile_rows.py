@@ -20,10 +20,10 @@ import trio
 from peerd.compute.model import footprint
 from peerd.core.errors import Overloaded, Refused, RemoteError
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import RunFile
 from peerd.messages.encoding import Message
 from peerd.messages.proof import grant
 from peerd.messages.swarm import Grant, GrantStatement, Seqs, StageAnswer, StageForward, StageLoss
+from peerd.run.runfile import RunFile
 from peerd.service.pipeline.stage_client import StageClient
 from peerd.service.rpc import inbound
 from peerd.service.rpc.inbound import Inbound

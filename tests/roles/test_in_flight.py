@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from peerd.core.run.runfile import BatchSection, LimitsSection, OptimizerSection, PipelineSection, RunFile
+from peerd.run.runfile import BatchSection, LimitsSection, OptimizerSection, PipelineSection, RunFile
 from roles import trainer
 from roles.trainer import TrainerRole
 

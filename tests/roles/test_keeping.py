@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from peerd.compute.model.served_stage import ServedStage, items_of
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.messages.state import StateLayout
 from peerd.messages.swarm import Position
 from peerd.role import RoleContext
+from peerd.run.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import Fetched, StateItem
 from peerd.service.state.state_room import StateRoom

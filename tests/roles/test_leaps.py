@@ -9,8 +9,8 @@ import torch
 from peerd.compute.model.served_stage import Model, ServedStage
 from peerd.compute.model.user_model import UserModel
 from peerd.compute.tensors import state_digest
-from peerd.core.run.runfile import AveragingSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.messages.swarm import Position
+from peerd.run.runfile import AveragingSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.training.catchup.step_totals import StepTotal
 
 SAMPLES = 8

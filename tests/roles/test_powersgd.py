@@ -13,8 +13,8 @@ import torch
 
 from peerd.compute.model.stage_module import StageModule
 from peerd.compute.tensors import state_digest
-from peerd.core.run.runfile import AveragingSection, CheckpointSection, OptimizerSection, RunFile
 from peerd.messages.swarm import Position
+from peerd.run.runfile import AveragingSection, CheckpointSection, OptimizerSection, RunFile
 from roles.aggregator import AuxAggregatorRole
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough

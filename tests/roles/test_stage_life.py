@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from peerd.sim.clock import run_virtual
 from roles.stage import StageRole
 from tests.worlds.roles.training import pinned, pipeline, reaches, small_run, swarm, until_equal

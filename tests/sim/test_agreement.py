@@ -17,10 +17,10 @@ import trio
 from trio.testing import MockClock
 
 from peerd.compute.data import corpus_digest
-from peerd.contents import with_digests
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile, shared_text
 from peerd.messages.settings import PublishedSettings
+from peerd.run.contents import with_digests
+from peerd.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile, shared_text
 from peerd.service.settings_check import SettingsCheck
 from peerd.service.swarm.directory import Directory, SettingsTold
 from peerd.training.trainer_data import TrainerData

@@ -16,8 +16,8 @@ import pytest
 import torch
 import trio
 
-from peerd.core.run.check import check
-from peerd.core.run.runfile import AccessSection, BoundarySection, RunFile
+from peerd.run.check import check
+from peerd.run.runfile import AccessSection, BoundarySection, RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig

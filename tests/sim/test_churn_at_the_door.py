@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from peerd.core.run.runfile import BatchSection, CheckpointSection, ModelSection, PipelineSection, RunFile
+from peerd.run.runfile import BatchSection, CheckpointSection, ModelSection, PipelineSection, RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from tests.kit.amount import thorough

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 
-from peerd.core.run.runfile import BatchSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.run.runfile import BatchSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.sim.programs import stack_on, swarm
 from peerd.sim.world import Node, World
 from peerd.training.stage.line_info import own_line

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import trio
 
-from peerd.core.run.runfile import LimitsSection, ModelSection, OptimizerSection, RunFile
+from peerd.run.runfile import LimitsSection, ModelSection, OptimizerSection, RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig

@@ -12,7 +12,7 @@ import trio
 
 from peerd.commands.status.swarm_view import swarm_view
 from peerd.control.swarm_status import SwarmStatus
-from peerd.core.run.runfile import BatchSection, PipelineSection
+from peerd.run.runfile import BatchSection, PipelineSection
 from peerd.service.swarm.contributions import ContributionOf, ContributionTally
 from peerd.sim.world import World
 from tests.kit.virtual_time import virtual

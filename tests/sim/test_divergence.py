@@ -13,7 +13,7 @@ from peerd.compute.model import optimizer
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import CheckpointSection, OptimizerSection, RunFile
+from peerd.run.runfile import CheckpointSection, OptimizerSection, RunFile
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
 from tests.worlds.machines.fakehost import leaves
 from tests.worlds.roles.training import Peer, Swarm, all_finished, events, pipeline, reaches, replicas, swarm

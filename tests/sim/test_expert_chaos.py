@@ -13,7 +13,7 @@ import pytest
 import torch
 import trio
 
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.run.runfile import ExpertsSection, RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from peerd.commands.status.swarm_view import foretold_by, swarm_view
-from peerd.core.run.runfile import OptimizerSection, RunFile
+from peerd.run.runfile import OptimizerSection, RunFile
 from peerd.service.averaging.allreduce import AllReduceService
 from peerd.sim.world import Node
 from roles.trainer import TrainerRole

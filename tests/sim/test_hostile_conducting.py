@@ -16,7 +16,6 @@ from peerd.core.errors import RemoteError, not_conducting
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import POSTS, STAGES, TERM_MAX
-from peerd.core.run.runfile import AveragingSection
 from peerd.messages.swarm import (
     Conducts,
     Done,
@@ -31,6 +30,7 @@ from peerd.messages.swarm import (
     TrainerSync,
     WhoConducts,
 )
+from peerd.run.runfile import AveragingSection
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.world import Node
 from roles.trainer import TrainerRole

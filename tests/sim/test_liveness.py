@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.core.run.runfile import BatchSection, CheckpointSection, RunFile
+from peerd.run.runfile import BatchSection, CheckpointSection, RunFile
 from peerd.sim.world import World
 from roles.stage import StageRole
 from tests.kit.amount import few

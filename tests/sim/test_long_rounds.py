@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import trio
 
-from peerd.core.run.runfile import BatchSection, LimitsSection, ModelSection
 from peerd.machine.averaging.allreduce import AveragingPlan
+from peerd.run.runfile import BatchSection, LimitsSection, ModelSection
 from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimLine

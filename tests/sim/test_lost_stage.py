@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import CheckpointSection, PipelineSection, RunFile
+from peerd.run.runfile import CheckpointSection, PipelineSection, RunFile
 from peerd.sim.faults import inject, stall
 from peerd.sim.world import World
 from roles.stage import StageRole

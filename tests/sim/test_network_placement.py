@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from peerd.sim.simnet import SimPath
 from peerd.sim.world import World
 from roles.stage import StageRole

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peerd.core.run.runfile import AveragingSection, OptimizerSection
+from peerd.run.runfile import AveragingSection, OptimizerSection
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.virtual_time import virtual

@@ -13,7 +13,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import CheckpointSection, ModelSection
+from peerd.run.runfile import CheckpointSection, ModelSection
 from peerd.sim.world import World
 from roles.stage import StageRole
 from tests.worlds.roles.chaos import in_no_thread

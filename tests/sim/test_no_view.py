@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from peerd.core.run.runfile import BatchSection
 from peerd.machine.swarm.roster import START
+from peerd.run.runfile import BatchSection
 from peerd.service.swarm.directory import RECORD_TTL_S
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig

@@ -17,9 +17,9 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import Refused, RemoteError
-from peerd.core.run.runfile import AccessSection, CheckpointSection, RunFile
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import Relocate
+from peerd.run.runfile import AccessSection, CheckpointSection, RunFile
 from peerd.service.access import Access
 from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, Program, World

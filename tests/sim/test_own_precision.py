@@ -8,7 +8,7 @@ import msgspec
 import torch
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import BatchSection, LimitsSection, fingerprint
+from peerd.run.runfile import BatchSection, LimitsSection, fingerprint
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.worlds.network.world import home_world

@@ -12,7 +12,7 @@ import pytest
 from trio.testing import MockClock
 
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import PlanSection, RunFile
+from peerd.run.runfile import PlanSection, RunFile
 from peerd.service.pipeline.direct import DirectPipeline
 from roles.stage import StageRole
 from roles.trainer import TrainerRole

@@ -15,7 +15,7 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.addr import split_peer, tcp_addr, with_peer
-from peerd.core.run.runfile import BatchSection
+from peerd.run.runfile import BatchSection
 from peerd.sim.clock import run_virtual
 from peerd.sim.nat import Kind
 from peerd.sim.programs import swarm

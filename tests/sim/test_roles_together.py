@@ -14,8 +14,8 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import RunFile
 from peerd.role import Role, RoleContext
+from peerd.run.runfile import RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.aggregator import AuxAggregatorRole

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.core.run.runfile import BatchSection, ModelSection
+from peerd.run.runfile import BatchSection, ModelSection
 from peerd.sim.simnet import SimLine
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from peerd.core.run.runfile import AveragingSection, OptimizerSection
+from peerd.run.runfile import AveragingSection, OptimizerSection
 from peerd.sim.faults import inject, stall
 from roles.trainer import TrainerRole
 from tests.kit.amount import some

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from peerd.core.limits import SAVED_TOLD
-from peerd.core.run.runfile import BatchSection, CheckpointSection, OptimizerSection
 from peerd.machine.batch import trainer_ledger
 from peerd.machine.conductor.member_list import MemberList
+from peerd.run.runfile import BatchSection, CheckpointSection, OptimizerSection
 from peerd.service.conductor import tenure
 from roles.stage import StageRole
 from tests.kit.virtual_time import virtual

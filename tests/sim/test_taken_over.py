@@ -11,8 +11,8 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import RemoteError
-from peerd.core.run.runfile import CheckpointSection, PipelineSection
 from peerd.messages.swarm import Mbs, MemberAnswer, MemberSync, Moved, Position, Restore
+from peerd.run.runfile import CheckpointSection, PipelineSection
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.world import Node, World
 from roles.stage import StageRole

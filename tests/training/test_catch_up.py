@@ -18,10 +18,10 @@ from peerd.compute.frozen_state import MakeRoom
 from peerd.compute.model.microbatch_books import Stale
 from peerd.core.errors import NoMemory
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import LimitsSection, RunFile
 from peerd.log import EventLog
 from peerd.messages.state import TensorSpec
 from peerd.messages.swarm import MemberInfo, Position
+from peerd.run.runfile import LimitsSection, RunFile
 from peerd.service.state.snapshot import StateItem
 from peerd.service.state.state_room import StateRoom
 from peerd.sim.clock import SimClock

@@ -13,8 +13,8 @@ import trio
 from trio.testing import MockClock
 
 from peerd.compute.frozen_state import FrozenState
-from peerd.core.run.runfile import RunFile
 from peerd.messages.swarm import Position
+from peerd.run.runfile import RunFile
 from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from peerd.compute.model import footprint
 from peerd.core.errors import NoMemory
-from peerd.core.run.runfile import LimitsSection, RunFile
+from peerd.run.runfile import LimitsSection, RunFile
 from peerd.training.catchup.copy_room import room_for_copy, room_for_residual
 
 MB = 1_000_000

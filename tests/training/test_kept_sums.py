@@ -11,8 +11,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import AveragingSection, RunFile
 from peerd.messages.swarm import Mbs, Prepare
+from peerd.run.runfile import AveragingSection, RunFile
 from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.service.network.line_speeds import LineSpeeds
 from peerd.training.stage.averaging import AveragingRounds, SumAbsent, Total

@@ -22,10 +22,10 @@ import trio
 
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.tensors import state_digest
-from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.log import EventLog
 from peerd.messages.state import TensorSpec
 from peerd.messages.swarm import MemberInfo, Position
+from peerd.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.sim.clock import SimClock
 from peerd.training.catchup import catch_up, step_totals
 from peerd.training.catchup.catch_up import CatchUp

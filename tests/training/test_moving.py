@@ -14,7 +14,7 @@ from trio.testing import MockClock
 from peerd.core.errors import Refused
 from peerd.core.keys import Keypair
 from peerd.core.model.stage_memory import StageFootprint
-from peerd.core.run.runfile import PipelineSection, PlanSection
+from peerd.run.runfile import PipelineSection, PlanSection
 from peerd.signals import Signal
 from peerd.training.stage.post import Post
 from peerd.training.stage.stage_move import StageMove

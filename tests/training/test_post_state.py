@@ -17,10 +17,10 @@ import trio.testing
 
 from peerd.compute.tensors import state_digest
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import BatchSection, LimitsSection, ModelSection, PipelineSection, RunFile
 from peerd.log import EventLog
 from peerd.messages.swarm import Position
 from peerd.role import RoleContext
+from peerd.run.runfile import BatchSection, LimitsSection, ModelSection, PipelineSection, RunFile
 from peerd.service.state.state_room import StateRoom
 from peerd.sim.clock import SimClock
 from peerd.training.catchup import copy_room

@@ -15,9 +15,9 @@ from peerd.compute.model import footprint as footprint_file
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.tensors import state_digest
 from peerd.core.decoders import convert
-from peerd.core.run.runfile import RunFile
 from peerd.log import EventLog
 from peerd.machine.swarm.roster import START
+from peerd.run.runfile import RunFile
 from peerd.sim.clock import SimClock
 from peerd.training.stage.post_state import PostState
 

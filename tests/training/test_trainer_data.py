@@ -16,10 +16,10 @@ from trio.testing import MockClock
 
 from peerd.compute.data.http_fetch import DataUnavailable
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection, ModelSection, PipelineSection, RunFile
 from peerd.core.work import read_at_once
 from peerd.log import EventLog
 from peerd.role import RoleContext
+from peerd.run.runfile import DataSection, ModelSection, PipelineSection, RunFile
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.sim.clock import SimClock
 from peerd.training.trainer_data import LONGEST_RETRY_S, RETRY_S, TrainerData

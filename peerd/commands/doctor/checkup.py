@@ -22,7 +22,7 @@ from peerd.commands.doctor.machine_checks import data_dir_checks, device_checks,
 from peerd.commands.doctor.network_checks import NetworkTarget, network_checks
 from peerd.commands.doctor.run_checks import RunNeeds, run_checks, visiting_as
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 _STYLES = {
     CheckVerdict.OK: "green",

@@ -14,7 +14,7 @@ from peerd.commands.doctor.check_result import CheckResult, CheckVerdict, failed
 from peerd.commands.doctor.idle_gpu import idle_gpu
 from peerd.core.errors import ConfigError, missing_package
 from peerd.core.version import VERSION
-from peerd.home import IDENTITY_FILE, load_identity, locked, make_private_dir
+from peerd.run.home import IDENTITY_FILE, load_identity, locked, make_private_dir
 
 _DISK_FAIL_BYTES: Final = 200 << 20  # not even one small checkpoint
 _DISK_WARN_BYTES: Final = 5 << 30

@@ -23,10 +23,10 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import CLOCK_CORRECTION_S, CLOCK_TOLERANCE_S
 from peerd.core.protobuf.circuit import HOP
-from peerd.core.run.runfile import RunFile
 from peerd.log import clean
 from peerd.machine.clock_skew import REPORTED_S, ClockSkew
 from peerd.machine.connectivity.reachability import Kind, advice
+from peerd.run.runfile import RunFile
 from peerd.service.access import Access
 from peerd.service.connectivity.autonat import AutoNat, port_of
 from peerd.service.connectivity.port_mapping import own_routers, tried

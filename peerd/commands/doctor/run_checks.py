@@ -17,8 +17,8 @@ from peerd.control.token_files import CredentialFiles, own_papers
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.model.stage_memory import StageFootprint
-from peerd.core.run.runfile import RunFile, disk_bytes, precision_text, sources_of, unused_precision
-from peerd.home import IDENTITY_FILE, load_identity, locked
+from peerd.run.home import IDENTITY_FILE, load_identity, locked
+from peerd.run.runfile import RunFile, disk_bytes, precision_text, sources_of, unused_precision
 
 
 @dataclass(frozen=True, slots=True)

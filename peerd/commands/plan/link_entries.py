@@ -9,9 +9,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from peerd.core.run.runfile import BYTES_PER_MBIT, Section
 from peerd.log import clean
-from peerd.typed_yaml import KeyPath, YamlFaults
+from peerd.run.runfile import BYTES_PER_MBIT, Section
+from peerd.run.typed_yaml import KeyPath, YamlFaults
 
 _DELAY_MS: Final = 3.6e6  # an hour; a higher value is a typing error
 _RATE_MBIT: Final = 1e9

@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from peerd.commands.plan.link_entries import Directed, LinkEntry, directed
-from peerd.core.run.runfile import Section
 from peerd.log import clean
 from peerd.machine.placement.problem import Network, PlanDevice, StageWork
-from peerd.typed_yaml import YamlFaults, YamlKind, parse_yaml, typed_section
+from peerd.run.runfile import Section
+from peerd.run.typed_yaml import YamlFaults, YamlKind, parse_yaml, typed_section
 
 DEVICES: Final = 4096  # three matrices of this size take 400 MB
 STAGES: Final = 1024  # same limit as in a run file

@@ -17,12 +17,12 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from peerd.config import PLACEMENT_FILE
 from peerd.core.errors import ConfigError
-from peerd.core.run.stage_plan import PlacementSection
 from peerd.log import clean
 from peerd.machine.placement.problem import IDLE, PlacementProblem, PlanDevice, StagePlacement
-from peerd.typed_yaml import parse_yaml, typed_section
+from peerd.run.config import PLACEMENT_FILE
+from peerd.run.stage_plan import PlacementSection
+from peerd.run.typed_yaml import parse_yaml, typed_section
 
 
 def load_placement(path: Path, problem: PlacementProblem) -> StagePlacement:

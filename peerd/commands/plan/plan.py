@@ -14,7 +14,7 @@ import typer
 
 from peerd.core.errors import ConfigError
 from peerd.core.model.model_size import StageSize, stage_sizes
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 TERA: Final = 1e12
 DEFAULT_TFLOPS: Final = 10.0
@@ -111,7 +111,7 @@ def _placeable(path: Path) -> tuple[Path, RunFile, list[StageSize]]:
 
 
 def _run(path: Path) -> RunFile:
-    from peerd.config import load_run
+    from peerd.run.config import load_run
 
     return load_run(path, with_plan=False).run  # its plan may not exist yet
 

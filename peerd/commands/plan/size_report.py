@@ -10,7 +10,7 @@ from rich.text import Text
 
 from peerd.core.model.model_shapes import first_with_experts
 from peerd.core.model.model_size import StageSize, boundary_bytes, microbatches
-from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile, precision_text
+from peerd.run.runfile import BYTES_PER_MBIT, RunFile, precision_text
 from peerd.screen.columns import Columns
 from peerd.screen.units import counted, number, size
 

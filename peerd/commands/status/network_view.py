@@ -15,7 +15,7 @@ import trio
 from peerd.control.swarm_status import DirectionStatus, NetworkStatus, PairStatus, Spread, SwarmStatus
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.run.runfile import BYTES_PER_MBIT
+from peerd.run.runfile import BYTES_PER_MBIT
 from peerd.service.network.link_watch import NamedPair, ReadMap
 from peerd.service.run_services import RunServices
 

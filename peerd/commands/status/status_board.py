@@ -30,10 +30,10 @@ from peerd.control.swarm_status import (
 )
 from peerd.core.clock import Clock
 from peerd.core.decoders import convert
-from peerd.core.run.runfile import BYTES_PER_MBIT, LimitsSection, RunFile
 from peerd.core.version import VERSION
 from peerd.log import EventLog, plain
 from peerd.messages.progress import pause_s
+from peerd.run.runfile import BYTES_PER_MBIT, LimitsSection, RunFile
 from peerd.screen.units import known
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc

@@ -26,7 +26,6 @@ from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DIRECTORY_READ_BYTES
 from peerd.core.record import Record
-from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.counted_work import PeerWork
 from peerd.messages.contributions import Contributed, contributions_key, counted_key, decode_contributed
 from peerd.messages.progress import (
@@ -39,6 +38,7 @@ from peerd.messages.progress import (
     stage_key,
     sum_told,
 )
+from peerd.run.runfile import RunFile
 from peerd.screen import units
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc_types import AccessGuard

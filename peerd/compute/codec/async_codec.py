@@ -20,8 +20,8 @@ from peerd.compute.codec.policy import choose
 from peerd.compute.tensors import dtype_name
 from peerd.core.errors import LocalError, PeerdError
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import BoundarySection
 from peerd.core.work import Worker
+from peerd.run.runfile import BoundarySection
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from peerd.compute.codec.frames import decode, decode_onto, encode_missing
 from peerd.compute.codec.policy import CodingPlan
 from peerd.compute.kernels.reference import CodingOutputs
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import AveragingSection
+from peerd.run.runfile import AveragingSection
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from peerd.core.blockwise import CODES
 from peerd.core.frame import CODINGS, DTYPES
-from peerd.core.run.runfile import BoundarySection
+from peerd.run.runfile import BoundarySection
 
 
 @dataclass(frozen=True, slots=True)

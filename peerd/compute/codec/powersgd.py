@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from peerd.compute.flat import FlatLayout
-from peerd.core.run.runfile import AveragingSection
+from peerd.run.runfile import AveragingSection
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 

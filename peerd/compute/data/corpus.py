@@ -20,7 +20,7 @@ from peerd.compute.data.remote_files import RemoteFile, RemoteFileCache, default
 from peerd.compute.data.skipped_rows import RowFaults, SkippedRows
 from peerd.compute.data.text_stream import DataFile, FilePart
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import SourceSection
+from peerd.run.runfile import SourceSection
 
 Split = Literal["train", "valid"]
 

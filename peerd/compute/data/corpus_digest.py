@@ -24,10 +24,10 @@ from peerd.compute.data.remote_files import RemoteFileCache, is_remote, remote_f
 from peerd.compute.data.text_stream import open_text
 from peerd.compute.file_index import IndexedFile, encode_index, with_pieces
 from peerd.compute.tokenizer import Tokenizer, load_vocabulary
-from peerd.compute.user_code import find_function
-from peerd.contents import source_of
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import RunFile, SourceSection, sources_of
+from peerd.run.contents import source_of
+from peerd.run.runfile import RunFile, SourceSection, sources_of
+from peerd.run.user_code import find_function
 
 _PIECE_BYTES: Final = 8 << 20
 _REMEMBERED: Final = 100_000  # files

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from peerd.core.errors import ConfigError
-from peerd.core.run.public_ip import is_public
+from peerd.run.public_ip import is_public
 
 _ADDRESSES: Final = 8  # addresses tried per name
 

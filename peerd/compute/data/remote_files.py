@@ -28,7 +28,7 @@ from peerd.compute.data.http_fetch import ExpectedContent, HttpFetcher
 from peerd.compute.file_index import INDEX_NAME, IndexedFile, parse_index
 from peerd.core.errors import ConfigError
 from peerd.core.limits import INDEX_BYTES
-from peerd.core.run.runfile import SourceSection
+from peerd.run.runfile import SourceSection
 
 CACHE_BYTES: Final = 10 << 30
 ABANDONED_S: Final = 3600.0  # a partial file without writes for that long is abandoned

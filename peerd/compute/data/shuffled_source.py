@@ -31,7 +31,7 @@ from peerd.compute.data.skipped_rows import SkippedRows
 from peerd.compute.data.user_dataset import Dataset
 from peerd.compute.tokenizer import Tokenizer
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import SourceSection
+from peerd.run.runfile import SourceSection
 
 _LOOK_AHEAD: Final = 32  # pieces between two attempts to fetch the next file ahead
 

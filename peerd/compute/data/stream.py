@@ -30,8 +30,8 @@ from peerd.compute.data.shuffled_source import SampleCutter, SourceStream, Strea
 from peerd.compute.tokenizer import Tokenizer, load_vocabulary
 from peerd.core.decoders import convert
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection, RunFile, sources_of
 from peerd.core.work import RateLimitedRead, read_at_once
+from peerd.run.runfile import DataSection, RunFile, sources_of
 
 FIRST_BLOCK_S: Final = 0.25  # for reading the first blocks; a shorter first block covers fewer files
 FIRST_BLOCK_SAMPLES: Final = 256  # minimum, over all sources

@@ -31,9 +31,9 @@ from peerd.compute.data.corpus import Split
 from peerd.compute.data.http_fetch import PASSING_STATUS, DataUnavailable
 from peerd.compute.data.readers import Cursor, Text, TextPiece
 from peerd.compute.data.skipped_rows import SkippedRows
-from peerd.compute.user_code import find_function
 from peerd.core.errors import ConfigError, PeerdError
-from peerd.local_code import told
+from peerd.run.local_code import told
+from peerd.run.user_code import find_function
 
 _LASTING: Final = (
     FileNotFoundError,

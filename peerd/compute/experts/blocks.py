@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peerd.compute.model.layers import Attention, RMSNorm
-from peerd.compute.user_code import find_function, torchs_random_numbers
-from peerd.contents import is_function
 from peerd.core.errors import ConfigError
-from peerd.core.experts.grid import Uid, sample_shapes
-from peerd.core.run.runfile import ExpertsSection, RunFile
-from peerd.local_code import guarded
+from peerd.run.contents import is_function
+from peerd.run.grid import Uid, sample_shapes
+from peerd.run.local_code import guarded
+from peerd.run.runfile import ExpertsSection, RunFile
+from peerd.run.user_code import find_function, torchs_random_numbers
 
 NORM_EPS = 1e-5  # torch's default
 

@@ -32,9 +32,9 @@ from peerd.compute.experts.blocks import seed_of
 from peerd.compute.experts.exchange import Exchange
 from peerd.compute.experts.expert_mixture import imbalance, mixed
 from peerd.core.errors import ConfigError
-from peerd.core.experts.expert_network import ExpertCaller
-from peerd.core.experts.grid import Uid, grid_of, sample_shapes
-from peerd.core.run.runfile import RunFile
+from peerd.run.expert_network import ExpertCaller
+from peerd.run.grid import Uid, grid_of, sample_shapes
+from peerd.run.runfile import RunFile
 
 _log = logging.getLogger(__name__)
 _of_thread = threading.local()  # each layer's last balancing loss by thread, since threads run separate forwards

@@ -21,10 +21,10 @@ from peerd.compute.codec.policy import CodingPlan
 from peerd.compute.experts.expert_mixture import ChosenColumns, choice_of
 from peerd.compute.tensors import TORCH_DTYPES, all_finite
 from peerd.core.errors import ProtocolViolation, TooFewExperts
-from peerd.core.experts.expert_network import ExpertCall, ExpertReply
-from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.run.expert_network import ExpertCall, ExpertReply
+from peerd.run.grid import Uid, grid_of, sample_shapes
+from peerd.run.runfile import ExpertsSection, RunFile
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peerd.core.experts.grid import Uid
+from peerd.run.grid import Uid
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ from peerd.compute.model.optimizer import Optimizer
 from peerd.compute.model.precision import Precision
 from peerd.compute.tensors import TORCH_DTYPES, all_finite
 from peerd.core.errors import ProtocolViolation
-from peerd.core.experts.grid import Uid, sample_shapes
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import ExpertOptimizerSection, ExpertsSection, OptimizerSection, RunFile
+from peerd.run.grid import Uid, sample_shapes
+from peerd.run.runfile import ExpertOptimizerSection, ExpertsSection, OptimizerSection, RunFile
 
 LARGEST_NORM: Final = 1e18  # of a gradient: float32 can represent its square, and moments made of it
 _HEADER_BYTES: Final = 1 << 20  # of a snapshot's names and shapes

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from peerd.compute.experts.blocks import block_outline
 from peerd.compute.experts.hosted_expert import optimizer_section
 from peerd.compute.gpu import free_bytes
-from peerd.core.experts.grid import grid_of, sample_shapes
 from peerd.core.model.stage_memory import moment_names
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.run.grid import grid_of, sample_shapes
+from peerd.run.runfile import ExpertsSection, RunFile
 
 FREE_SHARE: Final = 0.8  # of the free memory, without a user's limit: other programs need some, too
 _FLOAT_BYTES: Final = 4

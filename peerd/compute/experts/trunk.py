@@ -31,9 +31,9 @@ from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.stage_module import ResultNotFinite, StageModule
 from peerd.compute.tensors import all_finite, largest_in
 from peerd.core.errors import ConfigError
-from peerd.core.experts.grid import grid_of, sample_shapes
 from peerd.core.model.model_shapes import first_with_experts
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.run.grid import grid_of, sample_shapes
+from peerd.run.runfile import ExpertsSection, RunFile
 
 
 @dataclass(frozen=True, slots=True)

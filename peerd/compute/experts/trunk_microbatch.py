@@ -22,8 +22,8 @@ from torch import Tensor
 from peerd.compute.experts.earlier_parameters import Era
 from peerd.compute.experts.exchange import Exchange
 from peerd.compute.experts.trunk import Answers, Junction, TrunkModule
-from peerd.core.experts.expert_network import ExpertCall, ExpertReply
-from peerd.core.experts.grid import Uid
+from peerd.run.expert_network import ExpertCall, ExpertReply
+from peerd.run.grid import Uid
 
 Scores = list[np.ndarray]
 

@@ -14,8 +14,8 @@ from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.model.microbatch_books import KeptMicrobatch, Stale
 from peerd.compute.model.served_stage import ServedStage
-from peerd.core.run.runfile import RunFile
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import RunFile
 
 
 class TrunkStage(ServedStage):

@@ -22,9 +22,9 @@ from torch import Tensor
 from peerd.compute.experts.blocks import block_outline
 from peerd.compute.model.partition import DTYPES
 from peerd.core.errors import ConfigError
-from peerd.core.experts.grid import Grid, Uid, grid_of, parse_uid
 from peerd.core.model.model_shapes import first_with_experts
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.run.grid import Grid, Uid, grid_of, parse_uid
+from peerd.run.runfile import ExpertsSection, RunFile
 
 PLACES: Final = 1 << 17  # maximum number of experts of an exported model
 _PARAMETER: Final = "param/"

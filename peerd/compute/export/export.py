@@ -31,7 +31,7 @@ from peerd.compute.export.names import architecture, plainly_named
 from peerd.compute.tensors import all_finite
 from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

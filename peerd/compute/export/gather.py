@@ -22,7 +22,7 @@ from peerd.compute.checkpoint import Checkpoints, read_manifest
 from peerd.compute.export.names import parameters_in
 from peerd.compute.run_record import read_record
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import RunFile, fingerprint
+from peerd.run.runfile import RunFile, fingerprint
 
 DEPTH: Final = 6  # FOLDER/peer/role/checkpoints/run/stage-N, and one level more
 _STAGE: Final = re.compile(r"stage-(\d{1,4})")

@@ -22,7 +22,7 @@ from peerd.compute.export.standalone import generate
 from peerd.compute.model.partition import whole_model
 from peerd.compute.tokenizer import ByteTokenizer, Tokenizer, load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 
 class LanguageModel(Protocol):

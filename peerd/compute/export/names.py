@@ -21,7 +21,7 @@ from peerd.compute.run_record import settings_of
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.model.model_shapes import feed_forward_width
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 _PREFIXES: Final = ("param/", "buffer/")  # of a stage's state; the rest is the optimizer's
 _ENDS: Final = {"embed.table": "embed.weight", "head.norm.gain": "norm.weight", "head.out.weight": "head.weight"}

@@ -11,7 +11,7 @@ from torch import Tensor
 from peerd.compute.checkpoint import Checkpoints
 from peerd.compute.model.partition import ModelPiece, whole_model
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import RunFile, fingerprint
+from peerd.run.runfile import RunFile, fingerprint
 
 _PARAMETER, _BUFFER = "param/", "buffer/"
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from peerd.compute.model.partition import DTYPES, own_layers, own_parts
 from peerd.compute.tensors import dtype_name
 from peerd.compute.tokenizer import load_vocabulary
-from peerd.compute.user_code import torchs_random_numbers
-from peerd.contents import is_function, source_of
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import RunFile
-from peerd.local_code import guarded
+from peerd.run.contents import is_function, source_of
+from peerd.run.local_code import guarded
+from peerd.run.runfile import RunFile
+from peerd.run.user_code import torchs_random_numbers
 
 
 @dataclass(frozen=True, slots=True)

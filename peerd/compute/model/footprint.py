@@ -26,7 +26,6 @@ from peerd.compute.model.precision import Precision
 from peerd.compute.model.shared_buffers import buffers_of
 from peerd.compute.tensors import dtype_name
 from peerd.compute.tokenizer import load_vocabulary
-from peerd.compute.user_code import torchs_random_numbers
 from peerd.core.errors import ConfigError
 from peerd.core.model.averaged_vector import check_vector, vector_sizes
 from peerd.core.model.stage_memory import (
@@ -39,9 +38,10 @@ from peerd.core.model.stage_memory import (
     layer_counts,
     moment_names,
 )
-from peerd.core.run.runfile import RunFile
-from peerd.local_code import guarded
 from peerd.messages.state import TensorSpec
+from peerd.run.local_code import guarded
+from peerd.run.runfile import RunFile
+from peerd.run.user_code import torchs_random_numbers
 
 _TOLERATED = 1.05  # times limits.memory_gb, as in `control/memory_limit`
 _CPU: Final = torch.device("cpu")

@@ -31,7 +31,7 @@ from peerd.compute.flat import FlatLayout
 from peerd.compute.gpu import is_gpu
 from peerd.compute.model.layers import Embedding
 from peerd.compute.model.partition import ModelPiece
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 _ALIGN_BYTES: Final = 512  # of torch's allocations on a CUDA device; on the CPU it is 64
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from peerd.compute.flat import FlatLayout
 from peerd.core.model.stage_memory import moment_names
-from peerd.core.run.runfile import OptimizerSection
+from peerd.run.runfile import OptimizerSection
 
 _PIECE_VALUES: Final = 1 << 20  # of an update, which needs twice as many values of extra memory
 

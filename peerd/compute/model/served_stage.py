@@ -33,9 +33,9 @@ from peerd.compute.tensors import TORCH_DTYPES, dtype_name, largest_in, raw_byte
 from peerd.core.errors import PeerdError
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER, HELD_PADDING_BYTES
-from peerd.core.run.runfile import RunFile
 from peerd.messages.state import TensorSpec
 from peerd.messages.swarm import MAX_MICROBATCHES, Mb
+from peerd.run.runfile import RunFile
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 

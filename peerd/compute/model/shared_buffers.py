@@ -25,7 +25,7 @@ from torch import Tensor
 
 from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name
 from peerd.core.errors import ConfigError, PeerdError
-from peerd.core.run.runfile import AveragingSection
+from peerd.run.runfile import AveragingSection
 
 How = Literal["average", "first", "local"]
 Live = Callable[[], Mapping[str, Tensor]]

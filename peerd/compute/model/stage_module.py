@@ -46,7 +46,7 @@ from peerd.compute.model.shared_buffers import GradientNotFinite, SharedBuffers,
 from peerd.compute.tensors import all_finite, all_finite_in, dtype_name, largest_in, state_digest
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.model.stage_memory import moment_names
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 _CACHE_LINE_BYTES: Final = 64
 _LARGE_BYTES: Final = 16 << 20  # of parameters; releasing memory takes milliseconds, so smaller stages skip it

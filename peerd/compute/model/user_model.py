@@ -35,9 +35,9 @@ from peerd.compute.user_loop.batch_tail import BatchTail
 from peerd.compute.user_loop.optimizer_outline import DIMS, outline_of, plain
 from peerd.compute.user_loop.schedule import Made, Schedule
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import AveragingSection
 from peerd.messages.state import TensorSpec
 from peerd.messages.swarm import Mb, Position
+from peerd.run.runfile import AveragingSection
 
 _NAME_CHARS: Final = 400  # with the optimizer's key it must fit a manifest's 512
 _TEXT_CHARS: Final = 1000

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from peerd.core.errors import ConfigError
 from peerd.core.limits import AVERAGE_PARTS, FRAME_ELEMENTS
-from peerd.core.run.runfile import AveragingSection
+from peerd.run.runfile import AveragingSection
 
 
 def vector_sizes(section: AveragingSection, shapes: Iterable[Sequence[int]]) -> tuple[int, int]:

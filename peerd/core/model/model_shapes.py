@@ -10,8 +10,8 @@ import itertools
 import math
 
 from peerd.core.errors import ConfigError
-from peerd.core.experts.grid import grid_of
-from peerd.core.run.runfile import RunFile
+from peerd.run.grid import grid_of
+from peerd.run.runfile import RunFile
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -18,7 +18,7 @@ from typing import Final
 from peerd.core.blockwise import CODES, SCALE_BYTES, code_bytes, scale_count
 from peerd.core.model.model_shapes import Shapes, count_of, need_known_sizes, stage_shapes, stage_spans
 from peerd.core.model.stage_memory import ITEM_BYTES, StageFootprint, activations_of, footprint_of, layer_counts
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 _ROUNDED_BYTES: Final = {"bf16": 2, "fp16": 2}
 FLOPS_OF_TRAINING: Final = 6  # per multiply-add of a forward: two for the forward, four for the backward

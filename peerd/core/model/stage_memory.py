@@ -29,7 +29,7 @@ from typing import Final
 from peerd.core.limits import WORTH_A_FILE_BYTES
 from peerd.core.model.model_shapes import feed_forward_width, first_with_experts, stage_shapes, stage_spans
 from peerd.core.model.trunk_memory import NO_FLIGHTS, FlightMemory, flight_memory
-from peerd.core.run.runfile import OptimizerSection, RunFile
+from peerd.run.runfile import OptimizerSection, RunFile
 
 ITEM_BYTES: Final = {"float32": 4, "float64": 8}
 LOSS_VALUES: Final = 3  # per logit while the loss is computed: its log-probability, and two gradients

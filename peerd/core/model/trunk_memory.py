@@ -15,8 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from peerd.core.experts.grid import grid_of, sample_shapes
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.run.grid import grid_of, sample_shapes
+from peerd.run.runfile import ExpertsSection, RunFile
 
 IN_FLIGHT: Final = 64  # microbatches at once by default; most of their time is waiting for answers
 GRADIENT_BYTES: Final = 1 << 30  # default for gradients in flight, and limit for those that wait for a place

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from peerd.core.errors import LocalError
-from peerd.core.experts.grid import Uid
 from peerd.core.limits import RPC_DEADLINE_S
+from peerd.run.grid import Uid
 
 OPEN: Final = "has not answered"
 _NAMED: Final = 8  # experts in one message

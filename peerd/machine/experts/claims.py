@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from peerd.core.experts.grid import Grid, Uid, bitmap
 from peerd.messages.experts import Announced, Name
+from peerd.run.grid import Grid, Uid, bitmap
 
 _LOOKED_AT: Final = 100_000  # places that a host checks for free ones: a fuller grid needs no more hosts
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_RESTS
+from peerd.run.grid import Uid
 from peerd.wire.rate.suspicion import Suspicion
 
 FIRST_S: Final = 2.0  # of the first rest: a host that restarts is back by then

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from peerd.core.experts.grid import Uid
 from peerd.core.limits import KEPT_EXPERTS
 from peerd.messages.experts import CheckpointRef
+from peerd.run.grid import Uid
 
 _SPARES: Final = 2  # per expert and owner: if the newest holds NaN, the one before it may not
 _OWNERS: Final = 3  # per expert: the present one, the one before, and a liar

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
+from peerd.run.grid import Uid
 
 _RENEWED: Final = 1.1  # periods that a claim stands without renewal
 _UNCLAIMED: Final = 0.5  # periods without any claim, if the last owner does not answer

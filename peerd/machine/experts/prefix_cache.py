@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.experts.grid import Grid, Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_CLAIMS, EXPERT_CLAIMS_KEPT, EXPERT_PREFIXES_KEPT
 from peerd.machine.experts.host_rests import HostRests, RestsNow
+from peerd.run.grid import Grid, Uid
 
 _AHEAD: Final = 0.5  # fraction of its age limit after which an entry in use is read again, so that nobody waits
 

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from peerd.core.errors import LocalError
-from peerd.core.experts.grid import Grid, Uid
 from peerd.core.limits import EXPERT_LOOKUPS
+from peerd.run.grid import Grid, Uid
 
 if TYPE_CHECKING:
     import numpy as np

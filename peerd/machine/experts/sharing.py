@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_TAKING
 from peerd.machine.experts.orphan_watch import draw
+from peerd.run.grid import Uid
 
 _FASTER_AT_MOST: Final = 32.0  # largest ratio of two hosts' speeds that counts
 _SMALL: Final = 4  # a difference below 1 / _SMALL of its experts is ignored, since measured speeds vary

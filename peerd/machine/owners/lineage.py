@@ -33,13 +33,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERTS_SEEN
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy, OwnerTree, Seat
 from peerd.machine.owners.rivals import RivalWatch, Sightings
 from peerd.messages.experts import CheckpointRef, PreviousOwner
+from peerd.run.grid import Uid
 
 _RENEWED: Final = 1.1  # periods that a claim lives without renewal, as in `custody`
 _UNCLAIMED: Final = 0.5  # periods that an owner without a claim remains the owner

@@ -1,4 +1,4 @@
-"""Blocking calls to experts, for plain threads: implements `core.experts.expert_network.ExpertCaller` over trio tasks.
+"""Blocking calls to experts, for plain threads: implements `run.expert_network.ExpertCaller` over trio tasks.
 
 Many threads may call at once; each waits for its own call. A call runs in the trio run that `token` names, until it is
 done, the caller is closed, or the run ends; in the last two cases its thread gets Unreachable. Ctrl+C in a waiting
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from peerd.core.errors import LocalError, Unreachable
-from peerd.core.experts.expert_network import ExpertCall, ExpertNetwork, ExpertReply
-from peerd.core.experts.grid import Uid
+from peerd.run.expert_network import ExpertCall, ExpertNetwork, ExpertReply
+from peerd.run.grid import Uid
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,8 +17,8 @@ from peerd.core.errors import (
     Unreachable,
     Untrusted,
 )
-from peerd.core.experts.grid import Uid
 from peerd.core.limits import EXPERTS_SEEN
+from peerd.run.grid import Uid
 
 log = logging.getLogger("peerd.service.experts.call_figures")
 

@@ -18,11 +18,11 @@ import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import RemoteError
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERTS_SEEN
 from peerd.machine.experts.prefix_cache import CachedClaim
 from peerd.machine.owners.owner_tree import ExpertReign
+from peerd.run.grid import Uid
 
 log = logging.getLogger("peerd.service.experts.contested")
 

@@ -1,4 +1,4 @@
-"""Calls to the experts of one run, for layers of experts: implements `core.experts.expert_network.ExpertNetwork`.
+"""Calls to the experts of one run, for layers of experts: implements `run.expert_network.ExpertNetwork`.
 
 Every call goes to the host whose claim counts and never to another one, because another host has other weights. A
 backward goes to the host that answered its forward, always with the same request id, so that a repeat after a lost link
@@ -35,16 +35,16 @@ from peerd.core.errors import (
     TooSlow,
     Unreachable,
 )
-from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
-from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_RESTS, EXPERT_TOP_K
-from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.answer_rule import AnswerRule, RoundLimit
 from peerd.machine.experts.prefix_cache import CachedClaim
 from peerd.machine.experts.product_key_beam import BeamSearch
 from peerd.messages.experts import Backward, Forward, Gradient, Name, Output
+from peerd.run.expert_network import ExpertCall, ExpertReply, ServedBy
+from peerd.run.grid import Uid, grid_of, sample_shapes
+from peerd.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.service.experts.answer_check import AnswerCheck
 from peerd.service.experts.call_figures import CallFigures, reason_of
 from peerd.service.experts.expert_directory import ExpertDirectory

@@ -24,15 +24,15 @@ from peerd.core.addr import parse_addr
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError
-from peerd.core.experts.grid import Uid, coordinates_in, grid_of, prefix_key
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, EXPERT_RESTS
 from peerd.core.record import Record
-from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.experts.host_rests import HostRests
 from peerd.machine.experts.prefix_cache import CachedClaim, Claims, LiveBits, PrefixCache, ranked
 from peerd.messages.encoding import decode, encode
 from peerd.messages.experts import Announced
+from peerd.run.grid import Uid, coordinates_in, grid_of, prefix_key
+from peerd.run.runfile import ExpertsSection, RunFile
 from peerd.service.dht.dht import Dht
 from peerd.service.experts.contested import ContestedExperts, Told
 from peerd.service.rpc.rpc import Rpc

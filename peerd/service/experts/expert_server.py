@@ -24,16 +24,16 @@ import trio
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import NoMemory, Overloaded, PeerdError, ProtocolViolation, Refused, other_run_file
-from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_QUEUED, EXPERT_QUEUED_PER_CALLER, RPC_MESSAGE_FRAME_BYTES
-from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_answers import KeptAnswers, Known
 from peerd.machine.experts.merge_queue import MergeQueue, QueueBounds, Queued
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.messages.experts import Backward, Forward, Gradient, Output
+from peerd.run.grid import Uid, grid_of, sample_shapes
+from peerd.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.service.experts.expert_batch import BatchPart, ExpertModel, Frames, Result, compute_batch, too_old
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.signals import Signal

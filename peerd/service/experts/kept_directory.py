@@ -23,14 +23,6 @@ from peerd.core.addr import is_relayed, parse_addr
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError, TooSlow, Unreachable
-from peerd.core.experts.grid import (
-    Uid,
-    coordinates_in,
-    grid_of,
-    holders_key,
-    kept_experts_key,
-    prefix_key,
-)
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import (
     ADDR_BYTES,
@@ -40,7 +32,6 @@ from peerd.core.limits import (
     KEPT_EXPERTS_PER_RECORD,
     KEPT_RECORDS_PER_PREFIX,
 )
-from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
@@ -48,6 +39,8 @@ from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
 from peerd.messages.encoding import Empty, decode, encode
 from peerd.messages.experts import Announced, CheckpointRef, HolderOffer, KeptExperts, PieceWanted
 from peerd.messages.state import DIGEST_BYTES
+from peerd.run.grid import Uid, coordinates_in, grid_of, holders_key, kept_experts_key, prefix_key
+from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.dht.dht import Dht, Record
 from peerd.service.rpc.rpc import Rpc
 from peerd.wire.budget.book import NEAR, user_at

@@ -21,7 +21,6 @@ from typing import Final
 import trio
 
 from peerd.core.errors import Overloaded, Refused, RemoteError, TooSlow
-from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import (
@@ -32,7 +31,6 @@ from peerd.core.limits import (
     STATE_PIECE_BYTES,
     STATE_PIECES_PER_DONOR,
 )
-from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_shelf import KeptShelf
 from peerd.machine.experts.sharing import HostShare
@@ -41,6 +39,8 @@ from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.messages.encoding import Empty
 from peerd.messages.experts import CheckpointRef, HolderOffer, Keep, Kept, Name, PieceWanted
 from peerd.messages.state import Bytes, Pieces
+from peerd.run.grid import Uid, grid_of
+from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.experts.kept_directory import GET, KeptDirectory, VaultPeer
 from peerd.service.experts.vault_disk import VaultDisk
 from peerd.service.experts.vault_fetch import VaultFetch

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from peerd.core.errors import ProtocolViolation
-from peerd.home import sync
 from peerd.messages.encoding import decode, encode
 from peerd.messages.experts import CheckpointRef, state_root
 from peerd.messages.state import DIGEST_BYTES, Bytes, Pieces, piece_digest
+from peerd.run.home import sync
 
 _MAGIC: Final = b"peerd expert 1\n\0"
 _HEAD: Final = struct.Struct(f"<{len(_MAGIC)}sI")  # magic, length of the pointer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile
+from peerd.run.runfile import BYTES_PER_MBIT, RunFile
 from peerd.wire.host.host import Host
 
 

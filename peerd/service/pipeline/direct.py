@@ -22,8 +22,6 @@ from peerd.core.clock import Clock
 from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.run.runfile import RunFile, fingerprint
-from peerd.core.run.stage_plan import followers
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.cheapest_route import CheapestRoute
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
@@ -34,6 +32,8 @@ from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.messages.handover import NotFiniteAt, PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import signed_ticket
 from peerd.messages.swarm import MemberInfo
+from peerd.run.runfile import RunFile, fingerprint
+from peerd.run.stage_plan import followers
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, fault_of_hops
 from peerd.service.pipeline.not_finite import NotFiniteJudge

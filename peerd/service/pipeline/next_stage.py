@@ -31,11 +31,11 @@ from peerd.core.errors import (
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.limits import BROKEN_CHARS
-from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.messages.handover import Broken, Hop, NotFiniteAt, PassAnswer, PassRequest, RelayRequest, Ticket, Way
 from peerd.messages.proof import has_received
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import RunFile
 from peerd.service.pipeline.stage_peers import StageLinks, StagePeers
 from peerd.service.rpc.rpc import Answer, Rpc
 

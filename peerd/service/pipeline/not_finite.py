@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 
 from peerd.core.errors import NotFiniteHere
-from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.second_opinion import LoneReports, MicrobatchNotFinite, SecondOpinion
+from peerd.run.runfile import RunFile
 from peerd.service.pipeline.stage_peers import StagePeers
 
 log = logging.getLogger("peerd.service.pipeline.not_finite")

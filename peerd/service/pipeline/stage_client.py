@@ -18,10 +18,10 @@ import trio
 from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.messages.proof import Sign
 from peerd.messages.swarm import Grant, StageAnswer, StageForward, StageLoss
+from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.pipeline.not_finite import NotFiniteJudge
 from peerd.service.pipeline.stage_peers import StagePeers
 from peerd.service.rpc.rpc import Answer, Rpc

@@ -19,9 +19,9 @@ import trio
 from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError
 from peerd.core.work import Worker
-from peerd.home import write_atomically
 from peerd.messages.contributions import Contributed, contributions_key
 from peerd.messages.encoding import encode
+from peerd.run.home import write_atomically
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc_types import AccessGuard
 

@@ -15,7 +15,7 @@ from typing import Final
 from peerd.compute.model.footprint import lacking_for_call, spare_bytes
 from peerd.core.errors import NoMemory
 from peerd.core.limits import WORTH_A_FILE_BYTES
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from peerd.service.state.state_room import StateRoom
 
 _WORTH_WRITING_S: Final = 60.0  # in longer rounds, the disk writes at most a few times the bytes that the line carries

@@ -17,9 +17,9 @@ import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId, is_peer_text
-from peerd.home import write_atomically
 from peerd.messages.swarm import Position
 from peerd.role import RoleContext
+from peerd.run.home import write_atomically
 from peerd.service.run_services import RunServices
 
 NAME: Final = "evidence.json"

@@ -22,10 +22,10 @@ from peerd.compute.model.footprint import state_outline
 from peerd.compute.model.served_stage import items_of
 from peerd.core.errors import ConfigError, NoMemory, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.run.runfile import LoopSection
 from peerd.messages.state import StateRequest, TensorSpec
 from peerd.messages.swarm import Position
 from peerd.role import RoleContext
+from peerd.run.runfile import LoopSection
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import StateItem, StateServer
 from peerd.training.catchup.validate import checked

@@ -12,8 +12,8 @@ import msgspec
 
 from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError
-from peerd.home import write_atomically
 from peerd.messages.swarm import Position
+from peerd.run.home import write_atomically
 
 
 class _Set(msgspec.Struct, frozen=True):

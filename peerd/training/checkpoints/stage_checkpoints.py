@@ -20,9 +20,9 @@ from peerd.compute.frozen_state import FrozenState
 from peerd.compute.run_record import write_record
 from peerd.core.errors import ConfigError, NoMemory, PeerdError, WorkCancelled
 from peerd.core.limits import SAVED_TOLD, SLOW_DISK_BYTES_PER_S
-from peerd.core.run.runfile import disk_bytes
 from peerd.messages.swarm import Position
 from peerd.role import RoleContext
+from peerd.run.runfile import disk_bytes
 from peerd.signals import Signal
 
 _HANGS_S = 30.0  # duration of a write, plus the time for its bytes, after which `problem` reports it

@@ -36,13 +36,13 @@ import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import ProtocolViolation, RemoteError
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
 from peerd.machine.experts.orphan_watch import OrphanWatch, SeenClaim, draw
 from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.messages.experts import CheckpointRef, HolderOffer
 from peerd.role import RoleContext
+from peerd.run.grid import Uid
 from peerd.service.experts.kept_directory import CustodyView
 from peerd.service.experts.vault import Vault
 from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints, place_of

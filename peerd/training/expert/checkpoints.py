@@ -17,11 +17,11 @@ from typing import Final, Protocol
 import trio
 
 from peerd.core.errors import RemoteError
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.machine.experts.orphan_watch import HolderRoom, choose_holders
 from peerd.messages.experts import CheckpointRef, HolderOffer, Name, PreviousOwner, state_root
 from peerd.role import RoleContext
+from peerd.run.grid import Uid
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import digests_of
 

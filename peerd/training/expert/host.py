@@ -21,9 +21,7 @@ from typing import Final, Protocol
 import trio
 
 from peerd.core.errors import ConfigError, LocalError, Refused, RemoteError
-from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.ids import PeerId
-from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.experts.claims import (
     ClaimingHost,
     announcements,
@@ -36,6 +34,8 @@ from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.experts.sharing import HostShare
 from peerd.messages.experts import Announced
 from peerd.role import RoleContext
+from peerd.run.grid import Uid, grid_of
+from peerd.run.runfile import ExpertsSection, RunFile
 from peerd.service.experts.expert_server import ExpertModel, ExpertServer, ServerConfig, ServingStats
 from peerd.signals import Signal
 

@@ -22,13 +22,13 @@ from typing import Final, Protocol
 import trio
 
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
 from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first, parts_of_all
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.messages.experts import CheckpointRef, TransferAnswer, TransferRequest
 from peerd.role import RoleContext
+from peerd.run.grid import Uid
 from peerd.service.experts.vault import Vault
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints

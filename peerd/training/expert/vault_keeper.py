@@ -8,10 +8,10 @@ from typing import Final
 import trio
 
 from peerd.core.errors import ConfigError, RemoteError
-from peerd.core.experts.grid import Uid
 from peerd.core.limits import EXPERT_STATE_BYTES
 from peerd.machine.experts.claims import last_prefixes
 from peerd.role import RoleContext
+from peerd.run.grid import Uid
 from peerd.service.experts.kept_directory import CustodyView
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk

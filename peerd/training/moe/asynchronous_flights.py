@@ -22,7 +22,6 @@ from peerd.compute.experts.earlier_parameters import TooOld
 from peerd.compute.experts.landing_queue import GradientQueue
 from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.model.microbatch_books import Stale
-from peerd.core.experts.expert_network import ExpertNetwork
 from peerd.core.frame import TensorFrame
 from peerd.core.model.trunk_memory import IN_FLIGHT, gradients_in_memory, places_at_once
 from peerd.machine.batch.trainer_ledger import Holding
@@ -30,6 +29,7 @@ from peerd.machine.pipeline.in_flight import LIMITED
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.messages.swarm import Mb, MemberInfo
 from peerd.role import RoleContext
+from peerd.run.expert_network import ExpertNetwork
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.signals import Signal
 from peerd.training.moe.expert_flights import ExpertFlights

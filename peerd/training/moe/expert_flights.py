@@ -24,14 +24,14 @@ from peerd.compute.experts.trunk_microbatch import Scores, TrunkMicrobatch
 from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, RemoteError
-from peerd.core.experts.expert_network import ExpertCall, ExpertNetwork, ExpertReply
 from peerd.core.frame import TensorFrame
 from peerd.core.model.trunk_memory import flights_at_once
-from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.messages.swarm import Mb, MemberInfo
 from peerd.role import RoleContext
+from peerd.run.expert_network import ExpertCall, ExpertNetwork, ExpertReply
+from peerd.run.runfile import ExpertsSection, RunFile
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.training.moe.flight_counts import FlightCounts
 from peerd.training.stage.member import StageMember

@@ -9,8 +9,8 @@ from typing import Final
 
 from peerd.core.clock import Clock
 from peerd.core.errors import NoMemory, RemoteError, TooFewExperts
-from peerd.core.experts.expert_network import ExpertReply
 from peerd.log import EventLog
+from peerd.run.expert_network import ExpertReply
 
 _SAY_S: Final = 10.0  # between two log lines of a kind, since many microbatches fail alike
 _REASON_CHARS: Final = 300

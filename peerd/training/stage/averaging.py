@@ -27,10 +27,10 @@ from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.frame import DTYPES
 from peerd.core.ids import PeerId
 from peerd.core.model.averaged_vector import check_vector
-from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, MemberTerms, RoundFailed, plan_of
 from peerd.messages.swarm import LineInfo, Position, Prepare
+from peerd.run.runfile import RunFile
 from peerd.service.run_services import RunServices
 from peerd.service.state.state_room import StateRoom
 from peerd.training.catchup.copy_room import room_for_residual

@@ -22,9 +22,9 @@ from peerd.core.blockwise import CODES
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.fair_turns import FairTurns, Turn
 from peerd.role import RoleContext
+from peerd.run.runfile import RunFile
 
 _DECODED_CALLS: Final = 4  # enough to keep the device busy
 

@@ -33,11 +33,11 @@ from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import MICROBATCHES
-from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.tickets import Tickets
 from peerd.messages.handover import Hop, PassAnswer, PassRequest
 from peerd.messages.swarm import Mb, MemberInfo, Receipt
 from peerd.role import RoleContext
+from peerd.run.runfile import RunFile
 from peerd.service.pipeline.next_stage import HandOnResult, NextStage
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.run_services import RunServices

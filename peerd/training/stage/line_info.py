@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from peerd.core.run.runfile import BYTES_PER_MBIT
 from peerd.messages.contributions import Rest
 from peerd.messages.swarm import LineInfo
+from peerd.run.runfile import BYTES_PER_MBIT
 from peerd.service.network.line_speeds import LineSpeeds
 
 _NOTHING_BYTES_PER_S: Final = 1.0  # 0 would mean unknown

@@ -16,11 +16,11 @@ import trio
 
 from peerd.core.errors import LocalError
 from peerd.core.limits import POSTS
-from peerd.core.run.runfile import RunFile
-from peerd.core.run.stage_plan import planned_stage
 from peerd.machine.swarm.roster import START
 from peerd.messages.swarm import MemberInfo, Position
 from peerd.role import RoleContext
+from peerd.run.runfile import RunFile
+from peerd.run.stage_plan import planned_stage
 from peerd.signals import Signal
 from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.external_model import ExternalModel

@@ -20,14 +20,14 @@ import trio
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.limits import MICROBATCHES, SLOW_DISK_BYTES_PER_S
-from peerd.core.run.runfile import RunFile, precision_text
-from peerd.core.run.stage_plan import planned_stage
 from peerd.messages.contributions import Rest
 from peerd.messages.encoding import Empty
 from peerd.messages.progress import StageProgress
 from peerd.messages.proof import receipt
 from peerd.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, PostLoad, Receipt, Relocate
 from peerd.role import RoleContext
+from peerd.run.runfile import RunFile, precision_text
+from peerd.run.stage_plan import planned_stage
 from peerd.service.pipeline.stage_calls import StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.run_services import RunServices

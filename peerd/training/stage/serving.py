@@ -31,12 +31,12 @@ from peerd.core.errors import NoMemory, NotFiniteHere, Overloaded, PeerdError, P
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import HELD_PADDING_BYTES
-from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.fair_turns import Turn
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rebalance.loads import LoadMeter
 from peerd.messages.swarm import Mb, StageAnswer, StageForward, StageLoss
 from peerd.role import RoleContext
+from peerd.run.runfile import RunFile
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.boundary import Boundary

@@ -23,8 +23,8 @@ from weakref import WeakValueDictionary
 import trio
 from multiaddr import Multiaddr
 
-from peerd.core.run.runfile import BYTES_PER_MBIT, LimitsSection
 from peerd.core.work import RateLimitedRead, read_at_once
+from peerd.run.runfile import BYTES_PER_MBIT, LimitsSection
 from peerd.wire.budget.book import user_at
 from peerd.wire.rate.limiter import SLACK_S, Account, Flow, Limiter, Rank
 from peerd.wire.tcp.tcp_transport import TcpLink, TcpTransport

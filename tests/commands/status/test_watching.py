@@ -17,7 +17,7 @@ from rich.cells import cell_len
 
 from peerd.commands.status.curve_file import CurveFile
 from peerd.commands.status.watch_view import Watcher
-from peerd.home import socket_path
+from peerd.run.home import socket_path
 from peerd.screen.frame import compose
 from tests.test_view import snapshot
 from tests.worlds.processes.terminal import Grid, terminal

@@ -20,8 +20,8 @@ from peerd.compute.codec.policy import CodingPlan
 from peerd.compute.worker import DeviceWorker
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import BoundarySection
 from peerd.core.work import Worker
+from peerd.run.runfile import BoundarySection
 from tests.worlds.machines.workers import InlineWorker
 
 T = TypeVar("T")

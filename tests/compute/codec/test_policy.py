@@ -10,7 +10,7 @@ import pytest
 
 from peerd.compute.codec.policy import CodingPlan, PackingSpeed, TensorSummary, choose
 from peerd.core.frame import CODINGS
-from peerd.core.run.runfile import BoundarySection
+from peerd.run.runfile import BoundarySection
 
 MB = 125_000.0  # bytes per second of one Mb/s
 NORMAL, OUTLIERS = TensorSummary(6.5), TensorSummary(40.0)

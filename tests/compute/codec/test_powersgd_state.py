@@ -12,15 +12,8 @@ from torch import nn
 from peerd.compute.codec.powersgd import PowerSgd
 from peerd.compute.model.served_stage import ServedStage, items_of, state_of
 from peerd.compute.model.user_model import UserModel
-from peerd.core.run.runfile import (
-    AveragingSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-    fingerprint,
-)
 from peerd.messages.state import TensorSpec
+from peerd.run.runfile import AveragingSection, ModelSection, OptimizerSection, PipelineSection, RunFile, fingerprint
 
 AVERAGING = AveragingSection(code="powersgd", rank=2)
 

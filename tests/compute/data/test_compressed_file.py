@@ -20,7 +20,7 @@ from peerd.compute.data.corpus_digest import check_text
 from peerd.compute.data.stream import SampleStream
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection, ModelSection, RunFile, sources_of
+from peerd.run.runfile import DataSection, ModelSection, RunFile, sources_of
 
 Compress = Callable[[bytes], bytes]
 FORMATS: dict[str, Compress] = {

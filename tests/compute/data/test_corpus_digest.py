@@ -16,7 +16,7 @@ from peerd.compute.data.corpus_digest import FileDigests, Interrupted, check_tex
 from peerd.compute.data.remote_files import RemoteFileCache
 from peerd.compute.file_index import make_index
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection, EvaluateSection, ModelSection, RunFile, SourceSection
+from peerd.run.runfile import DataSection, EvaluateSection, ModelSection, RunFile, SourceSection
 
 TEXT = "some text to read\n" * 40
 

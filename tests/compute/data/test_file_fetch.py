@@ -17,7 +17,7 @@ from peerd.compute.data.stream import SampleStream
 from peerd.compute.file_index import INDEX_NAME, make_index
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection, SourceSection
+from peerd.run.runfile import DataSection, SourceSection
 from tests.worlds.processes.webserver import WebServer, serving
 
 pytestmark = pytest.mark.socket

@@ -23,7 +23,7 @@ from peerd.compute.data.remote_files import RemoteFileCache, remote_files
 from peerd.compute.file_index import INDEX_NAME, FileIndex, IndexedFile, make_index, parse_index
 from peerd.core.errors import ConfigError
 from peerd.core.limits import DATA_FILE_BYTES, INDEX_NAME_CHARS
-from peerd.core.run.runfile import SourceSection
+from peerd.run.runfile import SourceSection
 from tests.worlds.processes.webserver import serving
 
 NAMES = st.one_of(

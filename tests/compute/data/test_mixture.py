@@ -17,7 +17,7 @@ from peerd.compute.data.mixture import Mixture
 from peerd.compute.data.stream import SampleStream, samples_of
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection, ModelSection, RunFile, SourceSection
+from peerd.run.runfile import DataSection, ModelSection, RunFile, SourceSection
 from tests.kit.amount import examples
 
 CONTEXT = 8

@@ -16,7 +16,7 @@ import pytest
 from peerd.compute.data.http_fetch import DataUnavailable, ExpectedContent, HttpFetcher
 from peerd.compute.data.public_connection import public_addresses
 from peerd.core.errors import ConfigError
-from peerd.core.run.public_ip import host_fault, is_public
+from peerd.run.public_ip import host_fault, is_public
 from tests.compute.data.test_file_index import certificate
 from tests.worlds.processes.webserver import WebServer, serving
 

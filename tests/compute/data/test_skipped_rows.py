@@ -14,7 +14,7 @@ from peerd.compute.data.stream import SampleStream
 from peerd.compute.data.text_stream import FilePart
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection, RunFile, fingerprint
+from peerd.run.runfile import DataSection, RunFile, fingerprint
 
 GOOD = [json.dumps({"text": chr(65 + index % 26) * 50}) for index in range(200)]
 NAN = '{"text": "' + "n" * 50 + '", "score": NaN}'

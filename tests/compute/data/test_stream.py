@@ -16,7 +16,7 @@ from peerd.compute.data.readers import PIECE_BYTES
 from peerd.compute.data.stream import SampleStream
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection, sources_of
+from peerd.run.runfile import DataSection, sources_of
 
 CONTEXT = 8
 BYTES = load_vocabulary("bytes")

@@ -13,7 +13,7 @@ from peerd.compute.data.http_fetch import DataUnavailable
 from peerd.compute.data.stream import SampleStream
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection
+from peerd.run.runfile import DataSection
 
 CONTEXT = 4
 CODE = """

@@ -17,8 +17,8 @@ from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model import footprint
 from peerd.compute.model.microbatch_books import Stale
-from peerd.core.run.runfile import LimitsSection, OptimizerSection, RunFile
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import LimitsSection, OptimizerSection, RunFile
 from tests.compute.experts.test_trunk import fly, run_with, text
 from tests.worlds.roles.expert_network import NearExperts
 

@@ -9,7 +9,7 @@ import torch
 
 from peerd.compute.experts.blocks import block_outline, build_block, try_block
 from peerd.core.errors import ConfigError
-from peerd.core.experts.grid import Uid
+from peerd.run.grid import Uid
 from tests.kit.expert_runs import WIDTH, expert_run, values
 
 UID = Uid(0, (1, 2))

@@ -11,9 +11,9 @@ import torch
 
 from peerd.compute.experts.dmoe import DMoE
 from peerd.core.errors import ConfigError, TooFewExperts
-from peerd.core.experts.expert_network import ExpertCall
-from peerd.core.experts.grid import Uid
-from peerd.core.run.runfile import RunFile
+from peerd.run.expert_network import ExpertCall
+from peerd.run.grid import Uid
+from peerd.run.runfile import RunFile
 from tests.kit.expert_runs import WIDTH, expert_run, values
 from tests.kit.local_experts import LocalExperts
 from tests.kit.plain_moe import PlainMoE

@@ -11,8 +11,8 @@ import torch
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.experts.exchange import Exchange
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.expert_network import ExpertReply, ServedBy
-from peerd.core.experts.grid import Uid
+from peerd.run.expert_network import ExpertReply, ServedBy
+from peerd.run.grid import Uid
 from tests.kit.expert_runs import WIDTH, expert_run, values
 
 A, B, C = Uid(0, (0, 1)), Uid(0, (2, 3)), Uid(0, (1, 1))

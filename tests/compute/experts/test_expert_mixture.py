@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.compute.experts.expert_mixture import choice_of, expert_scores, imbalance, mixed, weights_of
-from peerd.core.experts.grid import Uid
+from peerd.run.grid import Uid
 from tests.kit.amount import examples
 from tests.kit.expert_runs import values
 

@@ -14,9 +14,9 @@ from peerd.compute.experts.landing_queue import GradientQueue
 from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.footprint import footprint, lacking
-from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.model.trunk_memory import GRADIENT_BYTES, NO_FLIGHTS, FlightMemory, flight_memory
-from peerd.core.run.runfile import BatchSection, ExpertsSection, LimitsSection, ModelSection, OptimizerSection, RunFile
+from peerd.run.expert_network import ExpertCall, ExpertReply
+from peerd.run.runfile import BatchSection, ExpertsSection, LimitsSection, ModelSection, OptimizerSection, RunFile
 from tests.compute.experts.test_asynchronous_trunk import step
 from tests.compute.experts.test_trunk import run_with, text
 from tests.worlds.roles.expert_network import NearExperts

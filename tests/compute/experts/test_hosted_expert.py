@@ -13,8 +13,8 @@ import torch
 from peerd.compute.codec.frames import from_frame, to_frame
 from peerd.compute.experts.blocks import build_block
 from peerd.compute.experts.hosted_expert import BadRequest, HostedExpert, optimizer_section
-from peerd.core.experts.grid import Uid
-from peerd.core.run.runfile import ExpertOptimizerSection
+from peerd.run.grid import Uid
+from peerd.run.runfile import ExpertOptimizerSection
 from tests.kit.expert_runs import WIDTH, expert_run, frame, values
 
 UID = Uid(0, (1, 2))

@@ -9,8 +9,8 @@ import pytest
 
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.expert_network import ExpertCall, ExpertReply
-from peerd.core.experts.grid import Uid
+from peerd.run.expert_network import ExpertCall, ExpertReply
+from peerd.run.grid import Uid
 from tests.kit.expert_runs import WIDTH, expert_run, frame
 from tests.kit.local_experts import LocalExperts
 

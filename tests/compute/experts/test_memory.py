@@ -13,8 +13,8 @@ from peerd.compute.experts import memory
 from peerd.compute.experts.blocks import block_outline, build_block
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.memory import expert_footprint, experts_that_fit, kept_for_backward
-from peerd.core.experts.grid import Uid
-from peerd.core.run.runfile import LimitsSection, RunFile
+from peerd.run.grid import Uid
+from peerd.run.runfile import LimitsSection, RunFile
 from tests.kit.expert_runs import WIDTH, expert_run
 
 UID = Uid(0, (0, 0))

@@ -18,17 +18,10 @@ from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.microbatch_books import Stale
 from peerd.core.errors import ConfigError, TooFewExperts
-from peerd.core.experts.expert_network import ExpertCall, ExpertReply
-from peerd.core.experts.grid import Uid
-from peerd.core.run.runfile import (
-    BatchSection,
-    ExpertsSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-)
 from peerd.messages.swarm import Mb
+from peerd.run.expert_network import ExpertCall, ExpertReply
+from peerd.run.grid import Uid
+from peerd.run.runfile import BatchSection, ExpertsSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from tests.worlds.roles.expert_network import NearExperts
 
 EXPERTS = ExpertsSection(block="ffn", grid=[3, 4], top_k=3, balance=0.1)

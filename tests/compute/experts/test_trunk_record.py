@@ -11,7 +11,7 @@ from peerd.compute.export.export import ExportRequest, export
 from peerd.compute.model.footprint import footprint
 from peerd.compute.run_record import read_record, write_record
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import ExpertsSection, ModelSection, RunFile
+from peerd.run.runfile import ExpertsSection, ModelSection, RunFile
 from tests.kit.exporting import save_all
 
 RUN = RunFile(

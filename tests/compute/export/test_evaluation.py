@@ -18,7 +18,7 @@ from peerd.compute.export.loaded_model import LoadedModel, load_export
 from peerd.compute.model.stage_module import StageModule
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection
+from peerd.run.runfile import DataSection
 from tests.kit.exporting import make_run, save_all
 
 TEXT = "The quick brown fox jumps over the lazy dog; größer als π. " * 40

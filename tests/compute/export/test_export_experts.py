@@ -20,8 +20,8 @@ from peerd.compute.export.export import Exported, ExportRequest, export
 from peerd.compute.export.folder import CONFIG, read_config
 from peerd.compute.export.loaded_model import SamplingOptions, load_export, write_text
 from peerd.core.errors import ConfigError
-from peerd.core.experts.grid import Uid, grid_of
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.run.grid import Uid, grid_of
+from peerd.run.runfile import ExpertsSection, RunFile
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from tests.kit.exporting import Alone, make_run, save
 from tests.kit.local_experts import LocalExperts

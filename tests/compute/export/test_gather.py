@@ -12,9 +12,9 @@ import torch
 
 from peerd.compute.export.export import Exported, ExportRequest, export
 from peerd.compute.export.loaded_model import load_export
-from peerd.compute.user_code import find_function
 from peerd.core.errors import ConfigError, PeerdError
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
+from peerd.run.user_code import find_function
 from tests.kit.exporting import logits, make_run, save, save_all, stages_of
 
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # type: ignore[import-
 from peerd.compute.export.export import ExportRequest, export
 from peerd.compute.export.loaded_model import SamplingOptions, load_export, write_text
 from peerd.compute.export.standalone import GPT, generate
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 from tests.kit.amount import few
 from tests.kit.exporting import Alone, logits, make_run, save_all
 

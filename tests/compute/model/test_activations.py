@@ -8,7 +8,7 @@ import torch
 from peerd.compute.model.footprint import footprint, recomputes
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.decoders import convert
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 
 def run(stages: int, limits: dict[str, object] | None = None, **model: object) -> RunFile:

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from peerd.compute.model.dry_run import try_layers
-from peerd.config import load_run
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile
+from peerd.run.config import load_run
+from peerd.run.runfile import ModelSection, PipelineSection, RunFile
 
 OWN = """
 import torch

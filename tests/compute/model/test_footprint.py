@@ -22,7 +22,7 @@ from peerd.compute.model.footprint import (
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import ConfigError
 from peerd.core.model import averaged_vector
-from peerd.core.run.runfile import (
+from peerd.run.runfile import (
     AveragingSection,
     ExpertsSection,
     LimitsSection,

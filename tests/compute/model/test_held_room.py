@@ -7,8 +7,8 @@ import torch
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.limits import HELD_BATCHES
-from peerd.core.run.runfile import BatchSection, ModelSection, PipelineSection, RunFile
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import BatchSection, ModelSection, PipelineSection, RunFile
 
 BATCH = 2
 

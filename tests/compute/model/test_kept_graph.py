@@ -11,7 +11,7 @@ from torch import Tensor
 
 from peerd.compute.model.kept_graph import KeptGraph
 from peerd.compute.model.stage_module import StageModule
-from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
 from tests.kit.runs import changed
 
 RUN = RunFile(

@@ -13,14 +13,7 @@ from peerd.compute.model.partition import build, outline
 from peerd.core.model.averaged_vector import vector_sizes
 from peerd.core.model.model_shapes import stage_shapes
 from peerd.core.model.model_size import factored_values, stage_sizes
-from peerd.core.run.runfile import (
-    AveragingSection,
-    ExpertsSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-)
+from peerd.run.runfile import AveragingSection, ExpertsSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 
 VOCAB = 256  # of bytes
 

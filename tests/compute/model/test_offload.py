@@ -26,8 +26,8 @@ from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.decoders import convert
 from peerd.core.model.model_size import stage_sizes
-from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import RunFile, fingerprint
 from tests.kit.normed import write_normed
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

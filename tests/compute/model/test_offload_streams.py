@@ -14,7 +14,7 @@ from torch import Tensor
 from peerd.compute.model import offload
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.decoders import convert
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 TOKENS = torch.randint(256, (2, 8), generator=torch.Generator().manual_seed(1))
 

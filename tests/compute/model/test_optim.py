@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from peerd.compute.flat import FlatLayout
 from peerd.compute.model.optimizer import Optimizer, learning_rate
-from peerd.core.run.runfile import OptimizerSection
+from peerd.run.runfile import OptimizerSection
 from tests.kit.amount import examples
 
 LAYOUT = FlatLayout(("a", "b", "c"), (torch.Size([3, 4]), torch.Size([5]), torch.Size([])))

@@ -11,7 +11,7 @@ from peerd.compute.model.footprint import footprint, measured_footprint
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.decoders import convert
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 CONTEXT, WIDTH, VOCAB = 32, 64, 256
 LAYERS = """

@@ -15,7 +15,7 @@ from peerd.compute.model.layers import Attention, rotate
 from peerd.compute.model.partition import build, spans, whole_model
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile
+from peerd.run.runfile import ModelSection, PipelineSection, RunFile
 
 MODEL = ModelSection(d_model=16, heads=2, layers=6, context=8)
 
@@ -201,7 +201,7 @@ def test_the_whole_model_from_the_stages_states_computes_what_they_compute() -> 
 
 def test_the_whole_model_from_folders_takes_the_newest_step_that_all_stages_have(tmp_path: Path) -> None:
     from peerd.compute.checkpoint import Checkpoints
-    from peerd.core.run.runfile import fingerprint
+    from peerd.run.runfile import fingerprint
 
     run = make_run(2)
     folders = [tmp_path / "0", tmp_path / "1"]

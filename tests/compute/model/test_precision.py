@@ -11,7 +11,7 @@ from torch import Tensor
 from peerd.compute.model import precision
 from peerd.compute.model.precision import Precision
 from peerd.compute.model.stage_module import StageModule
-from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
 from tests.kit.amount import examples
 
 TOKENS = torch.randint(256, (4, 16), generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from peerd.compute.model.partition import ModelPiece
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.decoders import convert
-from peerd.core.run.runfile import RunFile
+from peerd.run.runfile import RunFile
 
 
 def run(stages: int, **model: object) -> RunFile:

@@ -12,8 +12,8 @@ from torch import Tensor
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.served_stage import ServedStage
-from peerd.core.run.runfile import ModelSection, OptimizerSection, RunFile
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import ModelSection, OptimizerSection, RunFile
 
 
 def stage(delayed: bool = True) -> ServedStage:

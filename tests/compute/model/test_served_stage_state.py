@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from peerd.compute.model.served_stage import ServedStage, items_of, state_of
-from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.messages.state import StateLayout, TensorSpec
+from peerd.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 
 
 def served() -> ServedStage:

@@ -13,8 +13,8 @@ from peerd.compute.model.served_stage import items_of, state_of
 from peerd.compute.model.shared_buffers import GradientNotFinite, buffers_of
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import AveragingSection
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import AveragingSection
 
 
 class Net(nn.Module):

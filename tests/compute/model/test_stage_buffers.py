@@ -17,15 +17,8 @@ from peerd.compute.model.partition import whole_model
 from peerd.compute.model.served_stage import ServedStage, items_of, state_of
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import (
-    AveragingSection,
-    BatchSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-)
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import AveragingSection, BatchSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from tests.kit.normed import write_normed
 
 Make = Callable[..., RunFile]

@@ -12,7 +12,7 @@ from peerd.compute.changes import ParametersLost
 from peerd.compute.gpu import wake
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
 
 RUN = RunFile(
     run="module",

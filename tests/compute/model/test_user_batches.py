@@ -10,8 +10,8 @@ from peerd.compute.codec.frames import CodingPlan, decode, encode
 from peerd.compute.model.user_model import UserModel
 from peerd.core.blockwise import CODES
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import AveragingSection
 from peerd.messages.swarm import Mb
+from peerd.run.runfile import AveragingSection
 from tests.kit.user_models import OPTIMIZERS, fill, module, user
 
 

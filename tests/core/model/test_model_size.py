@@ -7,14 +7,7 @@ from msgspec import structs
 
 from peerd.core.errors import ConfigError
 from peerd.core.model.model_size import boundary_bytes, factored_values, microbatches, stage_sizes
-from peerd.core.run.runfile import (
-    AveragingSection,
-    BatchSection,
-    BoundarySection,
-    ModelSection,
-    PipelineSection,
-    RunFile,
-)
+from peerd.run.runfile import AveragingSection, BatchSection, BoundarySection, ModelSection, PipelineSection, RunFile
 from tests.kit.runs import changed
 
 VOCAB = 256

@@ -9,9 +9,9 @@ import random
 import pytest
 
 from peerd.core.errors import LocalError
-from peerd.core.experts.grid import Uid
 from peerd.core.limits import RPC_DEADLINE_S
 from peerd.machine.experts.answer_rule import AnswerRule, RoundLimit
+from peerd.run.grid import Uid
 
 A, B, C = (Uid(0, (1, n)) for n in range(3))
 

@@ -7,7 +7,6 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.experts.grid import Grid, Uid, coordinates_in
 from peerd.machine.experts.claims import (
     ClaimingHost,
     announcements,
@@ -17,6 +16,7 @@ from peerd.machine.experts.claims import (
     last_prefixes,
     to_take,
 )
+from peerd.run.grid import Grid, Uid, coordinates_in
 
 grids = st.builds(Grid, st.integers(1, 4), st.lists(st.integers(2, 9), min_size=1, max_size=3).map(tuple))
 

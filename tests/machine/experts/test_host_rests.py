@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.machine.experts.host_rests import FIRST_S, HostRests
+from peerd.run.grid import Uid
 
 H, OTHER = (PeerId.from_public_key(bytes([n]) * 32) for n in (1, 2))
 E, F = Uid(0, (1, 2)), Uid(0, (1, 3))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.experts.grid import Uid
 from peerd.machine.experts.kept_shelf import KeptShelf
 from peerd.messages.experts import CheckpointRef, Name
+from peerd.run.grid import Uid
 
 
 def pointer(owner: int, uid: int = 0, generation: int = 0, version: int = 0, size: int = 10) -> CheckpointRef:

@@ -7,9 +7,9 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.machine.experts.orphan_watch import HolderRoom, OrphanWatch, SeenClaim, choose_holders, in_turn
+from peerd.run.grid import Uid
 
 UID = Uid(0, (1, 2))
 P = 10.0

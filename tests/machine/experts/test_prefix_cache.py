@@ -8,11 +8,11 @@ import random
 
 import pytest
 
-from peerd.core.experts.grid import Grid, Uid, coordinates_in
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_CLAIMS
 from peerd.machine.experts.host_rests import HostRests
 from peerd.machine.experts.prefix_cache import CachedClaim, LiveBits, PrefixCache, ranked
+from peerd.run.grid import Grid, Uid, coordinates_in
 
 GRID, P, Q = Grid(1, (4, 9)), Uid(0, (1,)), Uid(0, (2,))
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from peerd.core.errors import LocalError
-from peerd.core.experts.grid import Grid, Uid, bitmap
 from peerd.machine.experts.product_key_beam import BeamSearch
+from peerd.run.grid import Grid, Uid, bitmap
 
 GRIDS = [(7,), (16,), (4, 5), (16, 16), (3, 4, 5), (6, 2, 9)]
 

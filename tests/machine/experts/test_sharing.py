@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from peerd.core.experts.grid import Uid
 from peerd.core.limits import EXPERT_TAKING
 from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first, parts_of_all
+from peerd.run.grid import Uid
 from tests.worlds.network.hosts import keypair
 
 shares = st.builds(HostShare, st.integers(0, 200), st.integers(0, 200), st.one_of(st.just(0.0), st.floats(1e-6, 10.0)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.owner_tree import KeptCopy
+from peerd.run.grid import Uid
 from tests.machine.owners.test_lineage import UID, P, Scene, of_a, peer, pointer
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import AdopterTurns, ExpertLineages
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
 from peerd.messages.experts import CheckpointRef, Name
+from peerd.run.grid import Uid
 from tests.worlds.network.hosts import keypair
 
 UID = Uid(0, (1, 2))

@@ -6,8 +6,8 @@ import pytest
 
 from peerd.core.frame import FrameHeader
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
+from peerd.run.runfile import ModelSection, PipelineSection, RunFile
 from tests.kit.declared import declared
 
 RUN = RunFile(

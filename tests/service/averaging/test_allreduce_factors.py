@@ -16,11 +16,11 @@ from trio.testing import MockClock
 from peerd.compute.codec.powersgd import PowerSgd, Vector
 from peerd.compute.flat import FlatLayout
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import AveragingSection, RunFile
 from peerd.machine.averaging.allreduce import RoundFailed
 from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.messages.swarm import AverageKey, Mbs, Party, Prepare
+from peerd.run.runfile import AveragingSection, RunFile
 from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.network.line_speeds import LineSpeeds
 from peerd.service.rpc.rpc import CallStream

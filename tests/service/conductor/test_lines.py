@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import LimitsSection, RunFile
+from peerd.run.runfile import LimitsSection, RunFile
 from peerd.service.network.line_speeds import LineSpeeds, line_speeds
 from peerd.service.peer_stack import peer_stack
 from peerd.training.stage.line_info import own_line

@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from peerd.core.errors import ProtocolViolation
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.messages.encoding import encode
 from peerd.messages.experts import Announced, Name
+from peerd.run.grid import Uid
 from peerd.service.experts.expert_directory import ExpertDirectory
 from tests.kit.mutate import mutated
 from tests.worlds.machines.fakehost import TrioClock

@@ -13,8 +13,8 @@ import pytest
 import trio
 
 from peerd.core.errors import LocalError, TooFewExperts, Unreachable
-from peerd.core.experts.expert_network import ExpertCall, ExpertCaller, ExpertReply, ServedBy
-from peerd.core.experts.grid import Uid
+from peerd.run.expert_network import ExpertCall, ExpertCaller, ExpertReply, ServedBy
+from peerd.run.grid import Uid
 from peerd.service.experts.blocking import BlockingExperts
 from tests.worlds.network.expertworld import asks_for, frame
 

@@ -11,9 +11,9 @@ import pytest
 import trio
 
 from peerd.core.errors import LocalError, Overloaded, Refused, TooFewExperts
-from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
-from peerd.core.experts.grid import Uid
 from peerd.messages.experts import Backward, Gradient
+from peerd.run.expert_network import ExpertCall, ExpertReply, ServedBy
+from peerd.run.grid import Uid
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.network.expertworld import (
     ExpertPeer,

@@ -12,10 +12,10 @@ import pytest
 import trio
 
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.expert_network import ExpertCall
-from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.messages.experts import Output
+from peerd.run.expert_network import ExpertCall
+from peerd.run.grid import Uid
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.network.expertworld import (
     ExpertPeer,

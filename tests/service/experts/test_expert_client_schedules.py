@@ -14,9 +14,9 @@ import pytest
 import trio
 
 from peerd.core.errors import Overloaded, Refused, TooFewExperts
-from peerd.core.experts.expert_network import ExpertCall
-from peerd.core.experts.grid import Uid
 from peerd.messages.experts import Output
+from peerd.run.expert_network import ExpertCall
+from peerd.run.grid import Uid
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.network.expertworld import ExpertPeer, ExpertWorld, experts_run, frame, in_expert_world, values_of
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import trio
 
-from peerd.core.experts.grid import Uid, coordinates_in, prefix_key
 from peerd.messages.encoding import encode
 from peerd.messages.experts import Announced, Name
+from peerd.run.grid import Uid, coordinates_in, prefix_key
 from peerd.service.experts.expert_directory import ExpertDirectory
 from tests.kit.virtual_time import virtual
 from tests.worlds.network.expertworld import (

@@ -13,10 +13,10 @@ import trio
 import trio.testing
 
 from peerd.core.errors import Overloaded, Refused, RemoteError
-from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.messages.experts import Backward, Forward, Gradient, Name, Output
+from peerd.run.grid import Uid
+from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.experts.expert_server import ExpertServer, ServerConfig
 from peerd.service.rpc.rpc import Rpc
 from tests.kit.expert_runs import expert_run

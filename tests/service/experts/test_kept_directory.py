@@ -12,12 +12,12 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.addr import Multiaddr, parse_addr
-from peerd.core.experts.grid import Uid, bitmap, grid_of, prefix_key
 from peerd.core.ids import Key, PeerId
 from peerd.machine.owners.lineage import SettledOwner
 from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.messages.encoding import encode
 from peerd.messages.experts import Announced, CheckpointRef, HolderOffer, Name
+from peerd.run.grid import Uid, bitmap, grid_of, prefix_key
 from peerd.service.experts.kept_directory import _SAID_AGAIN_S, CustodyView, KeptDirectory
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.workers import InlineWorker

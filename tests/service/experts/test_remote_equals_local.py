@@ -13,10 +13,10 @@ from peerd.compute.experts.dmoe import DMoE
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import tcp_addr
-from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import ExpertsSection, ModelSection, RunFile
 from peerd.machine.experts.claims import ClaimingHost, announcements
+from peerd.run.grid import Uid, grid_of
+from peerd.run.runfile import ExpertsSection, ModelSection, RunFile
 from peerd.service.experts.blocking import BlockingExperts
 from peerd.service.experts.expert_client import ExpertClient
 from peerd.service.experts.expert_directory import ExpertDirectory

@@ -15,10 +15,10 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError, Unreachable
-from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty
 from peerd.messages.experts import CheckpointRef, HolderOffer, Keep, PieceWanted
+from peerd.run.grid import Uid
 from peerd.service.experts import vault_disk, vault_fetch
 from peerd.service.experts.vault import KEEP
 from peerd.service.experts.vault_disk import digests_of

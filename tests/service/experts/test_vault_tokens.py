@@ -10,9 +10,9 @@ import pytest
 import trio
 
 from peerd.core.errors import Refused, Untrusted
-from peerd.core.experts.grid import Uid
-from peerd.core.run.runfile import ExpertsSection, fingerprint
 from peerd.messages.experts import CheckpointRef, Name, state_root
+from peerd.run.grid import Uid
+from peerd.run.runfile import ExpertsSection, fingerprint
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from tests.worlds.machines.workers import InlineWorker

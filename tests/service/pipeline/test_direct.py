@@ -13,11 +13,11 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import Overloaded, Refused, TooSlow, Unreachable
-from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.messages.handover import Broken, PassAnswer, Ticket
 from peerd.messages.proof import grant, is_ticket_of
 from peerd.messages.swarm import Grant, GrantStatement, Receipt, Seqs
+from peerd.run.runfile import RunFile
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS

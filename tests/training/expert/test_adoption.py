@@ -16,10 +16,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.experts.grid import Uid
 from peerd.machine.experts.orphan_watch import SeenClaim, in_turn
 from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.messages.experts import CheckpointRef, HolderOffer, Name
+from peerd.run.grid import Uid
 from peerd.service.experts.kept_directory import CustodyView
 from peerd.service.experts.vault_disk import digests_of
 from tests.kit.amount import some

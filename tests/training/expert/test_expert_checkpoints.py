@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.experts.grid import Uid
+from peerd.run.grid import Uid
 from peerd.service.experts import vault_disk
 from tests.kit.expert_runs import expert_run
 from tests.worlds.roles.expertpeers import MIB, MadeUpHost, expert_swarm, until

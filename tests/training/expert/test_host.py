@@ -14,13 +14,13 @@ import pytest
 import trio
 
 from peerd.core.errors import ConfigError, LocalError, Refused
-from peerd.core.experts.grid import Uid, coordinates_in
 from peerd.core.ids import PeerId
-from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.log import EventLog
 from peerd.machine.experts.claims import last_prefixes
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.messages.experts import Announced, Forward, Name, Output
+from peerd.run.grid import Uid, coordinates_in
+from peerd.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.service.rpc.rpc import Rpc
 from peerd.training.expert.host import ExpertHost, OwnExpert, Told
 from tests.kit.expert_runs import expert_run

@@ -10,9 +10,9 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import Refused
-from peerd.core.experts.grid import Uid
 from peerd.machine.experts.sharing import HostShare
 from peerd.messages.experts import TransferAnswer, TransferRequest
+from peerd.run.grid import Uid
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.expert.sharing import TAKE
 from tests.kit.declared import declared

@@ -15,9 +15,9 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import Refused
-from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.messages.experts import CheckpointRef
+from peerd.run.grid import Uid
 from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.experts.kept_directory import KeptDirectory
 from peerd.service.experts.vault_disk import digests_of

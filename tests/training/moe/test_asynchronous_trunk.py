@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import (
+from peerd.role import RoleContext
+from peerd.run.runfile import (
     BatchSection,
     CheckpointSection,
     EvaluateSection,
@@ -22,7 +23,6 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.role import RoleContext
 from peerd.sim.world import World
 from roles.trainer import TrainerRole
 from tests.worlds.network.world import home_world

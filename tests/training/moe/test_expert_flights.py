@@ -16,8 +16,9 @@ import torch
 from trio.testing import MockClock
 
 from peerd.core.errors import ConfigError
-from peerd.core.experts.expert_network import ExpertCall, ExpertReply
-from peerd.core.run.runfile import (
+from peerd.role import RoleContext
+from peerd.run.expert_network import ExpertCall, ExpertReply
+from peerd.run.runfile import (
     BatchSection,
     CheckpointSection,
     EvaluateSection,
@@ -28,7 +29,6 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.role import RoleContext
 from peerd.sim.clock import run_virtual
 from peerd.sim.world import World
 from roles.stage import StageRole

@@ -15,10 +15,10 @@ from trio.testing import MockClock
 from peerd.compute.experts.earlier_parameters import Snapshot
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.expert_network import ExpertNetwork
-from peerd.core.run.runfile import RunFile
 from peerd.log import EventLog
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
+from peerd.run.expert_network import ExpertNetwork
+from peerd.run.runfile import RunFile
 from peerd.sim.clock import SimClock
 from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.stage.member import StageMember

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import BatchSection, ExpertsSection, LimitsSection, ModelSection, OptimizerSection
+from peerd.run.runfile import BatchSection, ExpertsSection, LimitsSection, ModelSection, OptimizerSection
 from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
 from tests.worlds.network.world import home_world

@@ -10,7 +10,7 @@ import trio
 
 from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import LimitsSection
+from peerd.run.runfile import LimitsSection
 from peerd.wire.clock import RealClock
 from peerd.wire.host import line_meter
 from peerd.wire.host.host import Host

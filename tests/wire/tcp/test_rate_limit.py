@@ -14,8 +14,8 @@ from tests.net.compliance import Ends, TransportCompliance, on_loopback
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import LimitsSection
 from peerd.core.work import RateLimitedRead, read_at_once
+from peerd.run.runfile import LimitsSection
 from peerd.wire import tcp_info
 from peerd.wire.clock import RealClock
 from peerd.wire.host.host import Host

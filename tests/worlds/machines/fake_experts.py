@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
+from peerd.run.grid import Uid
 
 WIDTH = 4
 

@@ -14,10 +14,10 @@ from peerd.core.errors import RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile, fingerprint
 from peerd.messages.handover import Hop, PassAnswer, PassRequest, RelayRequest, Ticket
 from peerd.messages.proof import receipt, signed_ticket
 from peerd.messages.swarm import Mb, MemberInfo
+from peerd.run.runfile import ModelSection, PipelineSection, RunFile, fingerprint
 from peerd.service.rpc.rpc import Answer
 
 STAGES, STEP, SEQ, SAMPLES, TOKENS, WIDTH = 3, 7, 5, 2, 4, 3

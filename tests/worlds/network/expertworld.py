@@ -12,11 +12,11 @@ import numpy as np
 import trio
 
 from peerd.core.errors import Refused
-from peerd.core.experts.expert_network import ExpertCall
-from peerd.core.experts.grid import Grid, Uid, bitmap, grid_of
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import RunFile
 from peerd.messages.experts import Announced, Backward, Forward, Gradient, Name, Output
+from peerd.run.expert_network import ExpertCall
+from peerd.run.grid import Grid, Uid, bitmap, grid_of
+from peerd.run.runfile import RunFile
 from peerd.service.experts.expert_client import ExpertClient
 from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.rpc.rpc import Answer, Incoming

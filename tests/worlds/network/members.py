@@ -12,9 +12,9 @@ import trio
 
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.run.runfile import AccessSection, PipelineSection, RunFile
 from peerd.messages.encoding import Empty
 from peerd.messages.token import Revoked, Token, normal_roles, seal
+from peerd.run.runfile import AccessSection, PipelineSection, RunFile
 from peerd.service.access import Access
 from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Answer, Incoming

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
 from peerd.log import EventLog
 from peerd.role import RoleContext
+from peerd.run.runfile import RunFile
 from peerd.service.run_services import RunServices
 
 DEVICES = ("cpu", "files", "data", "held-out", "coding", "planning", "digests")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from peerd.compute.codec.frames import from_frame, to_frame
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
-from peerd.core.experts.grid import Uid, grid_of
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.run.expert_network import ExpertCall, ExpertReply, ServedBy
+from peerd.run.grid import Uid, grid_of
+from peerd.run.runfile import ExpertsSection, RunFile
 
 HOST = "12D3KooWexperthost"
 

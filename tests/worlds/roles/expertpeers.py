@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import trio
 
-from peerd.core.experts.grid import Uid, bitmap, grid_of, prefix_key
-from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.log import EventLog
 from peerd.machine.experts.sharing import HostShare
 from peerd.messages.encoding import encode
 from peerd.messages.experts import Announced, CheckpointRef, Name, state_root
+from peerd.run.grid import Uid, bitmap, grid_of, prefix_key
+from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from peerd.service.peer_stack import PeerStack, peer_stack

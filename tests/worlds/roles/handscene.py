@@ -13,10 +13,10 @@ import torch
 import trio
 
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import BatchSection, ModelSection, PipelineSection, fingerprint
 from peerd.messages.handover import PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import grant, signed_ticket
 from peerd.messages.swarm import Grant, GrantStatement, Mb, MemberInfo, Seqs
+from peerd.run.runfile import BatchSection, ModelSection, PipelineSection, fingerprint
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS

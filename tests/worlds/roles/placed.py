@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import trio
 
-from peerd.core.run.runfile import RunFile
 from peerd.machine.placement.problem import Network, StagePlacement
+from peerd.run.runfile import RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimPath
 from peerd.sim.world import Node, World, WorldConfig

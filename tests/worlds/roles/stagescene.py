@@ -19,10 +19,10 @@ from peerd.compute.codec.frames import from_frame
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import Refused
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.messages.handover import Hop, PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import grant, signed_ticket
 from peerd.messages.swarm import Grant, GrantStatement, Mb, Mbs, MemberInfo, Party, Prepare, Prepared, Seqs
+from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.pipeline.next_stage import PASS
 from peerd.service.rpc.rpc import Answer, Incoming
 from roles.backbone import BackboneRole

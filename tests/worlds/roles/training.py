@@ -20,7 +20,10 @@ from trio.testing import MockClock
 
 from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import parse_addr
-from peerd.core.run.runfile import (
+from peerd.core.work import Worker
+from peerd.log import EventLog
+from peerd.role import Role
+from peerd.run.runfile import (
     BatchSection,
     DataSection,
     EvaluateSection,
@@ -29,9 +32,6 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.core.work import Worker
-from peerd.log import EventLog
-from peerd.role import Role
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport

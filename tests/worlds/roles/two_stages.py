@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from peerd.core.run.runfile import BatchSection, ModelSection, PipelineSection, RunFile
+from peerd.run.runfile import BatchSection, ModelSection, PipelineSection, RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig

@@ -13,7 +13,11 @@ import trio
 
 from peerd.compute.changes import ParametersLost
 from peerd.core.errors import ConfigError, NoMemory
-from peerd.core.run.runfile import (
+from peerd.core.work import Worker
+from peerd.daemon import RESTART_PAUSES_S
+from peerd.log import EventLog
+from peerd.role import RoleContext
+from peerd.run.runfile import (
     BatchSection,
     CheckpointSection,
     DataSection,
@@ -23,10 +27,6 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.core.work import Worker
-from peerd.daemon import RESTART_PAUSES_S
-from peerd.log import EventLog
-from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from peerd.core.ids import Key
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.run.runfile import ExpertsSection, RunFile
 
 
 class Uid(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import AllowedCode, RunFile, sources_of
+from peerd.run.runfile import AllowedCode, RunFile, sources_of
 
 _FILES: Final = 256  # most files of one function's source
 _COMMON: Final = sys.stdlib_module_names | {"torch", "numpy", "peerd"}  # packages that are not listed as imported

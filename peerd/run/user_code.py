@@ -2,7 +2,7 @@
 
 The module is a Python file below the working directory or, for the user's own run file, an installed module. The user
 of this machine put that code there. A run file received through a link may name only files that the user allowed:
-`core.run.check_line` checks that first, and `find_function` checks it again.
+`run.check_line` checks that first, and `find_function` checks it again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from types import ModuleType
 
 import torch
 
-from peerd.contents import code_fault, local_file
 from peerd.core.errors import ConfigError
-from peerd.core.run.check_line import function_file
-from peerd.core.run.runfile import LineSection
-from peerd.local_code import guarded, imported, look_here
+from peerd.run.check_line import function_file
+from peerd.run.contents import code_fault, local_file
+from peerd.run.local_code import guarded, imported, look_here
+from peerd.run.runfile import LineSection
 
 _DRAWING = threading.RLock()
 

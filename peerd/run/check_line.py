@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from peerd.core.limits import LAST_STEP, SAVED_TOLD
-from peerd.core.run.public_ip import host_fault
-from peerd.core.run.runfile import DataSection, LineSection, RunFile, SourceSection
+from peerd.run.public_ip import host_fault
+from peerd.run.runfile import DataSection, LineSection, RunFile, SourceSection
 
 LINE_BYTES: Final = 4 << 30  # of memory for samples, and for activations between two layers
 ALLOW_CODE: Final = "--allow-code"

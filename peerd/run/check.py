@@ -24,9 +24,9 @@ from peerd.core.limits import (
     STAGES,
     STATE_TOTALS,
 )
-from peerd.core.run.check_experts import experts_faults, trunk_faults
-from peerd.core.run.check_line import line_faults
-from peerd.core.run.runfile import (
+from peerd.run.check_experts import experts_faults, trunk_faults
+from peerd.run.check_line import line_faults
+from peerd.run.runfile import (
     CORPUS_BYTES,
     FINGERPRINT_SECTIONS,
     PUBLISHED_BYTES,
@@ -42,7 +42,7 @@ from peerd.core.run.runfile import (
     shared_text,
     sources_of,
 )
-from peerd.core.run.stage_plan import plan_faults
+from peerd.run.stage_plan import plan_faults
 
 _NO_DIGEST = "is not a SHA-256 in hex; allowed: 64 of 0-9 and a-f"
 

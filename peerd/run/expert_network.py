@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
+from peerd.run.grid import Uid
 
 if TYPE_CHECKING:
     import numpy as np

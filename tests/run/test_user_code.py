@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from peerd.compute.user_code import torchs_random_numbers
+from peerd.run.user_code import torchs_random_numbers
 
 DRAWS = 20
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from peerd.core.limits import EXPERT_PLACES, EXPERT_SIDE, EXPERT_TOP_K, RPC_MESSAGE_FRAME_BYTES, STAGES
-from peerd.core.run.runfile import MOST_STALE, ExpertsSection, RunFile
+from peerd.run.runfile import MOST_STALE, ExpertsSection, RunFile
 
 _OWN = re.compile(r"[^:]+:[^:]+")
 _DIMS = 3  # of a grid

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from peerd.cli import invoke
-from peerd.config import load_run
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.limits import PLAN_BYTES, RUN_FILE_BYTES
-from peerd.core.run.check import check
-from peerd.core.run.runfile import PipelineSection, PlanSection, RunFile, fingerprint
-from peerd.core.run.stage_plan import followers, planned_stage
 from peerd.messages.run_link import RunFileAnswer, shared_file, shared_run
+from peerd.run.check import check
+from peerd.run.config import load_run
+from peerd.run.runfile import PipelineSection, PlanSection, RunFile, fingerprint
+from peerd.run.stage_plan import followers, planned_stage
 
 RUN = "run: r\npipeline: {{stages: 2, placement: plan, plan: {plan}}}\n"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.experts.grid import (
+from peerd.run.grid import (
     Grid,
     Uid,
     bitmap,
@@ -17,7 +17,7 @@ from peerd.core.experts.grid import (
     prefix_key,
     sample_shapes,
 )
-from peerd.core.run.runfile import ExpertsSection, ModelSection, RunFile
+from peerd.run.runfile import ExpertsSection, ModelSection, RunFile
 
 sides = st.lists(st.integers(2, 9), min_size=1, max_size=3).map(tuple)
 

@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import msgspec
 
-from peerd.contents import changed_code, not_compared, unknown, with_digests
 from peerd.core.addr import parse_addr, parse_announced
 from peerd.core.errors import ConfigError
-from peerd.core.run.check import check
-from peerd.core.run.runfile import RunFile
-from peerd.core.run.stage_plan import PlacementSection, placement_faults, plan_of
-from peerd.typed_yaml import KeyPath, YamlFaults, YamlKind, dotted, parse_yaml, parts_of, typed_section
+from peerd.run.check import check
+from peerd.run.contents import changed_code, not_compared, unknown, with_digests
+from peerd.run.runfile import RunFile
+from peerd.run.stage_plan import PlacementSection, placement_faults, plan_of
+from peerd.run.typed_yaml import KeyPath, YamlFaults, YamlKind, dotted, parse_yaml, parts_of, typed_section
 
 RUN_FILE: Final = YamlKind("run file", "`run: NAME`", RunFile)
 PLACEMENT_FILE: Final = YamlKind("placement file", "`stages:`", PlacementSection, file_bytes=4 << 20, nodes=100_000)

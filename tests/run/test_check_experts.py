@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from peerd.core.run.check import check
-from peerd.core.run.runfile import (
+from peerd.run.check import check
+from peerd.run.runfile import (
     ExpertOptimizerSection,
     ExpertsSection,
     ModelSection,

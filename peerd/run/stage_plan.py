@@ -13,7 +13,7 @@ import msgspec
 
 from peerd.core.ids import is_peer_text
 from peerd.core.limits import PLAN_BYTES
-from peerd.core.run.runfile import PlanSection, RunFile, Section
+from peerd.run.runfile import PlanSection, RunFile, Section
 
 _SHOWN = 80
 

@@ -10,8 +10,9 @@ import pytest
 
 from peerd.commands.doctor.run_checks import RunNeeds, run_checks
 from peerd.compute.run_record import read_record, write_record
-from peerd.core.run.check import check
-from peerd.core.run.runfile import (
+from peerd.messages.settings import differences
+from peerd.run.check import check
+from peerd.run.runfile import (
     ExpertsSection,
     LineSection,
     LoopSection,
@@ -21,7 +22,6 @@ from peerd.core.run.runfile import (
     fingerprint,
     shared_text,
 )
-from peerd.messages.settings import differences
 
 LOOP = LoopSection(model="user: 1 parameters: w [3] float32", optimizer="SGD(lr=1)", layout="ab" * 32, layout_bytes=40)
 RUN = RunFile(run="own", model=ModelSection(kind="loop", layers=1), loop=LOOP)

@@ -1,1 +1,0 @@
-"""The run file: its sections, and the validation of their values."""
