@@ -14,17 +14,17 @@ import trio
 
 from peerd.core.clock import Clock
 from peerd.core.keys import Keypair
-from peerd.machine.connectivity.reachability import advice
-from peerd.machine.connectivity.relay import RelayConfig
-from peerd.net.gateway.router import Router
-from peerd.net.relay.circuit_transport import Circuits
+from peerd.reach.autonat import AutoNat, AutoNatConfig, port_of
+from peerd.reach.gateway.router import Router
+from peerd.reach.hole_puncher import HolePuncher
+from peerd.reach.lan_discovery import Finder, LanDiscovery, own_finder
+from peerd.reach.port_mapping import PortMapping, own_routers
+from peerd.reach.reachability import advice
+from peerd.reach.relay.circuit_transport import Circuits
+from peerd.reach.relay.relay import Relay
+from peerd.reach.relay.relay_client import RelayReservations
+from peerd.reach.relay.relay_limits import RelayConfig
 from peerd.run.runfile import LimitsSection
-from peerd.service.connectivity.autonat import AutoNat, AutoNatConfig, port_of
-from peerd.service.connectivity.hole_puncher import HolePuncher
-from peerd.service.connectivity.lan_discovery import Finder, LanDiscovery, own_finder
-from peerd.service.connectivity.port_mapping import PortMapping, own_routers
-from peerd.service.connectivity.relay import Relay
-from peerd.service.connectivity.relay_client import RelayReservations
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
 from peerd.wire.host.host import Host

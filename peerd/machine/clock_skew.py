@@ -2,7 +2,7 @@
 
 Peers send each other the time of their *uncorrected* clocks, and each peer adopts the median of all samples. So peers
 with the same samples agree exactly, and no correction depends on another correction. Identities are free, so each
-network has one vote (see `machine.connectivity.network_votes`), which its peers share. For each peer the sample with
+network has one vote (see `reach.network_votes`), which its peers share. For each peer the sample with
 the shortest round trip counts. In a private network each machine has one vote, because one wrong clock is common in a
 laboratory and an attacker would need access to it; all peers on this machine share one vote. With fewer than two
 networks besides our own clock nobody can decide which clock is wrong, so nothing is corrected. Offsets above
@@ -22,7 +22,7 @@ from multiaddr import Multiaddr
 from peerd.core.addr import LOOPBACK, block_of, ip_of
 from peerd.core.ids import PeerId
 from peerd.core.limits import CLOCK_CORRECTION_S, CLOCK_TOLERANCE_S
-from peerd.machine.connectivity.network_votes import network_of, shared
+from peerd.reach.network_votes import network_of, shared
 
 VOTES = 64  # most peers whose samples are kept
 _MIN_NETWORKS = 2

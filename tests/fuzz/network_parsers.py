@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from peerd.core.addr import parse_addr
 from peerd.core.keys import verify
-from peerd.core.protobuf.autonat import DialRequest, DialResponse, DialStatus
-from peerd.core.protobuf.circuit import (
+from peerd.reach.hole_punch import to_dial
+from peerd.reach.messages.autonat_message import DialRequest, DialResponse, DialStatus
+from peerd.reach.messages.circuit_message import (
     HopKind,
     HopMessage,
     Limit,
@@ -15,9 +16,8 @@ from peerd.core.protobuf.circuit import (
     StopMessage,
     status_words,
 )
-from peerd.core.protobuf.holepunch import HolePunch, PunchKind
-from peerd.core.protobuf.voucher import Voucher
-from peerd.machine.connectivity.hole_punch import to_dial
+from peerd.reach.messages.holepunch_message import HolePunch, PunchKind
+from peerd.reach.messages.voucher import Voucher
 from tests.fuzz.parsers import ADDRS, KEYS, OTHER, PARSERS, Corpus, parser
 
 __all__ = ["PARSERS"]

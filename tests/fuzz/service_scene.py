@@ -24,7 +24,10 @@ from peerd.core.errors import Overloaded, Refused, RemoteError
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.messages.proof import grant
 from peerd.messages.swarm import Conducts, GrantStatement, Position, Seqs, StageAnswer, StageForward, WhoConducts
-from peerd.net.relay.circuit_transport import Circuits
+from peerd.reach.autonat import AutoNat
+from peerd.reach.hole_puncher import HolePuncher
+from peerd.reach.relay.circuit_transport import Circuits
+from peerd.reach.relay.relay import Relay
 from peerd.role import RoleContext
 from peerd.run.runfile import (
     BatchSection,
@@ -37,9 +40,6 @@ from peerd.run.runfile import (
     RunFile,
     fingerprint,
 )
-from peerd.service.connectivity.autonat import AutoNat
-from peerd.service.connectivity.hole_puncher import HolePuncher
-from peerd.service.connectivity.relay import Relay
 from peerd.service.dht.dht import Dht
 from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.service.rpc.rpc import Rpc

@@ -13,8 +13,8 @@ from multiaddr import Multiaddr
 from peerd.core.addr import circuit_addr, parse_addr, with_peer
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.net.relay.circuit_transport import Circuits
-from peerd.service.connectivity.relay import Relay
+from peerd.reach.relay.circuit_transport import Circuits
+from peerd.reach.relay.relay import Relay
 from peerd.wire.clock import RealClock
 from peerd.wire.host.host import Host
 from peerd.wire.path_selection import PathKind

@@ -14,8 +14,7 @@ ROOMS = {
     "signals": "",
     "compute/kernels": "",
     "log": "screen",
-    "net": "",
-    "net/gateway": "",
+    "reach/gateway": "",
     "wire/rate": "",
     "run": "log",
     "wire/budget": "wire/rate",
@@ -25,13 +24,14 @@ ROOMS = {
     "messages": "run",
     "wire": "signals wire/budget",
     "compute": "messages run",
-    "core/protobuf": "wire",
     "machine/access": "messages",
     "machine/averaging": "messages",
+    "machine/connectivity": "messages wire/rate",
     "machine/experts": "messages run wire/rate",
     "machine/network": "messages wire/rate",
     "machine/rpc": "messages wire/budget",
     "machine/state": "messages wire/rate",
+    "reach/messages": "wire",
     "wire/noise": "wire",
     "wire/tcp": "run wire wire/budget wire/rate",
     "wire/yamux": "wire wire/rate",
@@ -39,14 +39,12 @@ ROOMS = {
     "compute/codec": "compute compute/kernels run",
     "compute/data": "compute run",
     "compute/user_loop": "compute run",
-    "machine/connectivity": "core/protobuf messages wire wire/rate",
     "machine/owners": "machine/experts messages run",
     "machine/pipeline": "machine/rpc messages run wire/budget wire/rate",
     "machine/swarm": "machine/averaging messages",
     "service/rpc": "machine/rpc messages wire/budget wire/rate",
     "wire/link": "wire wire/budget wire/noise wire/rate wire/yamux",
     "compute/model": "compute compute/codec compute/user_loop core/model messages run",
-    "machine": "machine/connectivity",
     "machine/batch": "machine/swarm messages",
     "machine/positions": "machine/swarm messages",
     "machine/rebalance": "machine/swarm messages wire/rate",
@@ -54,13 +52,12 @@ ROOMS = {
     "wire/host": "signals wire wire/budget wire/link wire/noise wire/rate wire/tcp wire/yamux",
     "compute/experts": "compute compute/codec compute/model core/model messages run",
     "machine/conductor": "machine/averaging machine/batch machine/positions machine/rebalance machine/swarm messages",
-    "net/relay": "core/protobuf wire wire/host wire/link",
-    "service/dht": "machine machine/dht machine/rpc messages service/rpc wire wire/host wire/link wire/rate",
+    "reach": "reach/gateway reach/messages wire wire/host wire/link wire/rate wire/tcp",
     "service/pipeline": "machine/batch machine/pipeline machine/rpc messages run service/rpc signals wire/rate",
     "compute/export": "compute compute/data compute/experts compute/model core/model run",
-    "service/connectivity": (
-        "core/protobuf machine/connectivity net net/gateway net/relay wire wire/host wire/link wire/rate wire/tcp"
-    ),
+    "machine": "reach",
+    "reach/relay": "reach reach/messages wire wire/host wire/link wire/rate wire/tcp",
+    "service/dht": "machine machine/dht machine/rpc messages service/rpc wire wire/host wire/link wire/rate",
     "service/experts": (
         "machine/experts machine/owners machine/rpc machine/state messages run service/dht service/rpc "
         "service/state signals wire/budget wire/host wire/rate"
@@ -82,8 +79,7 @@ ROOMS = {
         "wire/link wire/rate"
     ),
     "control": (
-        "log machine/access machine/connectivity messages net/gateway net/relay run service service/connectivity "
-        "service/dht service/rpc wire/host"
+        "log machine/access messages reach reach/gateway reach/relay run service service/dht service/rpc wire/host"
     ),
     "role": "log run service service/dht service/rpc wire/host",
     "sim": "machine/dht messages run service service/dht service/rpc wire wire/host wire/link",
@@ -103,8 +99,8 @@ ROOMS = {
     ),
     "commands": "compute compute/export control log messages registry run service service/experts wire wire/tcp",
     "commands/doctor": (
-        "compute compute/data compute/kernels compute/model control core/model core/protobuf log machine "
-        "machine/connectivity registry run service service/connectivity service/dht wire wire/host wire/tcp"
+        "compute compute/data compute/kernels compute/model control core/model log machine reach reach/messages "
+        "registry run service service/dht wire wire/host wire/tcp"
     ),
     "daemon": "commands/status control devices log messages role run service wire/host wire/tcp",
     "demo": "commands/status compute compute/data compute/export compute/model control run screen service/experts",
@@ -162,9 +158,9 @@ DOES_IO = {
     "launch": "*",
     "library": "*",
     "log": "*",
-    "net": "*",
-    "net/gateway": "natpmp upnp",
-    "net/relay": "*",
+    "reach": "autonat hole_puncher lan_discovery mdns port_mapping",
+    "reach/gateway": "natpmp upnp",
+    "reach/relay": "*",
     "registry": "*",
     "role": "*",
     "run": "config home local_code typed_yaml user_code",
@@ -172,7 +168,6 @@ DOES_IO = {
     "service": "*",
     "service/averaging": "allreduce open_round preconnect",
     "service/conductor": "*",
-    "service/connectivity": "*",
     "service/dht": "bootstrap dht requests",
     "service/experts": "*",
     "service/network": "*",

@@ -13,9 +13,9 @@ import trio.testing
 from peerd.core import limits
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.machine.connectivity.relay import RelayConfig
-from peerd.net.relay.circuit_transport import Circuits
-from peerd.service.connectivity.relay import Relay
+from peerd.reach.relay.circuit_transport import Circuits
+from peerd.reach.relay.relay import Relay
+from peerd.reach.relay.relay_limits import RelayConfig
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimLine

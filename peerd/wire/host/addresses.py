@@ -1,6 +1,6 @@
 """Addresses of one host: listen addresses, further announced ones, withheld ones, and this machine's networks.
 
-Stores addresses and reports changes; `machine.connectivity.reachability` decides about them. Does not dial. Invariants:
+Stores addresses and reports changes; `reach.reachability` decides about them. Does not dial. Invariants:
 each source replaces only its own announcement; withheld addresses are sent to nobody; every waiting task is notified of
 each change. No input from peers: each source has checked the addresses that it announces.
 """

@@ -13,7 +13,7 @@ from multiaddr import Multiaddr
 from peerd.core.addr import circuit_addr, with_peer
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.net.relay.circuit_transport import Circuits
+from peerd.reach.relay.circuit_transport import Circuits
 from peerd.wire.transport import RawLink
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import trio
 
-from peerd.machine.connectivity.relay import RelayConfig
-from peerd.net.relay.circuit_transport import Circuits
-from peerd.service.connectivity.relay import Relay
+from peerd.reach.relay.circuit_transport import Circuits
+from peerd.reach.relay.relay import Relay
+from peerd.reach.relay.relay_limits import RelayConfig
 from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host, HostConfig
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts

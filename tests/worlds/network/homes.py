@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import trio
 
-from peerd.service.connectivity.hole_puncher import HolePuncher
-from peerd.service.connectivity.relay import Relay
+from peerd.reach.hole_puncher import HolePuncher
+from peerd.reach.relay.relay import Relay
 from peerd.sim.clock import SimClock
 from peerd.sim.nat import Kind, NatHome
 from peerd.wire.host.host import HostConfig

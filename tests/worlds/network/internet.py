@@ -9,7 +9,7 @@ from multiaddr import Multiaddr
 
 from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import parse_addr, tcp_addr, with_peer
-from peerd.service.connectivity.autonat import AutoNat
+from peerd.reach.autonat import AutoNat
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import SimClock

@@ -18,9 +18,9 @@ import trio
 from peerd.core.addr import parse_addr, split_peer, with_peer
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine.connectivity.relay import RelayConfig
-from peerd.net.relay.circuit_transport import Circuits
-from peerd.service.connectivity.relay import Relay
+from peerd.reach.relay.circuit_transport import Circuits
+from peerd.reach.relay.relay import Relay
+from peerd.reach.relay.relay_limits import RelayConfig
 from peerd.wire.clock import RealClock
 from peerd.wire.host.host import Host
 from peerd.wire.tcp.tcp_transport import TcpTransport

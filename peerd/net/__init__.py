@@ -1,1 +1,0 @@
-"""Layer 2: connections and streams on trio. May import core and machine."""

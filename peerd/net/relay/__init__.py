@@ -1,1 +1,0 @@
-"""Connections over a relay (circuits)."""

@@ -1,0 +1,1 @@
+"""libp2p's protobuf messages for AutoNAT, circuits and hole punching."""

@@ -1,0 +1,1 @@
+"""Connections over a relay (circuits): the relay, its clients, and their limits."""
