@@ -8,6 +8,7 @@ position says which of them it was. One plain torch process then makes the same 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -64,6 +65,7 @@ class Histories:
     def __init__(self) -> None:
         self._made: dict[tuple[int, bytes, Position], Commit] = {}  # by stage, the state after it and its position
         self._parts: dict[tuple[int, bytes], Part] = {}  # by stage and attempt
+        self._brought: dict[tuple[int, bytes], set[bytes]] = defaultdict(set)  # attempts whose sums one adds further
         self._attempts: WeakKeyDictionary[PostState, bytes] = WeakKeyDictionary()  # of the sum that lies prepared
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +79,8 @@ class Histories:
             return given
 
         async def noted_average(orders: PostOrders, order: Prepare, plans: Any) -> Prepared:
+            if order.brings is not None and orders._ctx.host.id.text not in order.listeners:
+                self._brought[order.stage, order.attempt].add(order.brings)
             prepared = await average(orders, order, plans)
             if prepared.ok:
                 self._attempts[orders._state] = order.attempt
@@ -85,7 +89,7 @@ class Histories:
         async def noted_step(state: PostState, target: Position, total: Any) -> Any:
             module, before, origin = state.model.module, state.model.module.digest(), state.position
             leap = await step_of(state, target, total)
-            part = self._parts[module.stage, self._attempts.get(state, b"")]
+            part = self._whole(module.stage, self._attempts[state])
             made = Commit(target.step - 1, before, origin, part, parameters_of(module))
             self._made.setdefault((module.stage, module.digest(), target), made)
             return leap
@@ -93,6 +97,18 @@ class Histories:
         monkeypatch.setattr(PostOrders, "_part_of", noted_part)
         monkeypatch.setattr(PostOrders, "_average", noted_average)
         monkeypatch.setattr(PostState, "step", noted_step)
+
+    def _whole(self, stage: int, attempt: bytes) -> Part:
+        """The batch in an attempt's sum: what its members brought themselves, and what is in the sums they brought."""
+        whole, seen, left = Part(), set[bytes](), {attempt}
+        while left:
+            seen.add(each := left.pop())
+            left |= self._brought[stage, each] - seen
+            if own := self._parts.get((stage, each)):
+                whole.at |= own.at
+                whole.inputs |= own.inputs
+                whole.targets |= own.targets
+        return whole
 
     def faults(self, run: RunFile, states: list[PostState]) -> list[str]:
         """Empty where all came one way, each step of it had a whole batch, and plain torch comes to the same state.
