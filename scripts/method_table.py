@@ -16,7 +16,7 @@ if __package__ in (None, ""):  # run as a script, so the repository is not on th
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peerd.machine.access.members import CALLERS, OPEN
-from peerd.machine.rpc.declaration import Declaration, Needs
+from peerd.rpc.methods.declaration import Declaration, Needs
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "peerd" / "SECURITY.md"

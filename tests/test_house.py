@@ -38,7 +38,7 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 SUPERVISORS = {
     Path("peerd/wire/faults.py"): 1,  # one link, stream, call, connection in or out: whoever hands over its work
     Path("peerd/wire/link/link.py"): 1,  # one stream, for what runs in the link's own task: no task of its own to end
-    Path("peerd/service/rpc/inbound.py"): 1,  # one stream's messages in the link's own task: its reader gets the error
+    Path("peerd/rpc/inbound.py"): 1,  # one stream's messages in the link's own task: its reader gets the error
     Path("peerd/daemon.py"): 1,  # one role
 }
 

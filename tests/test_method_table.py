@@ -12,11 +12,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.machine.rpc.declaration import Declaration, Needs, Shows
+from peerd.rpc.methods.declaration import Declaration, Needs, Shows
+from peerd.rpc.served_call import Method
+from peerd.rpc.server import Server
 from peerd.run.runfile import CheckpointSection, ExpertsSection, LimitsSection, ModelSection, RunFile
 from peerd.service import access
-from peerd.service.rpc.served_call import Method
-from peerd.service.rpc.server import Server
 from roles.aggregator import AuxAggregatorRole
 from roles.backbone import BackboneRole
 from roles.expert import ExpertRole

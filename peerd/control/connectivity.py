@@ -24,9 +24,9 @@ from peerd.reach.relay.circuit_transport import Circuits
 from peerd.reach.relay.relay import Relay
 from peerd.reach.relay.relay_client import RelayReservations
 from peerd.reach.relay.relay_limits import RelayConfig
+from peerd.rpc.rpc import Rpc
 from peerd.run.runfile import LimitsSection
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Rpc
 from peerd.wire.host.host import Host
 from peerd.wire.host.upkeep import Upkeep
 

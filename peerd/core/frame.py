@@ -15,7 +15,7 @@ A payload may still be produced while it is sent (`ReadyBytes`); the receiver se
 
 A hostile peer may send: another version; unknown codes, flags or blocks; too many dims; dims whose product overflows or
 is hidden by a zero; a wrong length; a small payload that claims to decompress into a huge one (the decompressed size is
-bounded here, and machine/rpc/message_codec accounts for it as received bytes). Each raises `ProtocolViolation`.
+bounded here, and rpc/methods/message_codec accounts for it as received bytes). Each raises `ProtocolViolation`.
 """
 
 from __future__ import annotations

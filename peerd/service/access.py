@@ -27,15 +27,15 @@ from peerd.core.errors import Cause, ConfigError, ProtocolViolation, Refused, Re
 from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
 from peerd.machine.access.members import FREE, OPEN, RunMembers
-from peerd.machine.rpc.declaration import Declaration, Shows
-from peerd.machine.rpc.method_load import MethodName
 from peerd.messages.encoding import Message
 from peerd.messages.token import RevokedData, TokenData, revoked_key
+from peerd.rpc.inbound import renewed
+from peerd.rpc.methods.declaration import Declaration, Shows
+from peerd.rpc.methods.method_load import MethodName
+from peerd.rpc.rpc import Rpc
+from peerd.rpc.rpc_types import Answer, Incoming
 from peerd.run.runfile import RunFile
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.inbound import renewed
-from peerd.service.rpc.rpc import Rpc
-from peerd.service.rpc.rpc_types import Answer, Incoming
 from peerd.wire.host.host import Host, PeerDown
 from peerd.wire.rate.quota import LogLimit, Quota
 

@@ -12,6 +12,7 @@ from peerd.core.ids import PeerId
 from peerd.core.work import Worker
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.messages.swarm import Grant
+from peerd.rpc.rpc import Rpc
 from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.averaging.preconnect import Preconnector
 from peerd.service.conductor.commit_proofs import CommitProofs, trusted_peers
@@ -27,7 +28,6 @@ from peerd.service.network.peer_links import PeerLinks
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.stage_calls import StageCalls
 from peerd.service.pipeline.stage_client import TrainerCredentials
-from peerd.service.rpc.rpc import Rpc
 from peerd.service.settings_check import SettingsCheck
 from peerd.service.state.snapshot import KEPT, SnapshotFetcher, Snapshots, StateServer
 from peerd.service.swarm.contributions import ContributionOf, ContributionTally

@@ -11,10 +11,10 @@ import trio
 
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.messages.settings import PublishedSettings, differences
+from peerd.rpc.rpc_types import AccessGuard
 from peerd.run.contents import named_files
 from peerd.run.runfile import RunFile, shared_text, sources_of
 from peerd.service.conductor.conductor_client import ConductorClient
-from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.service.swarm.directory import Directory
 from peerd.service.swarm.run_view import RunView
 

@@ -13,7 +13,7 @@ from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.averaging.stats import explained
 from peerd.messages.swarm import Mbs, Prepare, Prepared
 from peerd.role import RoleContext
-from peerd.service.rpc.rpc import Incoming
+from peerd.rpc.rpc import Incoming
 
 
 class HelperRounds:

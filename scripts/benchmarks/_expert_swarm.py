@@ -25,6 +25,7 @@ from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.core.errors import Refused
 from peerd.role import RoleContext
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.run.grid import Uid
 from peerd.run.runfile import (
     BatchSection,
@@ -37,7 +38,6 @@ from peerd.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import run_virtual
 from peerd.sim.simnet import SimLine
 from roles.expert import ExpertRole

@@ -18,7 +18,7 @@ import trio
 
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.ids import PeerId
-from peerd.service.rpc.rpc import Rpc
+from peerd.rpc.rpc import Rpc
 from peerd.wire.host.host import Host
 from peerd.wire.link.link_stream import Stream
 from scripts.benchmarks._remote_process import ECHO, Blob, new_stack, obey, reply, serve_echo

@@ -27,7 +27,7 @@ from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
 from peerd.messages.encoding import decode, encode
 from peerd.messages.swarm import Mbs, MemberAnswer, MemberSync, Seqs, TrainerAnswer, TrainerSync
-from peerd.service.rpc.rpc import Incoming
+from peerd.rpc.rpc import Incoming
 from scripts.benchmarks._report import Figure, Report
 from tests.worlds.machines.conductor_scene import OWN, RUN, Scene
 

@@ -21,7 +21,7 @@ import trio
 
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
-from peerd.service.rpc.rpc import Rpc
+from peerd.rpc.rpc import Rpc
 from peerd.wire.host.host import Host
 from scripts.benchmarks._far import (
     CALL_BYTES,

@@ -10,9 +10,9 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.messages.encoding import Empty
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.access import Access, Present
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host
 from tests.fuzz import goods

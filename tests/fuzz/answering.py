@@ -14,7 +14,7 @@ import trio
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import decode_header
-from peerd.machine.rpc import message_codec as wire
+from peerd.rpc.methods import message_codec as wire
 from peerd.wire.noise.multistream import HEADER as HELLO
 from peerd.wire.yamux.frames import DATA, HEADER, WINDOW
 from peerd.wire.yamux.session import YamuxSession

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from peerd.core.frame import TensorFrame
-from peerd.machine.rpc import message_codec as wire
-from peerd.machine.rpc.method_load import method_name
+from peerd.rpc.methods import message_codec as wire
+from peerd.rpc.methods.method_load import method_name
 from peerd.wire.noise.multistream import HEADER as HELLO
 from peerd.wire.noise.multistream import encode_line
 from peerd.wire.yamux.frames import DATA, FIN, RST, SYN, WINDOW

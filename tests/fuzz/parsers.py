@@ -32,9 +32,9 @@ from peerd.core.record import Record
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
-from peerd.machine.rpc import message_codec
 from peerd.messages.encoding import decode, encode
 from peerd.messages.settings import differences, read_settings
+from peerd.rpc.methods import message_codec
 from peerd.service.dht.codec import (
     FindMessage,
     NearMessage,

@@ -16,11 +16,11 @@ import trio
 from peerd.core.errors import PeerdError, RemoteError, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_BUDGET_WAIT_S
-from peerd.machine.rpc import message_codec as wire
-from peerd.machine.rpc.declaration import Shows
 from peerd.messages.encoding import Empty, encode
-from peerd.service.rpc.loopback import LoopbackStream
-from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
+from peerd.rpc.loopback import LoopbackStream
+from peerd.rpc.methods import message_codec as wire
+from peerd.rpc.methods.declaration import Shows
+from peerd.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from peerd.wire.budget.book import BOUNDS, Book, Bounds, Resource
 from tests.kit.declared import declared
 from tests.worlds.machines.fakehost import FakeHost, TrioClock, fake_net

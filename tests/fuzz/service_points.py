@@ -13,8 +13,6 @@ from multiaddr import Multiaddr
 
 from peerd.core.ids import PeerId
 from peerd.core.varint import encode_varint
-from peerd.machine.rpc import message_codec as wire
-from peerd.machine.rpc.method_load import method_name
 from peerd.machine.swarm.roster import START
 from peerd.messages.encoding import decode, encode
 from peerd.messages.handover import PassAnswer
@@ -23,6 +21,8 @@ from peerd.messages.swarm import Done
 from peerd.reach.messages.autonat_message import AUTONAT, DialRequest
 from peerd.reach.messages.circuit_message import HOP, STOP, HopKind, HopMessage, Limit, StopKind, StopMessage
 from peerd.reach.messages.holepunch_message import DCUTR, HolePunch, PunchKind
+from peerd.rpc.methods import message_codec as wire
+from peerd.rpc.methods.method_load import method_name
 from peerd.sim.clock import run_virtual
 from peerd.wire.yamux.frames import DATA, SYN
 from peerd.wire.yamux.stream import YamuxStream

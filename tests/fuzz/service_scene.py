@@ -29,6 +29,7 @@ from peerd.reach.hole_puncher import HolePuncher
 from peerd.reach.relay.circuit_transport import Circuits
 from peerd.reach.relay.relay import Relay
 from peerd.role import RoleContext
+from peerd.rpc.rpc import Rpc
 from peerd.run.runfile import (
     BatchSection,
     CheckpointSection,
@@ -42,7 +43,6 @@ from peerd.run.runfile import (
 )
 from peerd.service.dht.dht import Dht
 from peerd.service.pipeline.trainer_relay import TrainerRelay
-from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.snapshot import KEPT, StateItem, StateServer
 from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host

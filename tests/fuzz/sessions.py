@@ -26,7 +26,7 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.errors import RemoteError
-from peerd.service.rpc.rpc import Rpc
+from peerd.rpc.rpc import Rpc
 from peerd.sim.clock import run_virtual
 from peerd.sim.memory import MemoryListener
 from peerd.sim.simnet import NetConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peerd.machine.rpc.declaration import Declaration, Shows
+from peerd.rpc.methods.declaration import Declaration, Shows
 
 
 def declared(**bounds: Any) -> Declaration:

@@ -29,9 +29,9 @@ ROOMS = {
     "machine/connectivity": "messages wire/rate",
     "machine/experts": "messages run wire/rate",
     "machine/network": "messages wire/rate",
-    "machine/rpc": "messages wire/budget",
     "machine/state": "messages wire/rate",
     "reach/messages": "wire",
+    "rpc/methods": "messages wire/budget",
     "wire/noise": "wire",
     "wire/tcp": "run wire wire/budget wire/rate",
     "wire/yamux": "wire wire/rate",
@@ -40,62 +40,57 @@ ROOMS = {
     "compute/data": "compute run",
     "compute/user_loop": "compute run",
     "machine/owners": "machine/experts messages run",
-    "machine/pipeline": "machine/rpc messages run wire/budget wire/rate",
+    "machine/pipeline": "messages rpc/methods run wire/budget wire/rate",
     "machine/swarm": "machine/averaging messages",
-    "service/rpc": "machine/rpc messages wire/budget wire/rate",
+    "rpc": "messages rpc/methods wire/budget wire/rate",
     "wire/link": "wire wire/budget wire/noise wire/rate wire/yamux",
     "compute/model": "compute compute/codec compute/user_loop core/model messages run",
     "machine/batch": "machine/swarm messages",
     "machine/positions": "machine/swarm messages",
     "machine/rebalance": "machine/swarm messages wire/rate",
-    "service/state": "machine/rpc machine/state messages service/rpc wire wire/rate",
+    "service/state": "machine/state messages rpc rpc/methods wire wire/rate",
     "wire/host": "signals wire wire/budget wire/link wire/noise wire/rate wire/tcp wire/yamux",
     "compute/experts": "compute compute/codec compute/model core/model messages run",
     "machine/conductor": "machine/averaging machine/batch machine/positions machine/rebalance machine/swarm messages",
     "reach": "reach/gateway reach/messages wire wire/host wire/link wire/rate wire/tcp",
-    "service/pipeline": "machine/batch machine/pipeline machine/rpc messages run service/rpc signals wire/rate",
+    "service/pipeline": "machine/batch machine/pipeline messages rpc rpc/methods run signals wire/rate",
     "compute/export": "compute compute/data compute/experts compute/model core/model run",
     "machine": "reach",
     "reach/relay": "reach reach/messages wire wire/host wire/link wire/rate wire/tcp",
-    "service/dht": "machine machine/dht machine/rpc messages service/rpc wire wire/host wire/link wire/rate",
+    "service/dht": "machine machine/dht messages rpc rpc/methods wire wire/host wire/link wire/rate",
     "service/experts": (
-        "machine/experts machine/owners machine/rpc machine/state messages run service/dht service/rpc "
-        "service/state signals wire/budget wire/host wire/rate"
+        "machine/experts machine/owners machine/state messages rpc rpc/methods run service/dht service/state "
+        "signals wire/budget wire/host wire/rate"
     ),
-    "service/swarm": (
-        "machine/batch machine/connectivity machine/swarm messages run service/dht service/rpc signals wire/host"
-    ),
+    "service/swarm": "machine/batch machine/connectivity machine/swarm messages rpc run service/dht signals wire/host",
     "service/conductor": (
         "machine/averaging machine/conductor machine/network machine/placement machine/positions machine/rebalance "
-        "machine/rpc machine/swarm messages run service/rpc service/swarm signals wire/host wire/rate"
+        "machine/swarm messages rpc rpc/methods run service/swarm signals wire/host wire/rate"
     ),
     "service/averaging": (
-        "machine/averaging machine/connectivity machine/rpc messages service/conductor service/rpc signals wire/host"
+        "machine/averaging machine/connectivity messages rpc rpc/methods service/conductor signals wire/host"
     ),
-    "service/network": "machine/network messages run service/conductor service/rpc wire wire/host wire/link",
+    "service/network": "machine/network messages rpc run service/conductor wire wire/host wire/link",
     "service": (
-        "machine/access machine/rpc machine/swarm messages run service/averaging service/conductor service/dht "
-        "service/experts service/network service/pipeline service/rpc service/state service/swarm wire wire/host "
-        "wire/link wire/rate"
+        "machine/access machine/swarm messages rpc rpc/methods run service/averaging service/conductor service/dht "
+        "service/experts service/network service/pipeline service/state service/swarm wire wire/host wire/link "
+        "wire/rate"
     ),
-    "control": (
-        "log machine/access messages reach reach/gateway reach/relay run service service/dht service/rpc wire/host"
-    ),
-    "role": "log run service service/dht service/rpc wire/host",
-    "sim": "machine/dht messages run service service/dht service/rpc wire wire/host wire/link",
+    "control": "log machine/access messages reach reach/gateway reach/relay rpc run service service/dht wire/host",
+    "role": "log rpc run service service/dht wire/host",
+    "sim": "machine/dht messages rpc run service service/dht wire wire/host wire/link",
     "commands/status": (
-        "control log machine/batch messages run screen service service/dht service/network service/rpc "
-        "service/swarm wire/host"
+        "control log machine/batch messages rpc run screen service service/dht service/network service/swarm wire/host"
     ),
     "registry": "log role run",
     "training": (
         "compute compute/codec compute/data compute/model core/model machine/averaging machine/batch "
-        "machine/conductor machine/pipeline machine/placement messages role run service service/pipeline "
-        "service/rpc signals"
+        "machine/conductor machine/pipeline machine/placement messages role rpc run service service/pipeline "
+        "signals"
     ),
     "training/catchup": "compute compute/model machine/state messages role run service service/state signals",
     "training/expert": (
-        "machine/experts machine/owners machine/rpc messages role run service/experts service/rpc signals wire/rate"
+        "machine/experts machine/owners messages role rpc rpc/methods run service/experts signals wire/rate"
     ),
     "commands": "compute compute/export control log messages registry run service service/experts wire wire/tcp",
     "commands/doctor": (
@@ -110,9 +105,9 @@ ROOMS = {
     "launch": "control daemon log role run service wire wire/tcp",
     "training/stage": (
         "compute compute/codec compute/experts compute/kernels compute/model core/model machine/averaging "
-        "machine/batch machine/conductor machine/pipeline machine/rebalance machine/swarm messages role run service "
-        "service/conductor service/network service/pipeline service/rpc service/state service/swarm signals "
-        "training training/catchup training/checkpoints wire/budget"
+        "machine/batch machine/conductor machine/pipeline machine/rebalance machine/swarm messages role rpc run "
+        "service service/conductor service/network service/pipeline service/state service/swarm signals training "
+        "training/catchup training/checkpoints wire/budget"
     ),
     "cli": (
         "commands commands/doctor commands/plan commands/status compute control daemon demo launch log messages "
@@ -163,6 +158,7 @@ DOES_IO = {
     "reach/relay": "*",
     "registry": "*",
     "role": "*",
+    "rpc": "*",
     "run": "config home local_code typed_yaml user_code",
     "screen": "full_screen",
     "service": "*",
@@ -172,7 +168,6 @@ DOES_IO = {
     "service/experts": "*",
     "service/network": "*",
     "service/pipeline": "*",
-    "service/rpc": "*",
     "service/state": "*",
     "service/swarm": "*",
     "signals": "*",
@@ -197,7 +192,7 @@ WITH_TORCH = (
     "training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "compute core machine messages role run service signals training wire"
+ROLE_IMPORTS = "compute core machine messages role rpc run service signals training wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
     "commands commands/doctor commands/plan commands/status compute compute/data compute/model control demo launch "

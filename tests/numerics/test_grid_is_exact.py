@@ -18,10 +18,10 @@ from peerd.compute.model.stage_module import StageModule
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.machine.batch.batch_ledger import Counted
 from peerd.messages.swarm import Mb
+from peerd.rpc.call_stream import CallStream
 from peerd.run.runfile import AveragingSection, BatchSection, RunFile
 from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.pipeline import direct
-from peerd.service.rpc.call_stream import CallStream
 from roles.stage import StageRole
 from tests.kit.amount import thorough
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts

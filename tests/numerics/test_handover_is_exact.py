@@ -21,12 +21,12 @@ from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import Unreachable
 from peerd.machine.pipeline.call_times import CallTimes
 from peerd.messages.handover import PassRequest
+from peerd.rpc.rpc import Incoming
 from peerd.run.runfile import RunFile
 from peerd.service.pipeline import direct
 from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.next_stage import NextStage
 from peerd.service.pipeline.stage_peers import StagePeers
-from peerd.service.rpc.rpc import Incoming
 from peerd.training.stage.handover import HandOver
 from roles.trainer import TrainerRole
 from tests.kit.amount import few

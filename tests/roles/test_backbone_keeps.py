@@ -17,8 +17,8 @@ from peerd.compute.checkpoint import Checkpoints
 from peerd.core.errors import ConfigError
 from peerd.messages.encoding import Empty
 from peerd.messages.state import StatePiece
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import StateServer
 from peerd.training.checkpoints.keeper import CheckpointKeeper
 from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints

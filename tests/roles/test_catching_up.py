@@ -13,8 +13,8 @@ from peerd.compute.model.footprint import spare_bytes
 from peerd.core.errors import Refused
 from peerd.messages.encoding import Empty
 from peerd.messages.state import StateManifest, StatePiece, StateRequest
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile
-from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import StateServer
 from peerd.training.catchup import catch_up
 from roles.stage import StageRole

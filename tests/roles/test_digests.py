@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from peerd.messages.swarm import Prepare
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import AveragingSection, OptimizerSection
-from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.orders import PostOrders
 from tests.kit.amount import thorough
 from tests.kit.exact import run_file, write_texts

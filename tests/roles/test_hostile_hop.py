@@ -19,8 +19,8 @@ from peerd.core.frame import TensorFrame
 from peerd.messages.handover import Broken, Hop, PassAnswer, PassRequest
 from peerd.messages.proof import receipt
 from peerd.messages.swarm import Mb
-from peerd.service.rpc.inbound import Inbound
-from peerd.service.rpc.rpc import Answer, Incoming
+from peerd.rpc.inbound import Inbound
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.wire.budget.book import BOUNDS, Bounds, Resource, shared_out
 from tests.worlds.network.hosts import keypair
 from tests.worlds.roles.handscene import MARK, HandScene, hidden, in_scene, text, tokens

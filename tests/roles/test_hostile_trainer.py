@@ -18,8 +18,8 @@ from peerd.core.keys import Keypair
 from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER
 from peerd.messages.proof import has_received
 from peerd.messages.swarm import Commit, Mb, Moved, Position
+from peerd.rpc.inbound import Inbound
 from peerd.run.runfile import RunFile
-from peerd.service.rpc.inbound import Inbound
 from tests.worlds.roles.stagescene import BATCH, Scene, digest, microbatch
 from tests.worlds.roles.training import swarm
 

@@ -10,9 +10,9 @@ import trio
 
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_STALL_S, RPC_STEP_BYTES
-from peerd.machine.rpc import message_codec as wire
 from peerd.messages.encoding import encode
 from peerd.messages.swarm import Seqs, TrainerAnswer, TrainerSync
+from peerd.rpc.methods import message_codec as wire
 from peerd.run.runfile import RunFile, fingerprint
 from peerd.wire.budget.book import Resource
 from roles.backbone import BackboneRole

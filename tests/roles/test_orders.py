@@ -13,8 +13,8 @@ import trio.testing
 from peerd.core.errors import Refused
 from peerd.core.ids import PeerId
 from peerd.messages.swarm import AverageAlive, AverageKey, Mb, Position, Prepared
+from peerd.rpc.rpc import Answer
 from peerd.run.runfile import RunFile
-from peerd.service.rpc.rpc import Answer
 from tests.kit.declared import ANY, declared
 from tests.worlds.roles.stagescene import BATCH, Scene, digest
 from tests.worlds.roles.training import Peer

@@ -30,8 +30,8 @@ from peerd.messages.swarm import (
     TrainerSync,
     WhoConducts,
 )
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import AveragingSection
-from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.world import Node
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough

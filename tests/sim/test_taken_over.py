@@ -12,8 +12,8 @@ from trio.testing import MockClock
 
 from peerd.core.errors import RemoteError
 from peerd.messages.swarm import Mbs, MemberAnswer, MemberSync, Moved, Position, Restore
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import CheckpointSection, PipelineSection
-from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.world import Node, World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole

@@ -38,10 +38,10 @@ from peerd.messages.progress import (
     stage_key,
     sum_told,
 )
+from peerd.rpc.rpc_types import AccessGuard
 from peerd.run.runfile import RunFile
 from peerd.screen import units
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.service.swarm.counted_record import CountedTable, read_counted
 
 SWARM_TIMEOUT_S: Final = 5.0

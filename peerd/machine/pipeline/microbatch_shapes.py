@@ -16,7 +16,7 @@ from peerd.core.errors import Refused
 from peerd.core.frame import DTYPES, FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import HELD_PADDING_BYTES, RPC_MESSAGE_FRAME_BYTES
-from peerd.machine.rpc.declaration import Declaration
+from peerd.rpc.methods.declaration import Declaration
 from peerd.run.runfile import RunFile
 
 _FRAMES: Final = 2  # per call: the input, and the output's gradient or the targets

@@ -32,9 +32,10 @@ from peerd.core.limits import FRAME_ELEMENTS, RPC_ROUND_DEADLINE_S
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AllReduceRound, AveragingPlan, Part, PartPace, RoundFailed
 from peerd.machine.averaging.stats import RoundStats
-from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import AverageAlive, AverageKey
+from peerd.rpc.methods.declaration import Declaration, Shows
+from peerd.rpc.rpc import Answer, CallStream, Encoded, Incoming, Rpc
 from peerd.service.averaging.open_round import (
     OpenRound,
     PartGate,
@@ -55,7 +56,6 @@ from peerd.service.averaging.reduce import (
     sum_up,
     take_sum,
 )
-from peerd.service.rpc.rpc import Answer, CallStream, Encoded, Incoming, Rpc
 from peerd.signals import Signal
 
 __all__ = ["METHOD", "AllReduceService", "PartCoder", "PlainParts", "Vector"]

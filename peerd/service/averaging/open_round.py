@@ -19,9 +19,9 @@ import trio
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AllReduceRound, AveragingPlan, Part, PartPace, RoundFailed
+from peerd.rpc.rpc import CallStream, Encoded
 from peerd.service.averaging.pacing import RoundPacing
 from peerd.service.averaging.reduce import PartCoder, PlainParts, Vector, VectorMemory, Version, check_form, is_plain
-from peerd.service.rpc.rpc import CallStream, Encoded
 from peerd.signals import Signal
 
 T = TypeVar("T")

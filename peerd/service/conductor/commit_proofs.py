@@ -19,14 +19,14 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import MEMBERS, RPC_BODY_BYTES
 from peerd.machine.positions.evidence import Evidence
 from peerd.machine.positions.proven_positions import KEEPERS
-from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.posts import peer_of
 from peerd.messages.commits import CommitProof, Committed, ProofShown, ShowProof
 from peerd.messages.proof import has_committed
 from peerd.messages.swarm import Position
+from peerd.rpc.methods.declaration import Declaration, Shows
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.run.runfile import RunFile
 from peerd.service.conductor.conductor_client import ConductorClient
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.wire.host.host import Host
 
 _SHOW: Final = "proofs/1/show"

@@ -27,7 +27,7 @@ from peerd.machine.conductor.member_list import KnownMembers
 from peerd.machine.swarm.posts import peer_of, post_name
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import Forecast, Leave, ListMembers, MemberInfo, MembersListed
-from peerd.service.rpc.rpc import Answer, Rpc
+from peerd.rpc.rpc import Answer, Rpc
 from peerd.service.swarm.directory import Directory
 from peerd.signals import Signal
 from peerd.wire.rate.suspicion import Suspicion

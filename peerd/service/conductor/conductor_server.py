@@ -17,6 +17,7 @@ from peerd.core.clock import Clock
 from peerd.core.ids import PeerId
 from peerd.core.work import Worker
 from peerd.machine.conductor.conductor import Conductor
+from peerd.rpc.rpc import Rpc
 from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
@@ -25,7 +26,6 @@ from peerd.service.conductor.network_map_server import NetworkMapServer
 from peerd.service.conductor.orders import ConductingConfig, Orders
 from peerd.service.conductor.reports import Reports
 from peerd.service.conductor.rivals import Rivals
-from peerd.service.rpc.rpc import Rpc
 from peerd.service.swarm.counted_record import CountedRecord
 from peerd.wire.host.host import Host, PeerDown
 

@@ -20,13 +20,13 @@ from peerd.core.errors import Overloaded, Refused, not_conducting, other_run_fil
 from peerd.core.limits import MEMBERS, NETWORK_PART_PAIRS
 from peerd.machine.network.landmarks import FilledNetwork
 from peerd.machine.network.network_map import PairView
-from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.posts import peer_of
 from peerd.messages.encoding import Empty
 from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
+from peerd.rpc.methods.declaration import Declaration, Shows
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.conductor.machine_driver import MachineDriver
 from peerd.service.conductor.tenure import Tenure
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 REPORT_PAUSE_S: Final = 5.0  # between two reports of one peer
 FILLED_PEERS: Final = 32  # at most, in a swarm whose missing pairs are estimated

@@ -33,7 +33,7 @@ from peerd.machine.swarm.events import (
 from peerd.machine.swarm.posts import peer_of, post_name, stage_of
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import Commit, Mbs, Moved, Party, Position, Prepare, Prepared, Relocate, Restore
-from peerd.service.rpc.rpc import Rpc
+from peerd.rpc.rpc import Rpc
 
 log = logging.getLogger("peerd.service.conductor.orders")
 

@@ -18,7 +18,6 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import POSTS
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
-from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.events import MemberHello, TrainerReport
 from peerd.machine.swarm.posts import post_name
 from peerd.messages.encoding import Empty
@@ -36,11 +35,12 @@ from peerd.messages.swarm import (
     TrainerSync,
     WhoConducts,
 )
+from peerd.rpc.methods.declaration import Declaration, Shows
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MEMBERS, MachineDriver
 from peerd.service.conductor.tenure import Tenure
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 _SMALL: Final = Declaration(shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0)
 _LARGE: Final = replace(_SMALL, body_bytes=1 << 20, calls_per_peer=8, calls=8192)

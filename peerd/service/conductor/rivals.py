@@ -25,8 +25,8 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import LOOKED_AT_ONCE, LOOKED_AT_PEERS, TERM_FIRST, TERM_JUMP, TERM_MAX
 from peerd.machine.positions.proven_positions import Backing
 from peerd.messages.swarm import Conducts, Position, PostsHeld, WhichPosts, WhoConducts
+from peerd.rpc.rpc import Rpc
 from peerd.service.conductor.conductor_client import ConductorClient
-from peerd.service.rpc.rpc import Rpc
 from peerd.wire.host.host import Host
 
 log = logging.getLogger("peerd.service.conductor.rivals")

@@ -20,12 +20,12 @@ import trio
 from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError, other_run_file
 from peerd.core.ids import PeerId
-from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.stage_choice import Arrival, Move, Need, Seat, VacancyWatch, place
 from peerd.messages.swarm import MemberInfo, PostsHeld, WhichPosts
+from peerd.rpc.methods.declaration import Declaration, Shows
+from peerd.rpc.rpc_types import Answer, Incoming
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.rivals import POSTS, Rivals
-from peerd.service.rpc.rpc_types import Answer, Incoming
 
 DECLARED: Final = {POSTS: Declaration(shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0)}
 _TOGETHER_S: Final = 1.0  # until we read the arrivals, so that peers that join at the same time see each other

@@ -33,12 +33,12 @@ from peerd.machine.dht.kademlia import Kademlia
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
-from peerd.machine.rpc.declaration import Declaration, Shows
+from peerd.rpc.methods.declaration import Declaration, Shows
+from peerd.rpc.rpc import Rpc
+from peerd.rpc.rpc_types import Answer, Incoming
 from peerd.service.dht import codec as wire
 from peerd.service.dht.bootstrap import BootstrapPeers
 from peerd.service.dht.requests import DhtRequests, PeerClock
-from peerd.service.rpc.rpc import Rpc
-from peerd.service.rpc.rpc_types import Answer, Incoming
 from peerd.wire.host.host import Host, PeerDown, PeerUp
 from peerd.wire.path_selection import PathKind
 from peerd.wire.rate.quota import LogLimit

@@ -24,8 +24,8 @@ from peerd.machine.clock_skew import ClockSkew
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
 from peerd.messages.token import age
+from peerd.rpc.rpc import Rpc
 from peerd.service.dht import codec as wire
-from peerd.service.rpc.rpc import Rpc
 from peerd.wire.host.host import Host
 from peerd.wire.link.link_stream import StreamOwner
 from peerd.wire.path_selection import PathKind

@@ -14,7 +14,7 @@ from peerd.core.blockwise import BLOCKS, CODES, SCALE_BYTES, scale_count
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import DTYPES, TensorFrame
 from peerd.core.work import Worker
-from peerd.service.rpc.rpc import Answer
+from peerd.rpc.rpc import Answer
 
 _AT_ONCE_BYTES: Final = 256 << 10  # a tenth of a millisecond
 # Exponent bits of the encoded words; if all are set, the value is NaN or infinity.

@@ -42,13 +42,13 @@ from peerd.machine.experts.answer_rule import AnswerRule, RoundLimit
 from peerd.machine.experts.prefix_cache import CachedClaim
 from peerd.machine.experts.product_key_beam import BeamSearch
 from peerd.messages.experts import Backward, Forward, Gradient, Name, Output
+from peerd.rpc.rpc import Answer, Rpc
 from peerd.run.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.run.grid import Uid, grid_of, sample_shapes
 from peerd.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.service.experts.answer_check import AnswerCheck
 from peerd.service.experts.call_figures import CallFigures, reason_of
 from peerd.service.experts.expert_directory import ExpertDirectory
-from peerd.service.rpc.rpc import Answer, Rpc
 from peerd.signals import Signal
 
 if TYPE_CHECKING:

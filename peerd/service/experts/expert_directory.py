@@ -31,11 +31,11 @@ from peerd.machine.experts.host_rests import HostRests
 from peerd.machine.experts.prefix_cache import CachedClaim, Claims, LiveBits, PrefixCache, ranked
 from peerd.messages.encoding import decode, encode
 from peerd.messages.experts import Announced
+from peerd.rpc.rpc import Rpc
 from peerd.run.grid import Uid, coordinates_in, grid_of, prefix_key
 from peerd.run.runfile import ExpertsSection, RunFile
 from peerd.service.dht.dht import Dht
 from peerd.service.experts.contested import ContestedExperts, Told
-from peerd.service.rpc.rpc import Rpc
 from peerd.wire.host.host import Host
 from peerd.wire.rate.quota import LogLimit
 

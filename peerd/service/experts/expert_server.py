@@ -30,12 +30,12 @@ from peerd.core.limits import EXPERT_QUEUED, EXPERT_QUEUED_PER_CALLER, RPC_MESSA
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_answers import KeptAnswers, Known
 from peerd.machine.experts.merge_queue import MergeQueue, QueueBounds, Queued
-from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.messages.experts import Backward, Forward, Gradient, Output
+from peerd.rpc.methods.declaration import Declaration, Needs, Shows
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.run.grid import Uid, grid_of, sample_shapes
 from peerd.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.service.experts.expert_batch import BatchPart, ExpertModel, Frames, Result, compute_batch, too_old
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.signals import Signal
 from peerd.wire.rate.quota import LogLimit
 

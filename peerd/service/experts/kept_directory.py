@@ -39,10 +39,10 @@ from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
 from peerd.messages.encoding import Empty, decode, encode
 from peerd.messages.experts import Announced, CheckpointRef, HolderOffer, KeptExperts, PieceWanted
 from peerd.messages.state import DIGEST_BYTES
+from peerd.rpc.rpc import Rpc
 from peerd.run.grid import Uid, coordinates_in, grid_of, holders_key, kept_experts_key, prefix_key
 from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.dht.dht import Dht, Record
-from peerd.service.rpc.rpc import Rpc
 from peerd.wire.budget.book import NEAR, user_at
 from peerd.wire.host.host import Host
 from peerd.wire.rate.quota import LogLimit

@@ -35,16 +35,16 @@ from peerd.core.work import Worker
 from peerd.machine.experts.kept_shelf import KeptShelf
 from peerd.machine.experts.sharing import HostShare
 from peerd.machine.owners.owner_tree import ExpertReign
-from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.messages.encoding import Empty
 from peerd.messages.experts import CheckpointRef, HolderOffer, Keep, Kept, Name, PieceWanted
 from peerd.messages.state import Bytes, Pieces
+from peerd.rpc.methods.declaration import Declaration, Shows
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.experts.kept_directory import GET, KeptDirectory, VaultPeer
 from peerd.service.experts.vault_disk import VaultDisk
 from peerd.service.experts.vault_fetch import VaultFetch
-from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.experts.vault")

@@ -22,8 +22,8 @@ from peerd.messages.encoding import Empty
 from peerd.messages.experts import CheckpointRef, PieceWanted, state_root
 from peerd.messages.state import DIGEST_BYTES, Bytes, Pieces
 from peerd.messages.swarm import Position
+from peerd.rpc.rpc import Rpc
 from peerd.service.experts.kept_directory import GET
-from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.piece_fetch import BegunDownload, PieceFetch, Shunned, Write, bytes_of
 
 log = logging.getLogger("peerd.service.experts.vault_fetch")

@@ -20,8 +20,8 @@ from peerd.core.ids import PeerId
 from peerd.machine.network.pair_meter import LinkSnapshot, OwnLine, PairMeter, ReportChanges
 from peerd.messages.encoding import Empty
 from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
+from peerd.rpc.rpc import Rpc
 from peerd.service.conductor.conductor_client import ConductorClient
-from peerd.service.rpc.rpc import Rpc
 from peerd.wire.host.host import Host
 from peerd.wire.link.link import Link
 

@@ -32,6 +32,7 @@ from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.messages.handover import NotFiniteAt, PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import signed_ticket
 from peerd.messages.swarm import MemberInfo
+from peerd.rpc.rpc import Answer, Rpc
 from peerd.run.runfile import RunFile, fingerprint
 from peerd.run.stage_plan import followers
 from peerd.service.pipeline.microbatch import Microbatch
@@ -40,7 +41,6 @@ from peerd.service.pipeline.not_finite import NotFiniteJudge
 from peerd.service.pipeline.stage_client import StageClient, TrainerCredentials
 from peerd.service.pipeline.stage_peers import StageLinks, StagePeers
 from peerd.service.pipeline.trainer_relay import TrainerRelay
-from peerd.service.rpc.rpc import Answer, Rpc
 from peerd.wire.rate.backoff import backoff_s
 from peerd.wire.rate.suspicion import Suspicion
 

@@ -35,9 +35,9 @@ from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.messages.handover import Broken, Hop, NotFiniteAt, PassAnswer, PassRequest, RelayRequest, Ticket, Way
 from peerd.messages.proof import has_received
 from peerd.messages.swarm import Mb
+from peerd.rpc.rpc import Answer, Rpc
 from peerd.run.runfile import RunFile
 from peerd.service.pipeline.stage_peers import StageLinks, StagePeers
-from peerd.service.rpc.rpc import Answer, Rpc
 
 log = logging.getLogger("peerd.service.pipeline.next_stage")
 

@@ -21,11 +21,11 @@ from peerd.core.errors import LocalError, PeerdError, Refused, other_run_file
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_ROUND_DEADLINE_S, STREAMS_INBOUND
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
-from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.messages.handover import PassRequest
 from peerd.messages.swarm import Commit, Prepare, Relocate, Restore, StageForward, StageLoss
+from peerd.rpc.methods.declaration import Declaration, Needs, Shows
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.signals import Signal
 
 Handler = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]

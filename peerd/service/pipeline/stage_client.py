@@ -21,10 +21,10 @@ from peerd.core.ids import PeerId
 from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.messages.proof import Sign
 from peerd.messages.swarm import Grant, StageAnswer, StageForward, StageLoss
+from peerd.rpc.rpc import Answer, Rpc
 from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.pipeline.not_finite import NotFiniteJudge
 from peerd.service.pipeline.stage_peers import StagePeers
-from peerd.service.rpc.rpc import Answer, Rpc
 
 log = logging.getLogger("peerd.service.pipeline.stage_client")
 

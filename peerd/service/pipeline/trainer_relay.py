@@ -17,10 +17,10 @@ from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import STREAMS_INBOUND
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
-from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.messages.handover import PassAnswer, RelayRequest, Ticket
+from peerd.rpc.methods.declaration import Declaration, Needs, Shows
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.pipeline.next_stage import PASS, RELAY
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 _AGAIN_S: Final = 0.3
 _LEAST_S: Final = 0.01  # least timeout of a forwarded call, so that a call past its deadline times out as usual

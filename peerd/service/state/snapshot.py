@@ -45,7 +45,7 @@ from peerd.messages.state import (
     read_layout,
 )
 from peerd.messages.swarm import Position
-from peerd.service.rpc.rpc import Rpc
+from peerd.rpc.rpc import Rpc
 from peerd.service.state.piece_fetch import BegunDownload, FetchReport, PieceFetch, Shunned, bytes_of
 from peerd.service.state.state_room import StateRoom
 from peerd.service.state.state_server import KEPT, LAYOUT, STATE, Methods, StateServer

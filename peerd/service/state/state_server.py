@@ -41,7 +41,6 @@ from peerd.core.limits import (
     STATE_USERS,
 )
 from peerd.core.work import Worker
-from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.messages.encoding import Empty
 from peerd.messages.state import (
     DIGEST_BYTES,
@@ -56,7 +55,8 @@ from peerd.messages.state import (
     piece_digest,
 )
 from peerd.messages.swarm import Position
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.rpc.methods.declaration import Declaration, Needs, Shows
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.state_room import StateRoom
 
 # A copy counts as in use for this time after a call, unless it is released: longer than a piece may take, so that a

@@ -21,9 +21,9 @@ from peerd.core.errors import RemoteError
 from peerd.core.work import Worker
 from peerd.messages.contributions import Contributed, contributions_key
 from peerd.messages.encoding import encode
+from peerd.rpc.rpc_types import AccessGuard
 from peerd.run.home import write_atomically
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc_types import AccessGuard
 
 _log = logging.getLogger("peerd.contributions")
 

@@ -24,8 +24,8 @@ from peerd.core.record import Record
 from peerd.machine.batch.counted_work import CountedWork, PeerWork
 from peerd.messages.contributions import PAGE_SUFFIXES, CountedPage, CountedRow, counted_key, decode_counted
 from peerd.messages.encoding import encode
+from peerd.rpc.rpc_types import AccessGuard
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc_types import AccessGuard
 
 _log = logging.getLogger("peerd.contributions")
 

@@ -35,8 +35,8 @@ from peerd.messages.progress import (
 )
 from peerd.messages.settings import PublishedSettings, read_settings
 from peerd.messages.swarm import MemberInfo, Position
+from peerd.rpc.rpc_types import AccessGuard
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.signals import Signal
 from peerd.wire.host.host import Host
 

@@ -25,12 +25,12 @@ from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteErro
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
 from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first, parts_of_all
-from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.messages.experts import CheckpointRef, TransferAnswer, TransferRequest
 from peerd.role import RoleContext
+from peerd.rpc.methods.declaration import Declaration, Needs, Shows
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.grid import Uid
 from peerd.service.experts.vault import Vault
-from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints
 from peerd.wire.rate.suspicion import Suspicion
 

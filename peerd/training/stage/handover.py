@@ -37,9 +37,9 @@ from peerd.machine.pipeline.tickets import Tickets
 from peerd.messages.handover import Hop, PassAnswer, PassRequest
 from peerd.messages.swarm import Mb, MemberInfo, Receipt
 from peerd.role import RoleContext
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile
 from peerd.service.pipeline.next_stage import HandOnResult, NextStage
-from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.run_services import RunServices
 from peerd.service.swarm.kept_links import KeptLinks
 from peerd.training.stage.admissions import Admissions

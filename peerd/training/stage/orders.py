@@ -20,7 +20,7 @@ from peerd.machine.averaging.stats import explained
 from peerd.messages.proof import commit_signature
 from peerd.messages.swarm import Commit, Mb, Mbs, Moved, Position, Prepare, Prepared, Restore
 from peerd.role import RoleContext
-from peerd.service.rpc.rpc import Answer, Incoming
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.training.catchup.step_totals import StepTotal
 from peerd.training.helper_rounds import HelperRounds
 from peerd.training.stage.averaging import AveragingRounds, SumAbsent, Total

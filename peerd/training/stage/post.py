@@ -26,10 +26,10 @@ from peerd.messages.progress import StageProgress
 from peerd.messages.proof import receipt
 from peerd.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, PostLoad, Receipt, Relocate
 from peerd.role import RoleContext
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile, precision_text
 from peerd.run.stage_plan import planned_stage
 from peerd.service.pipeline.stage_calls import StageHandlers
-from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.run_services import RunServices
 from peerd.training.catchup.catch_up import CatchUp
 from peerd.training.catchup.step_totals import StepTotal

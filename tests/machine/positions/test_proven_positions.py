@@ -14,8 +14,8 @@ from peerd.machine.swarm.roster import START, Roster
 from peerd.messages.commits import CommitProof, Committed, ProofShown
 from peerd.messages.proof import commit_signature, has_committed
 from peerd.messages.swarm import Moved, Position
+from peerd.rpc.rpc import Answer
 from peerd.service.conductor.commit_proofs import CommitProofs
-from peerd.service.rpc.rpc import Answer
 from tests.worlds.machines.conducting import hello
 
 RUN = b"r" * 16

@@ -21,8 +21,8 @@ from peerd.core.limits import RPC_OUTBOX_BYTES
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import AverageKey
+from peerd.rpc.rpc import Rpc
 from peerd.service.averaging.allreduce import METHOD, AllReduceService, PartCoder, PlainParts, Vector
-from peerd.service.rpc.rpc import Rpc
 from tests.worlds.machines.fakehost import FakeNet, TrioClock, fake_net
 from tests.worlds.machines.workers import InlineWorker
 

@@ -20,10 +20,10 @@ from peerd.machine.averaging.allreduce import RoundFailed
 from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.messages.swarm import AverageKey, Mbs, Party, Prepare
+from peerd.rpc.rpc import CallStream
 from peerd.run.runfile import AveragingSection, RunFile
 from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.network.line_speeds import LineSpeeds
-from peerd.service.rpc.rpc import CallStream
 from peerd.training.stage.averaging import AveragingRounds, Total
 from tests.service.averaging.test_allreduce import Node, group, send_part
 from tests.worlds.machines.grids import attempt_name, order_of, rounds_of

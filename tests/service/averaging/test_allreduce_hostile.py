@@ -19,8 +19,8 @@ from peerd.core.frame import TensorFrame
 from peerd.machine.averaging.allreduce import AveragingPlan, Part, RoundFailed
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import AverageKey, Mbs, Party, Prepare
+from peerd.rpc.rpc import Answer, CallStream, Incoming
 from peerd.service.averaging.allreduce import METHOD, PartCoder, PlainParts, Vector
-from peerd.service.rpc.rpc import Answer, CallStream, Incoming
 from tests.kit.declared import ANY, declared
 from tests.service.averaging.test_allreduce import Node, group, plan
 from tests.worlds.machines.fakehost import FakeNet

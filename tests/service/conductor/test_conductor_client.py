@@ -16,8 +16,8 @@ from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S
 from peerd.messages.encoding import Empty
 from peerd.messages.progress import StageProgress
 from peerd.messages.swarm import Leave, MemberInfo
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.conductor.conductor_client import ConductorClient
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.swarm.directory import StagePeer
 from tests.kit.declared import ANY
 from tests.worlds.machines.fakehost import FakeNet, TrioClock, fake_net

@@ -9,7 +9,7 @@ import trio.testing
 from peerd.core.errors import TooSlow
 from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
 from peerd.wire.host.host import PeerDown
 from tests.kit.declared import declared

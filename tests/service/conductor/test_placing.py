@@ -13,9 +13,9 @@ from peerd.core.errors import Overloaded
 from peerd.machine.swarm.stage_choice import Move
 from peerd.messages.progress import StageProgress
 from peerd.messages.swarm import PostsHeld, WhichPosts
+from peerd.rpc.rpc_types import Answer, Incoming
 from peerd.service.conductor.rivals import POSTS
 from peerd.service.conductor.stage_finder import StageFinder
-from peerd.service.rpc.rpc_types import Answer, Incoming
 from peerd.service.run_services import RunServices
 from peerd.service.swarm.directory import StagePeer
 from peerd.sim.programs import swarm

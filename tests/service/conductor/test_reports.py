@@ -15,7 +15,7 @@ from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
 from peerd.messages.proof import is_granted
 from peerd.messages.swarm import Done, Leave, LineInfo, MemberAnswer, MemberSync, Seqs, WhoConducts
-from peerd.service.rpc.rpc import Incoming
+from peerd.rpc.rpc import Incoming
 from tests.worlds.machines.conductor_scene import OTHER, OWN, RUN, THIRD, Scene, member, running, trainer
 
 

@@ -11,8 +11,8 @@ from peerd.core.blockwise import BLOCKS, CODES
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import TensorFrame, expected_bytes
 from peerd.messages.encoding import Empty
+from peerd.rpc.rpc import Answer
 from peerd.service.experts.answer_check import AnswerCheck, is_finite
-from peerd.service.rpc.rpc import Answer
 from tests.worlds.machines.workers import InlineWorker
 
 BAD = [float("nan"), float("inf"), -float("inf")]

@@ -12,9 +12,9 @@ import trio
 
 from peerd.core.errors import LocalError, Overloaded, Refused, TooFewExperts
 from peerd.messages.experts import Backward, Gradient
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.run.grid import Uid
-from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.network.expertworld import (
     ExpertPeer,
     ExpertWorld,

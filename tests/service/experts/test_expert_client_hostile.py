@@ -14,9 +14,9 @@ import trio
 from peerd.core.errors import TooFewExperts
 from peerd.core.frame import TensorFrame
 from peerd.messages.experts import Output
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.expert_network import ExpertCall
 from peerd.run.grid import Uid
-from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.network.expertworld import (
     ExpertPeer,
     ExpertWorld,

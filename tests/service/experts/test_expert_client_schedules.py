@@ -15,9 +15,9 @@ import trio
 
 from peerd.core.errors import Overloaded, Refused, TooFewExperts
 from peerd.messages.experts import Output
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.expert_network import ExpertCall
 from peerd.run.grid import Uid
-from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.network.expertworld import ExpertPeer, ExpertWorld, experts_run, frame, in_expert_world, values_of
 
 TIMEOUT_S, SAMPLES = 4.0, 6

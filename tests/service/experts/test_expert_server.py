@@ -15,10 +15,10 @@ import trio.testing
 from peerd.core.errors import Overloaded, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.messages.experts import Backward, Forward, Gradient, Name, Output
+from peerd.rpc.rpc import Rpc
 from peerd.run.grid import Uid
 from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.experts.expert_server import ExpertServer, ServerConfig
-from peerd.service.rpc.rpc import Rpc
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import WIDTH, FakeExpert, FakeHosted, frame, request_id, rows_of
 from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net

@@ -18,12 +18,12 @@ from peerd.core.errors import ProtocolViolation, Refused, RemoteError, Unreachab
 from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty
 from peerd.messages.experts import CheckpointRef, HolderOffer, Keep, PieceWanted
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.grid import Uid
 from peerd.service.experts import vault_disk, vault_fetch
 from peerd.service.experts.vault import KEEP
 from peerd.service.experts.vault_disk import digests_of
 from peerd.service.peer_stack import peer_stack
-from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from tests.kit.declared import ANY

@@ -21,11 +21,11 @@ from peerd.machine.swarm.events import ConductorConfig
 from peerd.messages.encoding import Empty
 from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
 from peerd.messages.swarm import LineInfo
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.conductor.grants import GrantSigner
 from peerd.service.conductor.network_map_server import FILLED_PEERS, REPORT_PAUSE_S, NetworkMapServer
 from peerd.service.conductor.tenure import Tenure
 from peerd.service.network.link_watch import LinkWatch, ReadMap
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimPath
 from peerd.wire.host.host import Host

@@ -17,12 +17,12 @@ from peerd.machine.batch.trainer_ledger import Holding
 from peerd.messages.handover import Broken, PassAnswer, Ticket
 from peerd.messages.proof import grant, is_ticket_of
 from peerd.messages.swarm import Grant, GrantStatement, Receipt, Seqs
+from peerd.rpc.rpc import Answer
 from peerd.run.runfile import RunFile
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS
 from peerd.service.pipeline.stage_client import TrainerCredentials
-from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
 from tests.kit.runs import changed
 from tests.worlds.machines.handing import (

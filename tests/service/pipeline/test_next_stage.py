@@ -16,8 +16,8 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.messages.handover import Broken, PassAnswer, PassRequest, Ticket
 from peerd.messages.swarm import Receipt
+from peerd.rpc.rpc import Answer
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, RELAY, HandOnResult, NextStage
-from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
 from tests.worlds.machines.handing import (
     GRADIENT,

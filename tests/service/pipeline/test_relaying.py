@@ -13,9 +13,9 @@ from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, RemoteE
 from peerd.core.ids import PeerId
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.messages.handover import PassAnswer, PassRequest, RelayRequest, Ticket
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.service.pipeline.next_stage import PASS
 from peerd.service.pipeline.trainer_relay import TrainerRelay
-from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.machines.handing import GRADIENT, MARK, OWN, RUN, SAMPLES, TOKENS, WIDTH, Peers, frame, peer, ticket
 
 TICKET = ticket(0, 2, 0, "a0", "a1", "a2")

@@ -11,11 +11,11 @@ import trio.testing
 from peerd.core.errors import LocalError, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.machine.rpc.declaration import Shows
 from peerd.messages.swarm import Commit, Mbs, Moved, Position, Prepare, Relocate, Restore, StageAnswer, StageForward
+from peerd.rpc.methods.declaration import Shows
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import PipelineSection, RunFile, fingerprint
 from peerd.service.pipeline.stage_calls import DECLARED, StageCalls, StageHandlers
-from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.machines.rpc_cases import Pair, fake_pair
 
 RUN_FILE = RunFile(run="calls", pipeline=PipelineSection(stages=4, microbatch=2))

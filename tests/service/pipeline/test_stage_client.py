@@ -11,10 +11,10 @@ from peerd.core.errors import NotFiniteHere, Overloaded, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.messages.proof import grant
 from peerd.messages.swarm import GrantStatement, Seqs, StageAnswer
+from peerd.rpc.rpc import Answer
 from peerd.service.pipeline.not_finite import MicrobatchNotFinite
 from peerd.service.pipeline.stage_client import StageClient, TrainerCredentials
 from peerd.service.pipeline.stage_peers import StagePeers
-from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
 from tests.worlds.machines.handing import (
     GRADIENT,

@@ -11,7 +11,7 @@ from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty
 from peerd.messages.state import StateItem, StateLayout, StateRequest, TensorSpec
 from peerd.messages.swarm import Position
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.snapshot import SnapshotFetcher
 from peerd.service.state.state_server import DECLARED, StateServer
 from peerd.service.state.state_server import LAYOUT as LAYOUT_METHOD

@@ -20,7 +20,7 @@ from peerd.core.limits import STATE_COPIES, STATE_PIECE_BYTES
 from peerd.messages.encoding import Empty
 from peerd.messages.state import StateDigests, StateManifest, StatePiece, StateRequest, TensorSpec
 from peerd.messages.swarm import Position
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.snapshot import Donors, Snapshots, StateItem
 from peerd.service.state.state_server import StateServer
 from peerd.signals import Signal

@@ -13,7 +13,7 @@ from peerd.core.errors import Refused, RemoteError
 from peerd.core.limits import STATE_MEETING
 from peerd.messages.state import StateItem, StateManifest, StateRequest
 from peerd.messages.swarm import Position
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from tests.service.state.test_snapshot import RUN, Counting, Donor, fetch, peers, state, values
 from tests.worlds.machines.workers import InlineWorker
 

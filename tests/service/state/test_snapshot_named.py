@@ -13,7 +13,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import STATE_NAMED_COPIES
 from peerd.messages.state import StateItem, StateManifest, StateRequest, TensorSpec
 from peerd.messages.swarm import Position
-from peerd.service.rpc.rpc import Rpc
+from peerd.rpc.rpc import Rpc
 from peerd.service.state.snapshot import SnapshotFetcher, StateServer
 from peerd.service.state.state_server import STATE, Methods
 from tests.service.state.test_snapshot import RUN, peers, state

@@ -17,8 +17,8 @@ from peerd.core.record import Record
 from peerd.machine.batch.counted_work import CountedWork, PeerWork
 from peerd.messages.contributions import CountedPage, CountedRow, counted_key, decode_counted
 from peerd.messages.encoding import encode
+from peerd.rpc.rpc_types import AccessGuard
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.service.swarm.counted_record import CountedRecord, read_counted
 
 

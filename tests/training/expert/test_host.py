@@ -19,9 +19,9 @@ from peerd.log import EventLog
 from peerd.machine.experts.claims import last_prefixes
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.messages.experts import Announced, Forward, Name, Output
+from peerd.rpc.rpc import Rpc
 from peerd.run.grid import Uid, coordinates_in
 from peerd.run.runfile import LimitsSection, RunFile, fingerprint
-from peerd.service.rpc.rpc import Rpc
 from peerd.training.expert.host import ExpertHost, OwnExpert, Told
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import WIDTH, FakeExpert, frame

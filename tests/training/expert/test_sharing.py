@@ -12,8 +12,8 @@ from trio.testing import MockClock
 from peerd.core.errors import Refused
 from peerd.machine.experts.sharing import HostShare
 from peerd.messages.experts import TransferAnswer, TransferRequest
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.grid import Uid
-from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.expert.sharing import TAKE
 from tests.kit.declared import declared
 from tests.kit.expert_runs import expert_run

@@ -16,6 +16,7 @@ from peerd.machine.positions.proven_positions import Backing
 from peerd.machine.swarm.events import ConductorConfig, Event, SendMove, SendPrepare
 from peerd.machine.swarm.roster import START
 from peerd.messages.swarm import Conducts, Mbs, MemberSync, Position, Seqs, TrainerSync
+from peerd.rpc.rpc import Incoming
 from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
@@ -23,7 +24,6 @@ from peerd.service.conductor.machine_driver import MachineDriver
 from peerd.service.conductor.orders import ConductingConfig, OrderContext
 from peerd.service.conductor.reports import Reports
 from peerd.service.conductor.rivals import ConductorClaim
-from peerd.service.rpc.rpc import Incoming
 from peerd.sim.clock import SimClock
 
 RUN = b"r" * 16

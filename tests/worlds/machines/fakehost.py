@@ -1,7 +1,7 @@
 """Hosts without sockets, encryption or a wire: streams in memory that behave like those of `wire.host.host`.
 
 For tests of services. Streams have bounded buffers with back-pressure, resets and ends; links between two hosts can
-be cut and healed. The tests in tests/service/rpc/test_rpc.py run over these and over real hosts alike: what they rely
+be cut and healed. The tests in tests/rpc/test_rpc.py run over these and over real hosts alike: what they rely
 on holds for both.
 """
 
@@ -16,8 +16,8 @@ import trio
 
 from peerd.core.errors import Refused, Unreachable
 from peerd.core.ids import PeerId
-from peerd.service.rpc.loopback import LoopbackStream, local_pair
-from peerd.service.rpc.rpc_types import RpcStream
+from peerd.rpc.loopback import LoopbackStream, local_pair
+from peerd.rpc.rpc_types import RpcStream
 from peerd.wire.budget.book import Book
 
 Handler = Callable[[RpcStream], Awaitable[None]]

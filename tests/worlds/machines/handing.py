@@ -17,8 +17,8 @@ from peerd.core.keys import Keypair
 from peerd.messages.handover import Hop, PassAnswer, PassRequest, RelayRequest, Ticket
 from peerd.messages.proof import receipt, signed_ticket
 from peerd.messages.swarm import Mb, MemberInfo
+from peerd.rpc.rpc import Answer
 from peerd.run.runfile import ModelSection, PipelineSection, RunFile, fingerprint
-from peerd.service.rpc.rpc import Answer
 
 STAGES, STEP, SEQ, SAMPLES, TOKENS, WIDTH = 3, 7, 5, 2, 4, 3
 RUN = RunFile(

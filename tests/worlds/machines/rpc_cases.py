@@ -26,8 +26,8 @@ from peerd.core.errors import (
 )
 from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty, Message
-from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
-from peerd.service.rpc.rpc_types import RpcHost
+from peerd.rpc.rpc import Answer, CallStream, Incoming, Rpc
+from peerd.rpc.rpc_types import RpcHost
 from tests.kit.declared import ANY, declared
 from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 

@@ -13,10 +13,10 @@ import trio
 
 from peerd.core.errors import LocalError, PeerdError, Refused, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
-from peerd.machine.rpc import message_codec as wire
 from peerd.messages.encoding import encode
-from peerd.service.rpc.rpc import Answer, CallStream, Incoming
-from peerd.service.rpc.rpc_types import RpcStream
+from peerd.rpc.methods import message_codec as wire
+from peerd.rpc.rpc import Answer, CallStream, Incoming
+from peerd.rpc.rpc_types import RpcStream
 from tests.kit.declared import ANY
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Held, Pair, Text, ask, case, echo, repeat, settled
 

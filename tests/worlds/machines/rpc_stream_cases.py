@@ -7,7 +7,7 @@ import trio
 import trio.testing
 
 from peerd.core.errors import LocalError, Overloaded, Refused, TooSlow
-from peerd.service.rpc.rpc import Answer, CallStream, Encoded, Incoming
+from peerd.rpc.rpc import Answer, CallStream, Encoded, Incoming
 from tests.kit.declared import ANY
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Pair, Text, case, repeat, settled
 

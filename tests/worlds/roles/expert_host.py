@@ -10,8 +10,8 @@ import trio
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.messages.experts import Backward, Forward, Gradient, Output
 from peerd.role import RoleContext
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.grid import Uid, grid_of
-from peerd.service.rpc.rpc import Answer, Incoming
 from tests.kit.declared import declared
 from tests.worlds.network.expertworld import announcements
 

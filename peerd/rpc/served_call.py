@@ -19,14 +19,14 @@ from peerd.core.errors import LocalError, Overloaded, PeerdError, Refused, TooSl
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S
-from peerd.machine.rpc.message_codec import REPLY, RpcMessage, encode_failure, encode_message
-from peerd.machine.rpc.method_load import MethodLoad, MethodName
 from peerd.messages.encoding import encode
-from peerd.service.rpc.call_stream import CallStream
-from peerd.service.rpc.outbox import Outbox, outgoing
-from peerd.service.rpc.room import Share
-from peerd.service.rpc.rpc_types import Answer, Incoming
-from peerd.service.rpc.task_pool import PoolWorker
+from peerd.rpc.call_stream import CallStream
+from peerd.rpc.methods.message_codec import REPLY, RpcMessage, encode_failure, encode_message
+from peerd.rpc.methods.method_load import MethodLoad, MethodName
+from peerd.rpc.outbox import Outbox, outgoing
+from peerd.rpc.room import Share
+from peerd.rpc.rpc_types import Answer, Incoming
+from peerd.rpc.task_pool import PoolWorker
 from peerd.wire.budget.book import User
 
 UnaryHandler = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]

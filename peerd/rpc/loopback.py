@@ -12,7 +12,7 @@ import trio
 
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
-from peerd.service.rpc.inbound import renewed
+from peerd.rpc.inbound import renewed
 
 _WINDOW_BYTES = 256 << 10
 _OFFER_BYTES = 16 << 10

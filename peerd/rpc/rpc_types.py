@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from multiaddr import Multiaddr
 
     from peerd.core.errors import Refused
-    from peerd.machine.rpc.method_load import MethodName
+    from peerd.rpc.methods.method_load import MethodName
     from peerd.wire.budget.book import Book
 
 B = TypeVar("B", bound=msgspec.Struct, covariant=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.errors import LocalError, ProtocolViolation
-from peerd.machine.rpc.method_load import Crowd, MethodLoad, PendingCalls, method_name
+from peerd.rpc.methods.method_load import Crowd, MethodLoad, PendingCalls, method_name
 from peerd.wire.budget.book import EVERYBODY, ShareAccount, User
 from tests.kit.declared import declared
 

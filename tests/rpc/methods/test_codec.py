@@ -22,8 +22,8 @@ from peerd.core.errors import (
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_BODY_BYTES, RPC_DEADLINE_S, RPC_FRAMES, RPC_ROUND_DEADLINE_S
-from peerd.machine.rpc import message_codec
-from peerd.machine.rpc.message_codec import (
+from peerd.rpc.methods import message_codec
+from peerd.rpc.methods.message_codec import (
     MessageParser,
     RpcMessage,
     decode_failure,

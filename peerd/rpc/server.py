@@ -37,18 +37,18 @@ from peerd.core.limits import (
     RPC_MESSAGE_S,
     RPC_STALL_S,
 )
-from peerd.machine.rpc import message_codec as wire
-from peerd.machine.rpc.declaration import Shows
-from peerd.machine.rpc.message_codec import RpcMessage, encode_failure
-from peerd.machine.rpc.method_load import Crowd
 from peerd.messages.encoding import decode
-from peerd.service.rpc.call_stream import CallStream
-from peerd.service.rpc.inbound import Inbound
-from peerd.service.rpc.outbox import Outbox
-from peerd.service.rpc.room import Room, Share, user_of
-from peerd.service.rpc.rpc_types import AccessGuard, RpcStream
-from peerd.service.rpc.served_call import Method, ServedCall
-from peerd.service.rpc.task_pool import TaskPool, Tasks
+from peerd.rpc.call_stream import CallStream
+from peerd.rpc.inbound import Inbound
+from peerd.rpc.methods import message_codec as wire
+from peerd.rpc.methods.declaration import Shows
+from peerd.rpc.methods.message_codec import RpcMessage, encode_failure
+from peerd.rpc.methods.method_load import Crowd
+from peerd.rpc.outbox import Outbox
+from peerd.rpc.room import Room, Share, user_of
+from peerd.rpc.rpc_types import AccessGuard, RpcStream
+from peerd.rpc.served_call import Method, ServedCall
+from peerd.rpc.task_pool import TaskPool, Tasks
 from peerd.wire.budget.book import EVERYBODY, Resource
 from peerd.wire.budget.tab import UnprovenCalls, UsageTab
 from peerd.wire.rate.arrival_rate import LineRates

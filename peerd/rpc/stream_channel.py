@@ -9,15 +9,15 @@ from __future__ import annotations
 import trio
 
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
-from peerd.machine.rpc import message_codec as wire
-from peerd.machine.rpc.message_codec import RpcMessage, decode_failure
-from peerd.service.rpc.call_stream import CallStream
-from peerd.service.rpc.channel import Request, encode_request
-from peerd.service.rpc.inbound import Inbound
-from peerd.service.rpc.outbox import Outbox
-from peerd.service.rpc.room import Room, Share, asked, user_of
-from peerd.service.rpc.rpc_types import RpcStream
-from peerd.service.rpc.task_pool import Tasks
+from peerd.rpc.call_stream import CallStream
+from peerd.rpc.channel import Request, encode_request
+from peerd.rpc.inbound import Inbound
+from peerd.rpc.methods import message_codec as wire
+from peerd.rpc.methods.message_codec import RpcMessage, decode_failure
+from peerd.rpc.outbox import Outbox
+from peerd.rpc.room import Room, Share, asked, user_of
+from peerd.rpc.rpc_types import RpcStream
+from peerd.rpc.task_pool import Tasks
 from peerd.wire.rate.arrival_rate import LineRates
 
 

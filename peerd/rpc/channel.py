@@ -21,14 +21,14 @@ import trio
 from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.machine.rpc import message_codec as wire
-from peerd.machine.rpc.message_codec import RpcMessage, decode_failure, encode_call, encode_message
-from peerd.machine.rpc.method_load import PendingCalls
-from peerd.service.rpc.inbound import Inbound, Slot, renewed
-from peerd.service.rpc.outbox import Outbox, Outgoing, outgoing
-from peerd.service.rpc.room import Room, Share, asked, user_of
-from peerd.service.rpc.rpc_types import RpcStream
-from peerd.service.rpc.task_pool import Tasks
+from peerd.rpc.inbound import Inbound, Slot, renewed
+from peerd.rpc.methods import message_codec as wire
+from peerd.rpc.methods.message_codec import RpcMessage, decode_failure, encode_call, encode_message
+from peerd.rpc.methods.method_load import PendingCalls
+from peerd.rpc.outbox import Outbox, Outgoing, outgoing
+from peerd.rpc.room import Room, Share, asked, user_of
+from peerd.rpc.rpc_types import RpcStream
+from peerd.rpc.task_pool import Tasks
 from peerd.wire.rate.arrival_rate import LineRates
 
 Reply = tuple[bytes, tuple[TensorFrame, ...]]  # the body, still encoded, and the frames

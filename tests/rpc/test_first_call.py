@@ -12,8 +12,8 @@ import trio
 import trio.testing
 
 from peerd.messages.encoding import Empty
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.access import Access
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host
 from tests.kit.declared import ANY

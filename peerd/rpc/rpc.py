@@ -26,19 +26,19 @@ from peerd.core.errors import LocalError, NotFiniteHere, Overloaded, PeerdError,
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
-from peerd.machine.rpc.declaration import CHECKED_BEFORE_FRAMES, Declaration
-from peerd.machine.rpc.method_load import Counters, MethodLoad, MethodName, method_name
 from peerd.messages.encoding import Empty, decode, encode
-from peerd.service.rpc.call_stream import CallStream, Encoded
-from peerd.service.rpc.channel import Channel, Reply, Request
-from peerd.service.rpc.loopback import local_pair
-from peerd.service.rpc.room import Room
-from peerd.service.rpc.rpc_types import AccessGuard, Answer, Incoming, RpcHost, RpcStream
-from peerd.service.rpc.served_call import FramesObjection, Method
-from peerd.service.rpc.server import Server
-from peerd.service.rpc.stream_channel import StreamChannel
-from peerd.service.rpc.stream_pool import StreamPool
-from peerd.service.rpc.task_pool import TaskPool, Tasks
+from peerd.rpc.call_stream import CallStream, Encoded
+from peerd.rpc.channel import Channel, Reply, Request
+from peerd.rpc.loopback import local_pair
+from peerd.rpc.methods.declaration import CHECKED_BEFORE_FRAMES, Declaration
+from peerd.rpc.methods.method_load import Counters, MethodLoad, MethodName, method_name
+from peerd.rpc.room import Room
+from peerd.rpc.rpc_types import AccessGuard, Answer, Incoming, RpcHost, RpcStream
+from peerd.rpc.served_call import FramesObjection, Method
+from peerd.rpc.server import Server
+from peerd.rpc.stream_channel import StreamChannel
+from peerd.rpc.stream_pool import StreamPool
+from peerd.rpc.task_pool import TaskPool, Tasks
 from peerd.wire.rate.arrival_rate import LineRates
 
 __all__ = ["Answer", "CallStream", "Encoded", "Incoming", "Rpc"]

@@ -17,12 +17,12 @@ from peerd.core.errors import LocalError, Overloaded, RemoteError, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_BUDGET_WAIT_S, RPC_PARTS_AHEAD
-from peerd.machine.rpc.message_codec import END, PART, RpcMessage, encode_message
 from peerd.messages.encoding import decode, encode
-from peerd.service.rpc.inbound import Inbound, Place
-from peerd.service.rpc.outbox import GrowingPayload, Outbox, Outgoing, outgoing
-from peerd.service.rpc.room import Share
-from peerd.service.rpc.rpc_types import Answer
+from peerd.rpc.inbound import Inbound, Place
+from peerd.rpc.methods.message_codec import END, PART, RpcMessage, encode_message
+from peerd.rpc.outbox import GrowingPayload, Outbox, Outgoing, outgoing
+from peerd.rpc.room import Share
+from peerd.rpc.rpc_types import Answer
 
 B = TypeVar("B", bound=msgspec.Struct)
 

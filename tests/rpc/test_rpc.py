@@ -18,11 +18,11 @@ from peerd.core.errors import (
 )
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_IDLE_S, RPC_PENDING
-from peerd.machine.rpc import message_codec as wire
 from peerd.messages.encoding import Empty, encode
-from peerd.service.rpc.inbound import renewed
-from peerd.service.rpc.loopback import LoopbackStream
-from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
+from peerd.rpc.inbound import renewed
+from peerd.rpc.loopback import LoopbackStream
+from peerd.rpc.methods import message_codec as wire
+from peerd.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from tests.kit.declared import ANY, declared
 from tests.worlds.machines import rpc_growing_cases, rpc_stream_cases
 from tests.worlds.machines.fakehost import TrioClock, fake_net

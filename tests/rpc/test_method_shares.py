@@ -17,11 +17,11 @@ from peerd.core.errors import LocalError, Overloaded, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S
-from peerd.machine.rpc import message_codec as wire
-from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.messages.encoding import Empty, encode
+from peerd.rpc.methods import message_codec as wire
+from peerd.rpc.methods.declaration import Declaration, Shows
+from peerd.rpc.rpc import Answer, Incoming
 from peerd.service.peer_stack import PeerStack, peer_stack
-from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet

@@ -12,7 +12,7 @@ import trio
 
 from peerd.core.errors import Overloaded
 from peerd.core.limits import RPC_BUDGET_WAIT_S
-from peerd.service.rpc.rpc_types import RpcStream
+from peerd.rpc.rpc_types import RpcStream
 from peerd.wire.budget.book import Book, Resource, User, user_at
 
 

@@ -11,11 +11,11 @@ import trio.testing
 
 from peerd.core.errors import LocalError, PeerdError, Unreachable
 from peerd.core.ids import PeerId
-from peerd.machine.rpc import message_codec as wire
 from peerd.messages.encoding import encode
-from peerd.service.rpc.loopback import LoopbackStream, local_pair
-from peerd.service.rpc.outbox import GrowingPayload, Outbox
-from peerd.service.rpc.rpc import Answer, Encoded, Incoming, Rpc
+from peerd.rpc.loopback import LoopbackStream, local_pair
+from peerd.rpc.methods import message_codec as wire
+from peerd.rpc.outbox import GrowingPayload, Outbox
+from peerd.rpc.rpc import Answer, Encoded, Incoming, Rpc
 from tests.worlds.machines.fakehost import FakeHost, TrioClock
 from tests.worlds.machines.rpc_cases import FRAMES, Held, Pair, Text, echo, fake_pair
 from tests.worlds.machines.rpc_growing_cases import UNFINISHED, Making, settled

@@ -16,8 +16,8 @@ import trio
 from peerd.core.errors import LocalError, PeerdError, RemoteError
 from peerd.core.frame import ReadyBytes, TensorFrame
 from peerd.core.limits import RPC_FREE_STREAM_BYTES, RPC_OUTBOX_BYTES
-from peerd.machine.rpc.message_codec import Buffer, encode_frames
-from peerd.service.rpc.rpc_types import RpcStream
+from peerd.rpc.methods.message_codec import Buffer, encode_frames
+from peerd.rpc.rpc_types import RpcStream
 from peerd.wire.budget.tab import UsageTab
 
 _JOIN_BYTES = 8 << 10  # messages up to this size are joined with their payloads

@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.limits import RPC_NAME_BYTES, RPC_PENDING
-from peerd.machine.rpc.declaration import Declaration
+from peerd.rpc.methods.declaration import Declaration
 from peerd.wire.budget.book import ShareAccount, User
 
 _METHOD = re.compile(r"([a-z][a-z0-9_-]{0,31})/([1-9][0-9]{0,3})/([a-z][a-z0-9_-]*)")

@@ -10,10 +10,10 @@ import trio.testing
 
 from peerd.core.errors import Refused
 from peerd.core.limits import RPC_IDLE_S, RPC_LANES
-from peerd.machine.rpc import message_codec as wire
-from peerd.service.rpc.outbox import Outbox
-from peerd.service.rpc.room import Room, Share
-from peerd.service.rpc.rpc import CallStream, Encoded
+from peerd.rpc.methods import message_codec as wire
+from peerd.rpc.outbox import Outbox
+from peerd.rpc.room import Room, Share
+from peerd.rpc.rpc import CallStream, Encoded
 from peerd.wire.budget.book import Book, User
 from tests.kit.declared import ANY
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Pair, Text, fake_pair, repeat

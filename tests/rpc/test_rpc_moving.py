@@ -11,7 +11,7 @@ from trio.testing import MockClock as Clock
 
 from peerd.core.errors import TooSlow
 from peerd.messages.encoding import Empty
-from peerd.service.rpc.rpc import Rpc
+from peerd.rpc.rpc import Rpc
 from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host
 from peerd.wire.link.link import Link

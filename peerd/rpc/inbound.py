@@ -23,9 +23,9 @@ from peerd.core.limits import (
     RPC_STALL_S,
     RPC_STEP_BYTES,
 )
-from peerd.machine.rpc.message_codec import MessageParser, RpcMessage
-from peerd.service.rpc.room import Share
-from peerd.service.rpc.rpc_types import RpcStream
+from peerd.rpc.methods.message_codec import MessageParser, RpcMessage
+from peerd.rpc.room import Share
+from peerd.rpc.rpc_types import RpcStream
 from peerd.wire.rate.arrival_rate import LineRates
 
 _QUICK_MESSAGES = 64  # handled at once, before other tasks run

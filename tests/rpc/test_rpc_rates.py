@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from peerd.core.frame import TensorFrame
-from peerd.service.rpc.rpc import Rpc
+from peerd.rpc.rpc import Rpc
 from peerd.wire.host.host import Host
 from tests.worlds.machines.fakehost import FakeHost, TrioClock
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Text, echo, fake_pair

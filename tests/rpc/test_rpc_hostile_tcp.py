@@ -9,9 +9,9 @@ import trio
 from peerd.core.addr import parse_addr
 from peerd.core.frame import TensorFrame, encode_header
 from peerd.core.keys import Keypair
-from peerd.machine.rpc import message_codec as wire
 from peerd.messages.encoding import encode
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.rpc.methods import message_codec as wire
+from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.wire.budget.book import Resource
 from peerd.wire.clock import RealClock
 from peerd.wire.host.host import Host

@@ -1,0 +1,1 @@
+"""Declarations of remote methods, the wire codec of calls, and the accounting of running ones."""
