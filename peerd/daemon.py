@@ -21,6 +21,8 @@ from typing import Any, Final
 
 import trio
 
+from peerd.access.access_guard import Access
+from peerd.access.token_files import CredentialFiles
 from peerd.commands.status.progress_line import tell_progress
 from peerd.commands.status.status_board import RoleState, StatusBoard
 from peerd.commands.status.waits import WaitLogger
@@ -31,7 +33,6 @@ from peerd.control.guest import limits_told
 from peerd.control.leave_deadlines import DRAIN_S, LEAVE_S, STOP_S, LeaveDeadlines
 from peerd.control.leave_deadlines import end_process_after as _end_process_after
 from peerd.control.open_hours import OpenHours
-from peerd.control.token_files import CredentialFiles
 from peerd.core.addr import parse_addr, parse_announced, peers_named, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
@@ -43,7 +44,6 @@ from peerd.role import Role, RoleContext
 from peerd.run.contents import digest_at, named_files
 from peerd.run.home import make_private_dir, socket_path
 from peerd.run.runfile import LimitsSection, RunFile
-from peerd.service.access import Access
 from peerd.service.peer_stack import PeerStack
 from peerd.service.run_services import RunServices
 from peerd.wire.host.addresses import CONFIGURED

@@ -19,10 +19,10 @@ from typing import TextIO
 
 import trio
 
+from peerd.access.token_files import CredentialFiles, own_papers
 from peerd.control.connectivity import own_surroundings
 from peerd.control.open_hours import OpenHours
 from peerd.control.rester import Rester
-from peerd.control.token_files import CredentialFiles, own_papers
 from peerd.core.keys import Keypair
 from peerd.daemon import Daemon, DaemonPlan, LocalResources, say
 from peerd.log import EventLog

@@ -15,7 +15,7 @@ from typing import Final
 if __package__ in (None, ""):  # run as a script, so the repository is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from peerd.machine.access.members import CALLERS, OPEN
+from peerd.access.members import CALLERS, OPEN
 from peerd.rpc.methods.declaration import Declaration, Needs
 
 ROOT: Final = Path(__file__).resolve().parents[1]

@@ -12,11 +12,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from peerd.access import access_guard
 from peerd.rpc.methods.declaration import Declaration, Needs, Shows
 from peerd.rpc.served_call import Method
 from peerd.rpc.server import Server
 from peerd.run.runfile import CheckpointSection, ExpertsSection, LimitsSection, ModelSection, RunFile
-from peerd.service import access
 from roles.aggregator import AuxAggregatorRole
 from roles.backbone import BackboneRole
 from roles.expert import ExpertRole
@@ -89,10 +89,12 @@ async def test_peers_of_every_role_serve_what_the_table_has_and_nothing_else(
             await s.start("expert", ExpertRole, experts)
             table = method_table.declared()
             with trio.move_on_after(120):
-                while seen.keys() | access.DECLARED.keys() != table.keys():  # noqa: ASYNC110 - nobody announces it
+                while seen.keys() | access_guard.DECLARED.keys() != table.keys():  # noqa: ASYNC110 - nobody announces it
                     await trio.sleep(1)
     assert seen.keys() - table.keys() == set(), "these methods have no entry"
-    assert table.keys() - seen.keys() == access.DECLARED.keys(), "nobody serves these"  # it is for runs with tokens
+    assert table.keys() - seen.keys() == access_guard.DECLARED.keys(), (
+        "nobody serves these"
+    )  # it is for runs with tokens
     for method, declared in seen.items():
         assert fixed(declared) == fixed(table[method]), method
         for bound, value in ((name, getattr(table[method], name)) for name in ("rows", "memory_bytes", "device_s")):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import trio
 
+from peerd.access import token_files as membership
+from peerd.access.members import RunMembers
 from peerd.cli import invoke
-from peerd.control import token_files as membership
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
-from peerd.machine.access.members import RunMembers
 from peerd.messages.token import Revoked, Token, from_text, signed_by, unseal
 from peerd.run import home
 from peerd.run.runfile import AccessSection, RunFile

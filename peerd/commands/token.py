@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 if TYPE_CHECKING:  # imports other than typer wait until a command runs
-    from peerd.control.token_files import IssuedToken, TokenBook
+    from peerd.access.token_files import IssuedToken, TokenBook
 
 LONGEST_DAYS: Final = 3650
 
@@ -41,7 +41,7 @@ def issue(
     data_dir: Organizer = None,
 ) -> None:
     """Sign a token for one peer, and print it."""
-    from peerd.control.token_files import TOKEN_FILE, TokenGrant
+    from peerd.access.token_files import TOKEN_FILE, TokenGrant
     from peerd.messages.token import Token, from_text, unseal
 
     _, book = _book(data_dir)
@@ -78,7 +78,7 @@ def revoke(
     data_dir: Organizer = None,
 ) -> None:
     """Revoke a token. Its peer is refused as soon as the others receive the revocation."""
-    from peerd.control.token_files import REVOKED_FILE
+    from peerd.access.token_files import REVOKED_FILE
 
     place, book = _book(data_dir)
     entry = book.revoke(token, time.time())
@@ -130,7 +130,7 @@ def sign(
 
 
 def _book(data_dir: Path | None) -> tuple[Path, TokenBook]:
-    from peerd.control.token_files import TokenBook
+    from peerd.access.token_files import TokenBook
     from peerd.run.home import ORGANIZER_DIR, data_root, load_identity, make_private_dir
 
     place = make_private_dir(data_dir or data_root() / ORGANIZER_DIR)

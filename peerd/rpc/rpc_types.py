@@ -121,7 +121,7 @@ class RpcHost(Protocol):
 
 
 class AccessGuard(Protocol):
-    """Guard of incoming and outgoing calls: `service.access` in a run with tokens. Without a guard all peers are
+    """Guard of incoming and outgoing calls: `access.access_guard` in a run with tokens. Without a guard all peers are
     admitted.
     """
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from peerd.access.members import RunMembers
 from peerd.core.limits import REVOKED_TOKENS
-from peerd.machine.access.members import RunMembers
 from peerd.messages.token import Revoked, Token, fault, from_text, seal, signed_by, to_text, unseal
 from tests.fuzz.parsers import KEYS, OTHER, PARSERS, Corpus, parser
 

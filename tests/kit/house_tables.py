@@ -24,7 +24,6 @@ ROOMS = {
     "messages": "run",
     "wire": "signals wire/budget",
     "compute": "messages run",
-    "machine/access": "messages",
     "machine/averaging": "messages",
     "machine/connectivity": "messages wire/rate",
     "machine/experts": "messages run wire/rate",
@@ -58,6 +57,7 @@ ROOMS = {
     "machine": "reach",
     "reach/relay": "reach reach/messages wire wire/host wire/link wire/rate wire/tcp",
     "service/dht": "machine machine/dht messages rpc rpc/methods wire wire/host wire/link wire/rate",
+    "access": "messages rpc rpc/methods run service/dht wire/host wire/rate",
     "service/experts": (
         "machine/experts machine/owners machine/state messages rpc rpc/methods run service/dht service/state "
         "signals wire/budget wire/host wire/rate"
@@ -72,11 +72,10 @@ ROOMS = {
     ),
     "service/network": "machine/network messages rpc run service/conductor wire wire/host wire/link",
     "service": (
-        "machine/access machine/swarm messages rpc rpc/methods run service/averaging service/conductor service/dht "
-        "service/experts service/network service/pipeline service/state service/swarm wire wire/host wire/link "
-        "wire/rate"
+        "machine/swarm messages rpc rpc/methods run service/averaging service/conductor service/dht service/experts "
+        "service/network service/pipeline service/state service/swarm wire wire/host wire/link"
     ),
-    "control": "log machine/access messages reach reach/gateway reach/relay rpc run service service/dht wire/host",
+    "control": "log reach reach/gateway reach/relay rpc run service service/dht wire/host",
     "role": "log rpc run service service/dht wire/host",
     "sim": "machine/dht messages rpc run service service/dht wire wire/host wire/link",
     "commands/status": (
@@ -92,17 +91,17 @@ ROOMS = {
     "training/expert": (
         "machine/experts machine/owners messages role rpc rpc/methods run service/experts signals wire/rate"
     ),
-    "commands": "compute compute/export control log messages registry run service service/experts wire wire/tcp",
+    "commands": "access compute compute/export control log messages registry run service service/experts wire wire/tcp",
     "commands/doctor": (
-        "compute compute/data compute/kernels compute/model control core/model log machine reach reach/messages "
+        "access compute compute/data compute/kernels compute/model core/model log machine reach reach/messages "
         "registry run service service/dht wire wire/host wire/tcp"
     ),
-    "daemon": "commands/status control devices log messages role run service wire/host wire/tcp",
+    "daemon": "access commands/status control devices log messages role run service wire/host wire/tcp",
     "demo": "commands/status compute compute/data compute/export compute/model control run screen service/experts",
     "training/checkpoints": (
         "compute compute/model machine/swarm messages role run service service/state signals training/catchup"
     ),
-    "launch": "control daemon log role run service wire wire/tcp",
+    "launch": "access control daemon log role run service wire wire/tcp",
     "training/stage": (
         "compute compute/codec compute/experts compute/kernels compute/model core/model machine/averaging "
         "machine/batch machine/conductor machine/pipeline machine/rebalance machine/swarm messages role rpc run "
@@ -130,6 +129,7 @@ ROOMS = {
 # Room -> its files that do I/O, or * for all; every other file only decides: it imports nothing that does I/O.
 DOES_IO = {
     "__main__": "*",
+    "access": "access_guard token_files",
     "cli": "*",
     "commands": "*",
     "commands/doctor": "*",
@@ -146,7 +146,7 @@ DOES_IO = {
     "compute/kernels": "cuda native ops reference",
     "compute/model": "*",
     "compute/user_loop": "*",
-    "control": "company connectivity guest leave_deadlines memory_limit open_hours rester socket token_files",
+    "control": "company connectivity guest leave_deadlines memory_limit open_hours rester socket",
     "daemon": "*",
     "demo": "*",
     "devices": "*",
@@ -161,7 +161,7 @@ DOES_IO = {
     "rpc": "*",
     "run": "config home local_code typed_yaml user_code",
     "screen": "full_screen",
-    "service": "*",
+    "service": "peer_stack run_offer run_services settings_check",
     "service/averaging": "allreduce open_round preconnect",
     "service/conductor": "*",
     "service/dht": "bootstrap dht requests",

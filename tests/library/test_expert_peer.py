@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import peerd
-from peerd.control.token_files import TOKEN_FILE
+from peerd.access.token_files import TOKEN_FILE
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.library.background import Closed
 from peerd.messages.token import Token, to_text

@@ -11,9 +11,9 @@ import pytest
 import trio
 import trio.testing
 
+from peerd.access.access_guard import Access
 from peerd.messages.encoding import Empty
 from peerd.rpc.rpc import Answer, Incoming, Rpc
-from peerd.service.access import Access
 from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host
 from tests.kit.declared import ANY

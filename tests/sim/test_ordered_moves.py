@@ -16,11 +16,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from peerd.access.access_guard import Access
 from peerd.core.errors import Refused, RemoteError
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import Relocate
 from peerd.run.runfile import AccessSection, CheckpointSection, RunFile
-from peerd.service.access import Access
 from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, Program, World
 from peerd.training.stage import stage_move

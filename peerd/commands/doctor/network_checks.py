@@ -14,8 +14,9 @@ from typing import Final
 import trio
 from multiaddr import Multiaddr
 
+from peerd.access.access_guard import Access
+from peerd.access.token_files import CredentialFiles
 from peerd.commands.doctor.check_result import CheckResult, CheckVerdict
-from peerd.control.token_files import CredentialFiles
 from peerd.core.addr import parse_addr, parse_announced, split_peer, tcp_place
 from peerd.core.addr import reach as addr_reach
 from peerd.core.errors import Cause, ConfigError, Refused, RemoteError
@@ -29,7 +30,6 @@ from peerd.reach.messages.circuit_message import HOP
 from peerd.reach.port_mapping import own_routers, tried
 from peerd.reach.reachability import Kind, advice
 from peerd.run.runfile import RunFile
-from peerd.service.access import Access
 from peerd.service.dht.bootstrap import NO_PEERD, why_unreachable
 from peerd.service.dht.codec import HelloMessage, PingMessage, PongMessage
 from peerd.service.peer_stack import PeerStack, peer_stack

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from peerd.access.token_files import CredentialFiles, own_papers
 from peerd.commands.doctor.check_result import CheckResult, CheckVerdict, failed
-from peerd.control.token_files import CredentialFiles, own_papers
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.model.stage_memory import StageFootprint

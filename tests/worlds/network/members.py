@@ -10,13 +10,13 @@ from typing import Any
 
 import trio
 
+from peerd.access.access_guard import Access
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.messages.encoding import Empty
 from peerd.messages.token import Revoked, Token, normal_roles, seal
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import AccessSection, PipelineSection, RunFile
-from peerd.service.access import Access
 from peerd.service.peer_stack import PeerStack
 from peerd.sim.clock import EPOCH_S
 from peerd.sim.programs import stack_on

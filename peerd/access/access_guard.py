@@ -3,7 +3,7 @@
 `Access` is the gate of `Rpc`: except for `access/1` and `run/1`, a call needs the permission of the gate on each side.
 One exchange shows both tokens, so that each side knows the roles of the other one. The exchange also carries the
 organizer's newest list of revoked tokens, which is also read from files and the directory. The log names each peer that
-is refused and the reason, a few lines a minute at most. `machine/access/members.py` makes the decisions.
+is refused and the reason, a few lines a minute at most. `access/members.py` makes the decisions.
 
 A hostile peer may show any bytes, never answer, refuse our token, send old or forged lists, use many identities, or
 claim in the directory to serve a stage. The directory itself needs no token, because backbones may be shared by many
@@ -21,12 +21,12 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 import trio
 
+from peerd.access.members import FREE, OPEN, RunMembers
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import Cause, ConfigError, ProtocolViolation, Refused, RemoteError, Untrusted
 from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
-from peerd.machine.access.members import FREE, OPEN, RunMembers
 from peerd.messages.encoding import Message
 from peerd.messages.token import RevokedData, TokenData, revoked_key
 from peerd.rpc.inbound import renewed

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import trio
 
+from peerd.access.access_guard import Present, Presented
 from peerd.commands.status.swarm_view import swarm_view
 from peerd.core.errors import Refused, RemoteError, Untrusted
 from peerd.core.frame import TensorFrame
@@ -28,7 +29,6 @@ from peerd.messages.progress import (
 from peerd.messages.swarm import Position
 from peerd.messages.token import revoked_key
 from peerd.screen.units import known
-from peerd.service.access import Present, Presented
 from peerd.service.run_services import RunServices
 from peerd.service.swarm.contributions import ContributionOf, ContributionTally
 from peerd.service.swarm.directory import Directory

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerd.access.members import RunMembers
 from peerd.core.errors import ProtocolViolation
 from peerd.core.keys import Keypair
-from peerd.machine.access.members import RunMembers
 from tests.worlds.network.members import NOW, ORGANIZER, STRANGER, revoked, token
 
 PEERS = [Keypair.from_seed(bytes([number]) * 32).peer_id for number in range(1, 5)]

@@ -20,11 +20,11 @@ from typing import Any, Final, TypeVar
 
 import trio
 
+from peerd.access.members import RunMembers
 from peerd.core.errors import ConfigError, ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import REVOKED_BYTES, REVOKED_TOKENS, TOKEN_NAME_CHARS, TOKEN_ROLES
-from peerd.machine.access.members import RunMembers
 from peerd.messages.token import ID_BYTES, Revoked, Token, from_text, normal_roles, seal, to_text
 from peerd.run.home import (
     IDENTITY_FILE,
@@ -53,7 +53,7 @@ K = TypeVar("K", Token, Revoked)
 
 
 class CredentialFiles:
-    """Token and revocation files of one peer in one run. `service.access` reads them again periodically."""
+    """Token and revocation files of one peer in one run. `access.access_guard` reads them again periodically."""
 
     def __init__(self, run: RunFile, home: Path, own: PeerId) -> None:
         self._organizer = PeerId.parse(run.access.organizer)

@@ -1,1 +1,0 @@
-"""Runs with tokens: members, and what they may call and serve."""
