@@ -23,11 +23,11 @@ from peerd.control.swarm_status import (
 from peerd.core.errors import Unreachable
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair
+from peerd.dht.dht import Dht
 from peerd.messages.contributions import Contributed, CountedPage, CountedRow, contributions_key, counted_key
 from peerd.messages.encoding import encode
 from peerd.messages.progress import StageProgress, TrainerProgress, encode_progress, progress_key, stage_key
 from peerd.run.runfile import PipelineSection, RunFile
-from peerd.service.dht.dht import Dht
 from peerd.sim.clock import SimClock
 
 RUN = RunFile(run="tiny", pipeline=PipelineSection(stages=2))

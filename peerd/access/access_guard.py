@@ -27,6 +27,7 @@ from peerd.core.clock import Clock
 from peerd.core.errors import Cause, ConfigError, ProtocolViolation, Refused, RemoteError, Untrusted
 from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
+from peerd.dht.dht import Dht
 from peerd.messages.encoding import Message
 from peerd.messages.token import RevokedData, TokenData, revoked_key
 from peerd.rpc.inbound import renewed
@@ -35,7 +36,6 @@ from peerd.rpc.methods.method_load import MethodName
 from peerd.rpc.rpc import Rpc
 from peerd.rpc.rpc_types import Answer, Incoming
 from peerd.run.runfile import RunFile
-from peerd.service.dht.dht import Dht
 from peerd.wire.host.host import Host, PeerDown
 from peerd.wire.rate.quota import LogLimit, Quota
 

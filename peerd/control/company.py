@@ -18,7 +18,7 @@ from typing import Final
 import trio
 
 from peerd.core.errors import RemoteError, Unreachable
-from peerd.service.dht.dht import Dht
+from peerd.dht.dht import Dht
 from peerd.service.run_services import RunServices
 from peerd.wire.host.host import Host
 

@@ -14,6 +14,7 @@ import trio
 
 from peerd.core.clock import Clock
 from peerd.core.keys import Keypair
+from peerd.dht.dht import Dht
 from peerd.reach.autonat import AutoNat, AutoNatConfig, port_of
 from peerd.reach.gateway.router import Router
 from peerd.reach.hole_puncher import HolePuncher
@@ -26,7 +27,6 @@ from peerd.reach.relay.relay_client import RelayReservations
 from peerd.reach.relay.relay_limits import RelayConfig
 from peerd.rpc.rpc import Rpc
 from peerd.run.runfile import LimitsSection
-from peerd.service.dht.dht import Dht
 from peerd.wire.host.host import Host
 from peerd.wire.host.upkeep import Upkeep
 

@@ -14,8 +14,8 @@ from multiaddr import Multiaddr
 
 from peerd.core.clock import Clock
 from peerd.core.keys import Keypair
+from peerd.dht.dht import Dht, DhtConfig
 from peerd.rpc.rpc import Rpc
-from peerd.service.dht.dht import Dht, DhtConfig
 from peerd.wire.host.host import Host, HostConfig
 from peerd.wire.link.sealing import Buffers
 from peerd.wire.transport import Transport

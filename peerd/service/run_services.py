@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from peerd.core.clock import Clock
 from peerd.core.ids import PeerId
 from peerd.core.work import Worker
+from peerd.dht.dht import Dht
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.messages.swarm import Grant
 from peerd.rpc.rpc import Rpc
@@ -21,7 +22,6 @@ from peerd.service.conductor.conductor_server import ConductorServer
 from peerd.service.conductor.orders import ConductingConfig
 from peerd.service.conductor.rivals import Rivals
 from peerd.service.conductor.stage_finder import StageFinder
-from peerd.service.dht.dht import Dht
 from peerd.service.network.line_speeds import LineSpeeds, line_speeds
 from peerd.service.network.link_watch import LinkWatch
 from peerd.service.network.peer_links import PeerLinks

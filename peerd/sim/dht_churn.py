@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from peerd.core.errors import LocalError
 from peerd.core.ids import Key
-from peerd.machine.dht import messages as q
+from peerd.dht.node import messages as q
 from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from peerd.core.errors import LocalError
 from peerd.core.ids import Key
 from peerd.core.record import Record
-from peerd.machine.dht import messages as q
+from peerd.dht.node import messages as q
 from peerd.messages.encoding import decode, encode
 from peerd.messages.experts import Announced, Name
 from peerd.run.grid import Uid, bitmap, coordinates_in, prefix_key

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DHT_BYTES_PER_KEY
 from peerd.core.record import Record
-from peerd.machine.dht import messages as q
-from peerd.machine.dht.routing_table import Contact
-from peerd.machine.dht.store import Verdict, answer_bytes
+from peerd.dht.node import messages as q
+from peerd.dht.node.routing_table import Contact
+from peerd.dht.node.store import Verdict, answer_bytes
 from peerd.sim.heapsim import EPOCH_S, HeapNode, HeapSim, HeapSimConfig, StandInSigner
 
 _ADDRS = (b"\x04\x0b\x01\x01\x01\x06\x0f\xa1",)

@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass
 
 from peerd.core.ids import Key
-from peerd.machine.dht import messages as q
+from peerd.dht.node import messages as q
 from peerd.sim.dht_hostile import HostileNodes
 from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig
 

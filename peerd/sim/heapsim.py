@@ -19,10 +19,10 @@ from statistics import NormalDist
 from peerd.core.errors import LocalError
 from peerd.core.ids import Key, PeerId
 from peerd.core.record import Verifier
-from peerd.machine.dht import messages as q
-from peerd.machine.dht.kademlia import Kademlia
-from peerd.machine.dht.node_state import KademliaConfig
-from peerd.machine.dht.routing_table import KEY_BITS, Contact
+from peerd.dht.node import messages as q
+from peerd.dht.node.kademlia import Kademlia
+from peerd.dht.node.node_state import KademliaConfig
+from peerd.dht.node.routing_table import KEY_BITS, Contact
 
 _NORMAL = NormalDist()
 EPOCH_S = 1_800_000_000.0  # Unix time at virtual time 0

@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 import trio
 
 from peerd.core.errors import RemoteError
-from peerd.service.dht.dht import DhtConfig
+from peerd.dht.dht import DhtConfig
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.world import Node, Program
 from peerd.wire.host.host import Host, HostConfig

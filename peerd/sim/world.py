@@ -29,8 +29,8 @@ from peerd.sim.trace import Trace
 from peerd.wire.link.sealing import Buffers
 
 if TYPE_CHECKING:
+    from peerd.dht.dht import Dht
     from peerd.rpc.rpc import Rpc
-    from peerd.service.dht.dht import Dht
     from peerd.wire.host.host import Host
 
 PORT = 4001  # every node's listening port

@@ -18,7 +18,7 @@ import trio
 
 from peerd.core.addr import parse_addr
 from peerd.core.ids import Key
-from peerd.service.dht.dht import Dht
+from peerd.dht.dht import Dht
 from peerd.sim.dht_churn import Loss, measure_loss
 from peerd.sim.dht_grid import GridPlan, GridReport, GridSwarm
 from scripts.benchmarks._remote_process import new_stack

@@ -27,9 +27,9 @@ import pytest
 import torch
 import trio
 
-from peerd.machine.dht.node_state import KademliaConfig
+from peerd.dht.dht import DhtConfig
+from peerd.dht.node.node_state import KademliaConfig
 from peerd.run.runfile import BatchSection, PipelineSection, RunFile
-from peerd.service.dht.dht import DhtConfig
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World

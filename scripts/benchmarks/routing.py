@@ -27,11 +27,11 @@ import numpy as np
 import torch
 import trio
 
-from peerd.machine.dht.node_state import KademliaConfig
+from peerd.dht.dht import DhtConfig
+from peerd.dht.node.node_state import KademliaConfig
 from peerd.machine.pipeline.cheapest_route import CheapestRoute
 from peerd.machine.pipeline.route_policy import Cut, Options, RoutePolicy, Sent
 from peerd.messages.handover import Hop
-from peerd.service.dht.dht import DhtConfig
 from peerd.service.pipeline import direct
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimPath

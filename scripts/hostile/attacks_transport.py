@@ -11,13 +11,13 @@ from peerd.core import frame as wire
 from peerd.core.errors import PeerdError
 from peerd.core.ids import Key
 from peerd.core.limits import HELD_PIECES
+from peerd.dht.codec import FindMessage, PingMessage
 from peerd.messages.encoding import encode
 from peerd.messages.network import NetworkMapRequest
 from peerd.messages.run_link import RunFileRequest
 from peerd.messages.state import StateRequest
 from peerd.messages.swarm import StageForward
 from peerd.rpc.methods.message_codec import REQUEST, encode_call
-from peerd.service.dht.codec import FindMessage, PingMessage
 from peerd.wire.yamux.striping import PLACED, PLACED_HEADER
 from scripts.hostile.field import Field
 from scripts.hostile.session import DATA, FIN, RST, SYN, WINDOW, Session, frame, opening, session

@@ -14,10 +14,10 @@ from peerd.core.addr import split_peer
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
+from peerd.dht.dht import Dht
 from peerd.messages.progress import decode_stage, stage_key
 from peerd.messages.swarm import Position
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.service.dht.dht import Dht
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.wire.clock import RealClock
 from peerd.wire.tcp.tcp_transport import TcpTransport

@@ -10,9 +10,9 @@ import trio
 from peerd.access.access_guard import Access, Present
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
+from peerd.dht.dht import Dht
 from peerd.messages.encoding import Empty
 from peerd.rpc.rpc import Answer, Incoming, Rpc
-from peerd.service.dht.dht import Dht
 from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host
 from tests.fuzz import goods

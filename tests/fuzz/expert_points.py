@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from peerd.core.frame import TensorFrame
+from peerd.dht import codec as dht
 from peerd.messages.encoding import Empty, decode, encode
 from peerd.messages.experts import (
     Announced,
@@ -30,7 +31,6 @@ from peerd.messages.experts import (
 )
 from peerd.messages.state import Pieces
 from peerd.run.grid import Uid, bitmap, holders_key, kept_experts_key, prefix_key
-from peerd.service.dht import codec as dht
 from peerd.service.experts.vault_disk import digests_of
 from tests.fuzz import goods
 from tests.fuzz.answering import Answering, Answers

@@ -13,6 +13,7 @@ from peerd.compute.model.served_stage import ServedStage, items_of
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key
 from peerd.core.record import Record
+from peerd.dht import codec as dht
 from peerd.machine.swarm.roster import START
 from peerd.messages.encoding import Empty, encode
 from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
@@ -64,7 +65,6 @@ from peerd.messages.swarm import (
     WhichPosts,
     WhoConducts,
 )
-from peerd.service.dht import codec as dht
 from peerd.sim.clock import EPOCH_S
 from tests.fuzz.bodies import Pool
 from tests.fuzz.calls import Good

@@ -29,13 +29,7 @@ from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import RPC_MESSAGE_FRAME_BYTES
 from peerd.core.record import Record
-from peerd.machine.dht import messages as q
-from peerd.machine.dht.routing_table import Contact
-from peerd.machine.dht.store import Verdict
-from peerd.messages.encoding import decode, encode
-from peerd.messages.settings import differences, read_settings
-from peerd.rpc.methods import message_codec
-from peerd.service.dht.codec import (
+from peerd.dht.codec import (
     FindMessage,
     NearMessage,
     PingMessage,
@@ -47,6 +41,12 @@ from peerd.service.dht.codec import (
     request_from_wire,
     request_to_wire,
 )
+from peerd.dht.node import messages as q
+from peerd.dht.node.routing_table import Contact
+from peerd.dht.node.store import Verdict
+from peerd.messages.encoding import decode, encode
+from peerd.messages.settings import differences, read_settings
+from peerd.rpc.methods import message_codec
 from peerd.wire.buffers import BufferPool
 from peerd.wire.identify_message import Identify, NoisePayload, decode_public_key, encode_public_key
 from peerd.wire.noise.multistream import HEADER, NOT_AVAILABLE, MultistreamSelector, Proposal, encode_line

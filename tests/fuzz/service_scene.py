@@ -21,6 +21,7 @@ import numpy as np
 import trio
 
 from peerd.core.errors import Overloaded, Refused, RemoteError
+from peerd.dht.dht import Dht
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.messages.proof import grant
 from peerd.messages.swarm import Conducts, GrantStatement, Position, Seqs, StageAnswer, StageForward, WhoConducts
@@ -41,7 +42,6 @@ from peerd.run.runfile import (
     RunFile,
     fingerprint,
 )
-from peerd.service.dht.dht import Dht
 from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.service.state.snapshot import KEPT, StateItem, StateServer
 from peerd.sim.clock import SimClock

@@ -20,7 +20,7 @@ ROOMS = {
     "wire/budget": "wire/rate",
     "core/model": "run",
     "devices": "run",
-    "machine/dht": "wire/budget wire/rate",
+    "dht/node": "wire/budget wire/rate",
     "messages": "run",
     "wire": "signals wire/budget",
     "compute": "messages run",
@@ -54,15 +54,14 @@ ROOMS = {
     "reach": "reach/gateway reach/messages wire wire/host wire/link wire/rate wire/tcp",
     "service/pipeline": "machine/batch machine/pipeline messages rpc rpc/methods run signals wire/rate",
     "compute/export": "compute compute/data compute/experts compute/model core/model run",
-    "machine": "reach",
+    "dht": "dht/node messages reach rpc rpc/methods wire wire/host wire/link wire/rate",
     "reach/relay": "reach reach/messages wire wire/host wire/link wire/rate wire/tcp",
-    "service/dht": "machine machine/dht messages rpc rpc/methods wire wire/host wire/link wire/rate",
-    "access": "messages rpc rpc/methods run service/dht wire/host wire/rate",
+    "access": "dht messages rpc rpc/methods run wire/host wire/rate",
     "service/experts": (
-        "machine/experts machine/owners machine/state messages rpc rpc/methods run service/dht service/state "
-        "signals wire/budget wire/host wire/rate"
+        "dht machine/experts machine/owners machine/state messages rpc rpc/methods run service/state signals "
+        "wire/budget wire/host wire/rate"
     ),
-    "service/swarm": "machine/batch machine/connectivity machine/swarm messages rpc run service/dht signals wire/host",
+    "service/swarm": "dht machine/batch machine/connectivity machine/swarm messages rpc run signals wire/host",
     "service/conductor": (
         "machine/averaging machine/conductor machine/network machine/placement machine/positions machine/rebalance "
         "machine/swarm messages rpc rpc/methods run service/swarm signals wire/host wire/rate"
@@ -72,14 +71,14 @@ ROOMS = {
     ),
     "service/network": "machine/network messages rpc run service/conductor wire wire/host wire/link",
     "service": (
-        "machine/swarm messages rpc rpc/methods run service/averaging service/conductor service/dht service/experts "
+        "dht machine/swarm messages rpc rpc/methods run service/averaging service/conductor service/experts "
         "service/network service/pipeline service/state service/swarm wire wire/host wire/link"
     ),
-    "control": "log reach reach/gateway reach/relay rpc run service service/dht wire/host",
-    "role": "log rpc run service service/dht wire/host",
-    "sim": "machine/dht messages rpc run service service/dht wire wire/host wire/link",
+    "control": "dht log reach reach/gateway reach/relay rpc run service wire/host",
+    "role": "dht log rpc run service wire/host",
+    "sim": "dht dht/node messages rpc run service wire wire/host wire/link",
     "commands/status": (
-        "control log machine/batch messages rpc run screen service service/dht service/network service/swarm wire/host"
+        "control dht log machine/batch messages rpc run screen service service/network service/swarm wire/host"
     ),
     "registry": "log role run",
     "training": (
@@ -93,8 +92,8 @@ ROOMS = {
     ),
     "commands": "access compute compute/export control log messages registry run service service/experts wire wire/tcp",
     "commands/doctor": (
-        "access compute compute/data compute/kernels compute/model core/model log machine reach reach/messages "
-        "registry run service service/dht wire wire/host wire/tcp"
+        "access compute compute/data compute/kernels compute/model core/model dht log reach reach/messages registry "
+        "run service wire wire/host wire/tcp"
     ),
     "daemon": "access commands/status control devices log messages role run service wire/host wire/tcp",
     "demo": "commands/status compute compute/data compute/export compute/model control run screen service/experts",
@@ -150,6 +149,7 @@ DOES_IO = {
     "daemon": "*",
     "demo": "*",
     "devices": "*",
+    "dht": "bootstrap dht requests",
     "launch": "*",
     "library": "*",
     "log": "*",
@@ -164,7 +164,6 @@ DOES_IO = {
     "service": "peer_stack run_offer run_services settings_check",
     "service/averaging": "allreduce open_round preconnect",
     "service/conductor": "*",
-    "service/dht": "bootstrap dht requests",
     "service/experts": "*",
     "service/network": "*",
     "service/pipeline": "*",

@@ -12,7 +12,7 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import COUNTED_ROWS, TOKEN_BYTES
 from peerd.core.record import Record, Verifier
-from peerd.machine.dht.store import Store, Verdict
+from peerd.dht.node.store import Store, Verdict
 from peerd.messages.contributions import PAGE_SUFFIXES, CountedPage, CountedRow, counted_key, decode_counted
 from peerd.messages.encoding import encode
 

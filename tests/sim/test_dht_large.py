@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from peerd.machine.dht.node_state import KademliaConfig
+from peerd.dht.node.node_state import KademliaConfig
 from peerd.sim.dht_churn import Loss, measure_loss
 from peerd.sim.dht_grid import GridPlan, GridSwarm, next_rows
 from peerd.sim.dht_hostile import HostilePlan, measure_hostile

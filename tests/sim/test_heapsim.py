@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.core.ids import Key
-from peerd.machine.dht import messages as q
-from peerd.machine.dht.node_state import KademliaConfig
+from peerd.dht.node import messages as q
+from peerd.dht.node.node_state import KademliaConfig
 from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig, OperationOutcome
 from tests.kit.amount import examples
 

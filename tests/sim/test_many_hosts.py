@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from peerd.core.ids import Key
-from peerd.machine.dht.node_state import KademliaConfig
-from peerd.service.dht.dht import DhtConfig
+from peerd.dht.dht import DhtConfig
+from peerd.dht.node.node_state import KademliaConfig
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World, WorldConfig

@@ -23,15 +23,15 @@ from peerd.core.errors import Cause, ConfigError, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import CLOCK_CORRECTION_S, CLOCK_TOLERANCE_S
+from peerd.dht.bootstrap import NO_PEERD, why_unreachable
+from peerd.dht.clock_skew import REPORTED_S, ClockSkew
+from peerd.dht.codec import HelloMessage, PingMessage, PongMessage
 from peerd.log import clean
-from peerd.machine.clock_skew import REPORTED_S, ClockSkew
 from peerd.reach.autonat import AutoNat, port_of
 from peerd.reach.messages.circuit_message import HOP
 from peerd.reach.port_mapping import own_routers, tried
 from peerd.reach.reachability import Kind, advice
 from peerd.run.runfile import RunFile
-from peerd.service.dht.bootstrap import NO_PEERD, why_unreachable
-from peerd.service.dht.codec import HelloMessage, PingMessage, PongMessage
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.wire.clock import RealClock
 from peerd.wire.host.addresses import CONFIGURED

@@ -26,6 +26,7 @@ from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DIRECTORY_READ_BYTES
 from peerd.core.record import Record
+from peerd.dht.dht import Dht
 from peerd.machine.batch.counted_work import PeerWork
 from peerd.messages.contributions import Contributed, contributions_key, counted_key, decode_contributed
 from peerd.messages.progress import (
@@ -41,7 +42,6 @@ from peerd.messages.progress import (
 from peerd.rpc.rpc_types import AccessGuard
 from peerd.run.runfile import RunFile
 from peerd.screen import units
-from peerd.service.dht.dht import Dht
 from peerd.service.swarm.counted_record import CountedTable, read_counted
 
 SWARM_TIMEOUT_S: Final = 5.0

@@ -27,6 +27,7 @@ from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, EXPERT_RESTS
 from peerd.core.record import Record
+from peerd.dht.dht import Dht
 from peerd.machine.experts.host_rests import HostRests
 from peerd.machine.experts.prefix_cache import CachedClaim, Claims, LiveBits, PrefixCache, ranked
 from peerd.messages.encoding import decode, encode
@@ -34,7 +35,6 @@ from peerd.messages.experts import Announced
 from peerd.rpc.rpc import Rpc
 from peerd.run.grid import Uid, coordinates_in, grid_of, prefix_key
 from peerd.run.runfile import ExpertsSection, RunFile
-from peerd.service.dht.dht import Dht
 from peerd.service.experts.contested import ContestedExperts, Told
 from peerd.wire.host.host import Host
 from peerd.wire.rate.quota import LogLimit

@@ -33,6 +33,7 @@ from peerd.core.limits import (
     KEPT_RECORDS_PER_PREFIX,
 )
 from peerd.core.work import Worker
+from peerd.dht.dht import Dht, Record
 from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
@@ -42,7 +43,6 @@ from peerd.messages.state import DIGEST_BYTES
 from peerd.rpc.rpc import Rpc
 from peerd.run.grid import Uid, coordinates_in, grid_of, holders_key, kept_experts_key, prefix_key
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.service.dht.dht import Dht, Record
 from peerd.wire.budget.book import NEAR, user_at
 from peerd.wire.host.host import Host
 from peerd.wire.rate.quota import LogLimit

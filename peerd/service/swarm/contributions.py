@@ -19,11 +19,11 @@ import trio
 from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError
 from peerd.core.work import Worker
+from peerd.dht.dht import Dht
 from peerd.messages.contributions import Contributed, contributions_key
 from peerd.messages.encoding import encode
 from peerd.rpc.rpc_types import AccessGuard
 from peerd.run.home import write_atomically
-from peerd.service.dht.dht import Dht
 
 _log = logging.getLogger("peerd.contributions")
 

@@ -21,11 +21,11 @@ from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import COUNTED_ROWS, DIRECTORY_READ_BYTES
 from peerd.core.record import Record
+from peerd.dht.dht import Dht
 from peerd.machine.batch.counted_work import CountedWork, PeerWork
 from peerd.messages.contributions import PAGE_SUFFIXES, CountedPage, CountedRow, counted_key, decode_counted
 from peerd.messages.encoding import encode
 from peerd.rpc.rpc_types import AccessGuard
-from peerd.service.dht.dht import Dht
 
 _log = logging.getLogger("peerd.contributions")
 

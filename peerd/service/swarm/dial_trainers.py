@@ -14,8 +14,8 @@ import trio
 
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.limits import CALLED_TRAINERS, DIRECTORY_READ_BYTES
+from peerd.dht.dht import Dht
 from peerd.messages.progress import decode_trainer, progress_key
-from peerd.service.dht.dht import Dht
 from peerd.service.swarm.directory import Directory
 from peerd.service.swarm.kept_links import KeptLinks
 from peerd.wire.host.host import Host

@@ -21,8 +21,8 @@ import trio
 
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
+from peerd.dht.dht import Dht
 from peerd.rpc.rpc_types import AccessGuard
-from peerd.service.dht.dht import Dht
 from peerd.service.swarm.directory import RECORD_TTL_S, Directory
 from peerd.wire.host.host import Host
 

@@ -12,8 +12,8 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Unreachable
 from peerd.core.ids import Key
+from peerd.dht.dht import Dht
 from peerd.messages.contributions import Contributed, contributions_key, decode_contributed
-from peerd.service.dht.dht import Dht
 from peerd.service.swarm.contributions import ContributionOf, ContributionTally
 from tests.worlds.machines.fakehost import TrioClock
 from tests.worlds.machines.workers import InlineWorker

@@ -14,11 +14,11 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import COUNTED_ROWS
 from peerd.core.record import Record
+from peerd.dht.dht import Dht
 from peerd.machine.batch.counted_work import CountedWork, PeerWork
 from peerd.messages.contributions import CountedPage, CountedRow, counted_key, decode_counted
 from peerd.messages.encoding import encode
 from peerd.rpc.rpc_types import AccessGuard
-from peerd.service.dht.dht import Dht
 from peerd.service.swarm.counted_record import CountedRecord, read_counted
 
 

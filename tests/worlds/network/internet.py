@@ -9,9 +9,9 @@ from multiaddr import Multiaddr
 
 from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import parse_addr, tcp_addr, with_peer
+from peerd.dht.dht import Dht
 from peerd.reach.autonat import AutoNat
 from peerd.rpc.rpc import Rpc
-from peerd.service.dht.dht import Dht
 from peerd.sim.clock import SimClock
 from peerd.sim.nat import Internet, Kind, NatHome
 from peerd.sim.simnet import SimLine

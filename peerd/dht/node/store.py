@@ -36,7 +36,7 @@ from peerd.core.limits import (
     DHT_SUFFIXES_PER_KEY,
 )
 from peerd.core.record import Record, Verifier
-from peerd.machine.dht.routing_table import place
+from peerd.dht.node.routing_table import place
 from peerd.wire.budget.book import NEAR, Book, Bounds, Resource, User
 
 _OVERHEAD_BYTES = 256  # memory of one record beyond its fields

@@ -20,11 +20,11 @@ from peerd.core.limits import (
     RECORD_VALUE_BYTES,
 )
 from peerd.core.record import MAX_RECORD_BYTES, Record, Verifier
-from peerd.machine.dht import messages as q
-from peerd.machine.dht.key_search import KeySearch, Placement, Task
-from peerd.machine.dht.neighbours import Neighbours
-from peerd.machine.dht.routing_table import Contact
-from peerd.machine.dht.store import answer_bytes
+from peerd.dht.node import messages as q
+from peerd.dht.node.key_search import KeySearch, Placement, Task
+from peerd.dht.node.neighbours import Neighbours
+from peerd.dht.node.routing_table import Contact
+from peerd.dht.node.store import answer_bytes
 
 _RECORD_BYTES = MAX_RECORD_BYTES - RECORD_VALUE_BYTES  # upper bound on a record's size without its value
 

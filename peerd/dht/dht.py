@@ -1,4 +1,4 @@
-"""The DHT of a running peer: drives `machine/dht/kademlia` over remote calls, and offers get, put and withdraw.
+"""The DHT of a running peer: drives `dht/node/kademlia` over remote calls, and offers get, put and withdraw.
 
 Makes no DHT decisions. It executes each Ask as one call, answers others' requests, notifies the machine when
 connections close and time passes, and waits for operations on behalf of callers. It also joins through bootstrap
@@ -28,17 +28,17 @@ from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import DHT_STORE_BYTES
 from peerd.core.record import LATEST_S, Record, Verifier
-from peerd.machine.dht import messages as q
-from peerd.machine.dht.kademlia import Kademlia
-from peerd.machine.dht.node_state import KademliaConfig
-from peerd.machine.dht.routing_table import Contact
-from peerd.machine.dht.store import Verdict
+from peerd.dht import codec as wire
+from peerd.dht.bootstrap import BootstrapPeers
+from peerd.dht.node import messages as q
+from peerd.dht.node.kademlia import Kademlia
+from peerd.dht.node.node_state import KademliaConfig
+from peerd.dht.node.routing_table import Contact
+from peerd.dht.node.store import Verdict
+from peerd.dht.requests import DhtRequests, PeerClock
 from peerd.rpc.methods.declaration import Declaration, Shows
 from peerd.rpc.rpc import Rpc
 from peerd.rpc.rpc_types import Answer, Incoming
-from peerd.service.dht import codec as wire
-from peerd.service.dht.bootstrap import BootstrapPeers
-from peerd.service.dht.requests import DhtRequests, PeerClock
 from peerd.wire.host.host import Host, PeerDown, PeerUp
 from peerd.wire.path_selection import PathKind
 from peerd.wire.rate.quota import LogLimit

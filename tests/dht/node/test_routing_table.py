@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import LocalError
 from peerd.core.ids import Key, PeerId
-from peerd.machine.dht.routing_table import Contact, Table, network_of, place
+from peerd.dht.node.routing_table import Contact, Table, network_of, place
 
 OWN = PeerId.from_public_key(b"o" * 32)
 

@@ -8,7 +8,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import tcp_addr
 from peerd.core.ids import PeerId
-from peerd.machine.clock_skew import VOTES, ClockSkew
+from peerd.dht.clock_skew import VOTES, ClockSkew
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(100)]
 

@@ -23,9 +23,9 @@ from peerd.core.limits import (
     RECORD_TTL_S,
 )
 from peerd.core.record import Record
-from peerd.machine.dht.store import Verdict
+from peerd.dht import codec as wire
+from peerd.dht.node.store import Verdict
 from peerd.rpc.rpc_types import Answer, Incoming
-from peerd.service.dht import codec as wire
 from peerd.sim.programs import stack_on, swarm
 from peerd.sim.world import Node, World
 from tests.kit.declared import ANY

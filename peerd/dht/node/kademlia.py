@@ -17,14 +17,14 @@ from collections.abc import Iterable, Sequence
 
 from peerd.core.ids import Key, PeerId
 from peerd.core.record import Record, Signer, Verifier
-from peerd.machine.dht import messages as q
-from peerd.machine.dht.hot_keys import lifetime_s
-from peerd.machine.dht.neighbours import Neighbours
-from peerd.machine.dht.node_state import KademliaConfig, NodeState
-from peerd.machine.dht.query_pool import QueryPool
-from peerd.machine.dht.requests import PendingRequests
-from peerd.machine.dht.routing_table import Contact, place
-from peerd.machine.dht.store import Verdict
+from peerd.dht.node import messages as q
+from peerd.dht.node.hot_keys import lifetime_s
+from peerd.dht.node.neighbours import Neighbours
+from peerd.dht.node.node_state import KademliaConfig, NodeState
+from peerd.dht.node.pending_requests import PendingRequests
+from peerd.dht.node.query_pool import QueryPool
+from peerd.dht.node.routing_table import Contact, place
+from peerd.dht.node.store import Verdict
 from peerd.wire.budget.book import Book
 
 _KEYS_PER_STEP = 16  # each costs a search of the table; together well below a millisecond

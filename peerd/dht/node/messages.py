@@ -1,6 +1,6 @@
 """Messages between DHT nodes, and the inputs and outputs of `Kademlia`: plain decoded values.
 
-The wire formats and their bounds are in service/dht/codec.py; the simulator passes these objects directly.
+The wire formats and their bounds are in dht/codec.py; the simulator passes these objects directly.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Final
 
 from peerd.core.ids import Key, PeerId
 from peerd.core.record import Record
-from peerd.machine.dht.routing_table import Contact
-from peerd.machine.dht.store import Verdict
+from peerd.dht.node.routing_table import Contact
+from peerd.dht.node.store import Verdict
 
 # --- between nodes ---------------------------------------------------------------------------------------------
 

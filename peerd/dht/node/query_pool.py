@@ -16,13 +16,13 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import Key
 from peerd.core.limits import DHT_LARGE_BYTES
 from peerd.core.record import Record
-from peerd.machine.dht import messages as q
-from peerd.machine.dht.key_search import KeySearch, Placement, Task
-from peerd.machine.dht.lookup import Lookup, LookupGuide, LookupRule
-from peerd.machine.dht.node_state import NodeState
-from peerd.machine.dht.requests import PendingRequests
-from peerd.machine.dht.routing_table import KEY_BITS, Contact, place
-from peerd.machine.dht.store import answer_bytes, is_large
+from peerd.dht.node import messages as q
+from peerd.dht.node.key_search import KeySearch, Placement, Task
+from peerd.dht.node.lookup import Lookup, LookupGuide, LookupRule
+from peerd.dht.node.node_state import NodeState
+from peerd.dht.node.pending_requests import PendingRequests
+from peerd.dht.node.routing_table import KEY_BITS, Contact, place
+from peerd.dht.node.store import answer_bytes, is_large
 
 _ATTEMPTS = 3  # to supersede versions that others claim to hold
 _LARGE_KEYS: Final = 256

@@ -26,7 +26,7 @@ from peerd.core.errors import LocalError
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DHT_BYTES_PER_PUBLISHER, DHT_COPIED_BYTES, DHT_COPIED_KEYS
 from peerd.core.record import Record
-from peerd.machine.dht.store import answer_bytes
+from peerd.dht.node.store import answer_bytes
 
 _LIFETIME_S = 480.0  # of a copy next to the key's holders
 _LEAST_S = 1.0  # a copy that is useful for less time is not worth a lookup

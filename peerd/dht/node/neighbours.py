@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import Key, PeerId
-from peerd.machine.dht.routing_table import Contact, Table
+from peerd.dht.node.routing_table import Contact, Table
 from peerd.wire.rate.suspicion import Suspicion
 
 _SILENT_S, _SILENT_MOST_S = 5.0, 640.0  # for which a silent peer is not used: at first, and at most

@@ -1,4 +1,4 @@
-"""The DHT's messages on the wire, and their translation to the values of `machine/dht/kademlia`.
+"""The DHT's messages on the wire, and their translation to the values of `dht/node/kademlia`.
 
 Bodies of the calls dht/4/ping, dht/4/find, dht/4/get and dht/4/store. The types bound all lengths, so that decoding
 refuses what is too long. The translation refuses other invalid input (records, ids of other key types, clocks that are
@@ -31,9 +31,9 @@ from peerd.core.limits import (
     RECORD_TAG_BYTES,
 )
 from peerd.core.record import MAX_RECORD_BYTES, Record
-from peerd.machine.dht import messages as q
-from peerd.machine.dht.routing_table import Contact
-from peerd.machine.dht.store import Verdict
+from peerd.dht.node import messages as q
+from peerd.dht.node.routing_table import Contact
+from peerd.dht.node.store import Verdict
 from peerd.messages.encoding import Message
 
 KeyBytes = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]

@@ -21,11 +21,11 @@ from peerd.core.limits import (
     RECORD_TAG_BYTES,
 )
 from peerd.core.record import MAX_RECORD_BYTES, Record
-from peerd.machine.dht import messages as q
-from peerd.machine.dht.routing_table import Contact
-from peerd.machine.dht.store import Verdict
+from peerd.dht import codec as wire
+from peerd.dht.node import messages as q
+from peerd.dht.node.routing_table import Contact
+from peerd.dht.node.store import Verdict
 from peerd.messages.encoding import decode, encode
-from peerd.service.dht import codec as wire
 
 KEYS = Keypair.from_seed(b"k" * 32)
 ADDR = parse_addr("/ip4/198.51.100.7/tcp/4001").to_bytes()

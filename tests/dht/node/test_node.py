@@ -11,11 +11,11 @@ import pytest
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DHT_CONTACTS_PER_REPLY, DHT_KEYS_PER_CALL, DHT_LARGE_BYTES, DHT_TAGS_PER_CALL
 from peerd.core.record import Record, Verifier
-from peerd.machine.dht import messages as q
-from peerd.machine.dht.kademlia import Kademlia
-from peerd.machine.dht.query_pool import LargeRecords
-from peerd.machine.dht.routing_table import Contact, place
-from peerd.machine.dht.store import Verdict
+from peerd.dht.node import messages as q
+from peerd.dht.node.kademlia import Kademlia
+from peerd.dht.node.query_pool import LargeRecords
+from peerd.dht.node.routing_table import Contact, place
+from peerd.dht.node.store import Verdict
 from peerd.sim.heapsim import EPOCH_S, StandInSigner, stand_in_verify
 
 O = TypeVar("O")  # noqa: E741

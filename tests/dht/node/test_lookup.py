@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.ids import Key, PeerId
-from peerd.machine.dht.lookup import Lookup, LookupRule, State
-from peerd.machine.dht.routing_table import Contact, place
+from peerd.dht.node.lookup import Lookup, LookupRule, State
+from peerd.dht.node.routing_table import Contact, place
 
 RULE = LookupRule()
 TARGET = place(Key.of("target"))

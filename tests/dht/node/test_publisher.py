@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peerd.core.ids import Key
 from peerd.core.limits import RECORD_TTL_S
-from peerd.machine.dht.publisher import Publisher
+from peerd.dht.node.publisher import Publisher
 from peerd.sim.heapsim import StandInSigner
 
 WALL = 1_800_000_000.0

@@ -17,7 +17,7 @@ from peerd.core.addr import split_peer, tcp_addr, with_peer
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.service.dht.bootstrap import KEPT, BootstrapPeers
+from peerd.dht.bootstrap import KEPT, BootstrapPeers
 
 
 def address(number: int) -> Multiaddr:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DHT_ANSWERS_KEPT, DHT_BYTES_PER_KEY
 from peerd.core.record import Record
-from peerd.machine.dht.lookup import Lookup
-from peerd.machine.dht.routing_table import Contact
-from peerd.machine.dht.store import Verdict, answer_bytes
+from peerd.dht.node.lookup import Lookup
+from peerd.dht.node.routing_table import Contact
+from peerd.dht.node.store import Verdict, answer_bytes
 
 
 class KeySearch:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from peerd.core.ids import PeerId
-from peerd.machine.dht.routing_table import Contact
+from peerd.dht.node.routing_table import Contact
 from peerd.wire.rate.round_trips import RoundTrips
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import CLOCK_TOLERANCE_S, RECORD_TTL_S
 from peerd.core.record import Record, Verifier
-from peerd.machine.dht.routing_table import place
-from peerd.machine.dht.store import Store, StoreLimits, Verdict, answer_bytes
+from peerd.dht.node.routing_table import place
+from peerd.dht.node.store import Store, StoreLimits, Verdict, answer_bytes
 from peerd.sim.heapsim import StandInSigner, stand_in_verify
 from peerd.wire.budget.book import Book, Bounds, Resource, User
 

@@ -8,10 +8,10 @@ import pytest
 
 from peerd.core.ids import Key, PeerId
 from peerd.core.record import Record
-from peerd.machine.dht.key_search import Placement
-from peerd.machine.dht.lookup import Lookup, LookupGuide, LookupRule, State
-from peerd.machine.dht.routing_table import KEY_BITS, Contact, Table, place
-from peerd.machine.dht.store import Verdict
+from peerd.dht.node.key_search import Placement
+from peerd.dht.node.lookup import Lookup, LookupGuide, LookupRule, State
+from peerd.dht.node.routing_table import KEY_BITS, Contact, Table, place
+from peerd.dht.node.store import Verdict
 from peerd.wire.rate.round_trips import RoundTrips
 
 TARGET = place(Key.of("target"))

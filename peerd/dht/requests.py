@@ -20,12 +20,12 @@ from peerd.core.clock import AdjustableClock, Clock
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER
 from peerd.core.record import Record, Verifier
-from peerd.machine.clock_skew import ClockSkew
-from peerd.machine.dht import messages as q
-from peerd.machine.dht.routing_table import Contact
+from peerd.dht import codec as wire
+from peerd.dht.clock_skew import ClockSkew
+from peerd.dht.node import messages as q
+from peerd.dht.node.routing_table import Contact
 from peerd.messages.token import age
 from peerd.rpc.rpc import Rpc
-from peerd.service.dht import codec as wire
 from peerd.wire.host.host import Host
 from peerd.wire.link.link_stream import StreamOwner
 from peerd.wire.path_selection import PathKind

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DHT_BYTES_PER_KEY, DHT_CONTACTS_PER_REPLY
 from peerd.core.record import Record, Signer, Verifier
-from peerd.machine.dht.hot_keys import HotKeys
-from peerd.machine.dht.messages import Asked, Find, Found, Hello, Stored, StoreRecords
-from peerd.machine.dht.neighbours import Neighbours
-from peerd.machine.dht.publisher import Publisher
-from peerd.machine.dht.routing_table import Contact, Table, place
-from peerd.machine.dht.store import Store, StoreLimits, Verdict, answer_bytes, is_large
+from peerd.dht.node.hot_keys import HotKeys
+from peerd.dht.node.messages import Asked, Find, Found, Hello, Stored, StoreRecords
+from peerd.dht.node.neighbours import Neighbours
+from peerd.dht.node.publisher import Publisher
+from peerd.dht.node.routing_table import Contact, Table, place
+from peerd.dht.node.store import Store, StoreLimits, Verdict, answer_bytes, is_large
 from peerd.wire.budget.book import Book, User
 from peerd.wire.rate.round_trips import RoundTrips
 

@@ -1,0 +1,1 @@
+"""The directory of a swarm: a Kademlia DHT over remote calls."""

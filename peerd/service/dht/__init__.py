@@ -1,1 +1,0 @@
-"""The directory as a service: a Kademlia DHT over remote calls."""
