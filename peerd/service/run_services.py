@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from peerd.averaging.line_speeds import LineSpeeds, line_speeds
 from peerd.core.clock import Clock
 from peerd.core.ids import PeerId
 from peerd.core.work import Worker
@@ -22,7 +23,6 @@ from peerd.service.conductor.conductor_server import ConductorServer
 from peerd.service.conductor.orders import ConductingConfig
 from peerd.service.conductor.rivals import Rivals
 from peerd.service.conductor.stage_finder import StageFinder
-from peerd.service.network.line_speeds import LineSpeeds, line_speeds
 from peerd.service.network.link_watch import LinkWatch
 from peerd.service.network.peer_links import PeerLinks
 from peerd.service.pipeline.direct import DirectPipeline
@@ -38,7 +38,7 @@ from peerd.service.swarm.run_view import RunView
 from peerd.wire.host.host import Host
 
 if TYPE_CHECKING:
-    from peerd.service.averaging.allreduce import AllReduceService
+    from peerd.averaging.allreduce_service import AllReduceService
     from peerd.service.experts.expert_client import ExpertClient
     from peerd.service.experts.expert_directory import ExpertDirectory
 
@@ -116,7 +116,7 @@ class RunServices:
     @cached_property
     def averaging(self) -> AllReduceService:
         """All-reduce inside the stages that this peer serves or helps. Serves `average/2` from the first use on."""
-        from peerd.service.averaging.allreduce import AllReduceService  # brings numpy, which a backbone does not need
+        from peerd.averaging.allreduce_service import AllReduceService  # brings numpy, which a backbone does not need
 
         averaging = AllReduceService(self._rpc, self._host.id, self._host.pace)
         self._host.book.members_by(averaging.takes_part)

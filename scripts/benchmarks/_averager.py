@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import trio
 
+from peerd.averaging.allreduce import AveragingPlan
+from peerd.averaging.allreduce_service import AllReduceService
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.work import Worker
-from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.messages.swarm import Mbs, Prepare, Prepared
 from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.run.runfile import AveragingSection
-from peerd.service.averaging.allreduce import AllReduceService
 from peerd.wire.host.host import Host
 from peerd.wire.host.line_meter import LineMeter
 from scripts.benchmarks._remote_process import new_stack, obey, reply

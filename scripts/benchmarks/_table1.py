@@ -2,7 +2,7 @@
 
 Each peer is a process on its own host, whose line is limited up and down. The same work is divided in three ways: equal
 shares (butterfly all-reduce), everything on the fastest peer (parameter server), and peerd's shares. The bound is that
-of `peerd.machine.averaging.shares`, which counts one byte of the line per byte of the vector; Ethernet, IP and TCP take
+of `peerd.averaging.shares`, which counts one byte of the line per byte of the vector; Ethernet, IP and TCP take
 another 5 %.
 
 The paper does not give the length of its vector. This length takes the paper's 5.3 s in setup B at 20 Mb/s, so the
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from peerd.machine.averaging.shares import MemberLine, bound_s_per_byte, shares
+from peerd.averaging.shares import MemberLine, bound_s_per_byte, shares
 from scripts.benchmarks._group import Peer, ask, met, round_s
 from scripts.benchmarks._report import Figure
 from scripts.lab import Lab, why_not

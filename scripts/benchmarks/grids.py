@@ -2,7 +2,7 @@
 
 Measured is the processor time of one peer for one averaging attempt, flat and over a grid of two rounds. All peers are
 in this process, each with its own host, over TCP on loopback. If the peers' lines are known, shares have smaller parts.
-Modelled is the time of an attempt over equal lines by `machine/averaging/topology`, which chooses the topology by it: a
+Modelled is the time of an attempt over equal lines by `averaging/topology`, which chooses the topology by it: a
 time for the bytes, for each peer of a group and its parts, and for each round.
 """
 
@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 import trio
 
+from peerd.averaging.allreduce import AveragingPlan, MemberTerms, plan_of
+from peerd.averaging.allreduce_service import AllReduceService, Vector
+from peerd.averaging.moshpit import grid_of
+from peerd.averaging.topology import GroupTopology, OrderedGroup, round_s
+from peerd.averaging.work_split import WorkSplitter
 from peerd.core.addr import parse_addr
-from peerd.machine.averaging.allreduce import AveragingPlan, MemberTerms, plan_of
-from peerd.machine.averaging.moshpit import grid_of
-from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, round_s
-from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.messages.swarm import LineInfo, Mbs, Prepare
-from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.wire.host.host import Host
 from scripts.benchmarks._remote_process import new_stack
 from scripts.benchmarks._report import Figure, Report

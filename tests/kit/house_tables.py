@@ -24,7 +24,6 @@ ROOMS = {
     "messages": "run",
     "wire": "signals wire/budget",
     "compute": "messages run",
-    "machine/averaging": "messages",
     "machine/connectivity": "messages wire/rate",
     "machine/experts": "messages run wire/rate",
     "machine/network": "messages wire/rate",
@@ -40,39 +39,38 @@ ROOMS = {
     "compute/user_loop": "compute run",
     "machine/owners": "machine/experts messages run",
     "machine/pipeline": "messages rpc/methods run wire/budget wire/rate",
-    "machine/swarm": "machine/averaging messages",
     "rpc": "messages rpc/methods wire/budget wire/rate",
     "wire/link": "wire wire/budget wire/noise wire/rate wire/yamux",
     "compute/model": "compute compute/codec compute/user_loop core/model messages run",
+    "service/state": "machine/state messages rpc rpc/methods wire wire/rate",
+    "wire/host": "signals wire wire/budget wire/link wire/noise wire/rate wire/tcp wire/yamux",
+    "averaging": "messages rpc rpc/methods run signals wire/host",
+    "compute/experts": "compute compute/codec compute/model core/model messages run",
+    "reach": "reach/gateway reach/messages wire wire/host wire/link wire/rate wire/tcp",
+    "compute/export": "compute compute/data compute/experts compute/model core/model run",
+    "dht": "dht/node messages reach rpc rpc/methods wire wire/host wire/link wire/rate",
+    "machine/swarm": "averaging messages",
+    "reach/relay": "reach reach/messages wire wire/host wire/link wire/rate wire/tcp",
+    "access": "dht messages rpc rpc/methods run wire/host wire/rate",
     "machine/batch": "machine/swarm messages",
     "machine/positions": "machine/swarm messages",
     "machine/rebalance": "machine/swarm messages wire/rate",
-    "service/state": "machine/state messages rpc rpc/methods wire wire/rate",
-    "wire/host": "signals wire wire/budget wire/link wire/noise wire/rate wire/tcp wire/yamux",
-    "compute/experts": "compute compute/codec compute/model core/model messages run",
-    "machine/conductor": "machine/averaging machine/batch machine/positions machine/rebalance machine/swarm messages",
-    "reach": "reach/gateway reach/messages wire wire/host wire/link wire/rate wire/tcp",
-    "service/pipeline": "machine/batch machine/pipeline messages rpc rpc/methods run signals wire/rate",
-    "compute/export": "compute compute/data compute/experts compute/model core/model run",
-    "dht": "dht/node messages reach rpc rpc/methods wire wire/host wire/link wire/rate",
-    "reach/relay": "reach reach/messages wire wire/host wire/link wire/rate wire/tcp",
-    "access": "dht messages rpc rpc/methods run wire/host wire/rate",
     "service/experts": (
         "dht machine/experts machine/owners machine/state messages rpc rpc/methods run service/state signals "
         "wire/budget wire/host wire/rate"
     ),
+    "machine/conductor": "averaging machine/batch machine/positions machine/rebalance machine/swarm messages",
+    "service/pipeline": "machine/batch machine/pipeline messages rpc rpc/methods run signals wire/rate",
     "service/swarm": "dht machine/batch machine/connectivity machine/swarm messages rpc run signals wire/host",
     "service/conductor": (
-        "machine/averaging machine/conductor machine/network machine/placement machine/positions machine/rebalance "
+        "averaging machine/conductor machine/network machine/placement machine/positions machine/rebalance "
         "machine/swarm messages rpc rpc/methods run service/swarm signals wire/host wire/rate"
     ),
-    "service/averaging": (
-        "machine/averaging machine/connectivity messages rpc rpc/methods service/conductor signals wire/host"
-    ),
-    "service/network": "machine/network messages rpc run service/conductor wire wire/host wire/link",
+    "service/averaging": "averaging machine/connectivity service/conductor wire/host",
+    "service/network": "machine/network messages rpc service/conductor wire wire/host wire/link",
     "service": (
-        "dht machine/swarm messages rpc rpc/methods run service/averaging service/conductor service/experts "
-        "service/network service/pipeline service/state service/swarm wire wire/host wire/link"
+        "averaging dht machine/swarm messages rpc rpc/methods run service/averaging service/conductor "
+        "service/experts service/network service/pipeline service/state service/swarm wire wire/host wire/link"
     ),
     "control": "dht log reach reach/gateway reach/relay rpc run service wire/host",
     "role": "dht log rpc run service wire/host",
@@ -82,13 +80,15 @@ ROOMS = {
     ),
     "registry": "log role run",
     "training": (
-        "compute compute/codec compute/data compute/model core/model machine/averaging machine/batch "
-        "machine/conductor machine/pipeline machine/placement messages role rpc run service service/pipeline "
-        "signals"
+        "compute compute/codec compute/data compute/model core/model machine/batch machine/conductor "
+        "machine/pipeline machine/placement messages role run service service/pipeline signals"
     ),
     "training/catchup": "compute compute/model machine/state messages role run service service/state signals",
     "training/expert": (
         "machine/experts machine/owners messages role rpc rpc/methods run service/experts signals wire/rate"
+    ),
+    "averaging/rounds": (
+        "averaging compute/codec compute/model core/model messages role rpc run service service/state training/catchup"
     ),
     "commands": "access compute compute/export control log messages registry run service service/experts wire wire/tcp",
     "commands/doctor": (
@@ -102,10 +102,10 @@ ROOMS = {
     ),
     "launch": "access control daemon log role run service wire wire/tcp",
     "training/stage": (
-        "compute compute/codec compute/experts compute/kernels compute/model core/model machine/averaging "
+        "averaging averaging/rounds compute compute/codec compute/experts compute/kernels compute/model core/model "
         "machine/batch machine/conductor machine/pipeline machine/rebalance machine/swarm messages role rpc run "
-        "service service/conductor service/network service/pipeline service/state service/swarm signals training "
-        "training/catchup training/checkpoints wire/budget"
+        "service service/conductor service/pipeline service/swarm signals training training/catchup "
+        "training/checkpoints wire/budget"
     ),
     "cli": (
         "commands commands/doctor commands/plan commands/status compute control daemon demo launch log messages "
@@ -129,6 +129,8 @@ ROOMS = {
 DOES_IO = {
     "__main__": "*",
     "access": "access_guard token_files",
+    "averaging": "allreduce_service line_speeds open_round",
+    "averaging/rounds": "*",
     "cli": "*",
     "commands": "*",
     "commands/doctor": "*",
@@ -162,7 +164,7 @@ DOES_IO = {
     "run": "config home local_code typed_yaml user_code",
     "screen": "full_screen",
     "service": "peer_stack run_offer run_services settings_check",
-    "service/averaging": "allreduce open_round preconnect",
+    "service/averaging": "*",
     "service/conductor": "*",
     "service/experts": "*",
     "service/network": "*",
@@ -191,7 +193,7 @@ WITH_TORCH = (
     "training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "compute core machine messages role rpc run service signals training wire"
+ROLE_IMPORTS = "averaging compute core machine messages role rpc run service signals training wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
     "commands commands/doctor commands/plan commands/status compute compute/data compute/model control demo launch "

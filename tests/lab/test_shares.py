@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from peerd.machine.averaging.topology import GroupTopology
-from peerd.machine.averaging.work_split import WorkSplitter
+from peerd.averaging.topology import GroupTopology
+from peerd.averaging.work_split import WorkSplitter
 from peerd.messages.swarm import LineInfo
 from scripts.benchmarks import _table1
 from scripts.benchmarks._group import ask, round_s

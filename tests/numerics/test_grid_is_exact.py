@@ -13,14 +13,14 @@ import msgspec
 import pytest
 import trio
 
+from peerd.averaging.allreduce import AveragingPlan
+from peerd.averaging.allreduce_service import AllReduceService
 from peerd.compute.codec.frames import from_frame
 from peerd.compute.model.stage_module import StageModule
-from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.machine.batch.batch_ledger import Counted
 from peerd.messages.swarm import Mb
 from peerd.rpc.call_stream import CallStream
 from peerd.run.runfile import AveragingSection, BatchSection, RunFile
-from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.pipeline import direct
 from roles.stage import StageRole
 from tests.kit.amount import thorough

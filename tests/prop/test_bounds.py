@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peerd.averaging.topology import GroupTopology
+from peerd.averaging.work_split import WorkSplitter
 from peerd.core import limits
-from peerd.machine.averaging.topology import GroupTopology
-from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.trainer_ledger import told_at_once
 from peerd.machine.conductor.conductor import Conductor

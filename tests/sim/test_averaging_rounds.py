@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import trio
 
-from peerd.machine.averaging.allreduce import AveragingPlan
-from peerd.machine.averaging.shares import bound_s_per_byte
-from peerd.machine.averaging.work_split import Split, WorkSplitter
+from peerd.averaging.allreduce import AveragingPlan
+from peerd.averaging.allreduce_service import AllReduceService, Vector
+from peerd.averaging.shares import bound_s_per_byte
+from peerd.averaging.work_split import Split, WorkSplitter
 from peerd.messages.swarm import LineInfo
-from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.sim.programs import stack_on
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import Node, World, WorldConfig

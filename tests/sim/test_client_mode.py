@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import trio
 
+from peerd.averaging.rounds.line_info import own_line
 from peerd.run.runfile import BatchSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.sim.programs import stack_on, swarm
 from peerd.sim.world import Node, World
-from peerd.training.stage.line_info import own_line
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.virtual_time import virtual

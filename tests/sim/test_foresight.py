@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import trio
 
+from peerd.averaging.allreduce_service import AllReduceService
 from peerd.commands.status.swarm_view import foretold_by, swarm_view
 from peerd.run.runfile import OptimizerSection, RunFile
-from peerd.service.averaging.allreduce import AllReduceService
 from peerd.sim.world import Node
 from roles.trainer import TrainerRole
 from tests.kit.virtual_time import virtual

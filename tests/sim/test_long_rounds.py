@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import trio
 
-from peerd.machine.averaging.allreduce import AveragingPlan
+from peerd.averaging.allreduce import AveragingPlan
+from peerd.averaging.allreduce_service import AllReduceService, Vector
 from peerd.run.runfile import BatchSection, LimitsSection, ModelSection
-from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimLine
 from peerd.sim.world import World, WorldConfig

@@ -15,6 +15,7 @@ import torch
 import trio
 import trio.testing
 
+from peerd.averaging.rounds.averaging_rounds import Total
 from peerd.compute.tensors import state_digest
 from peerd.core.errors import ConfigError
 from peerd.log import EventLog
@@ -25,7 +26,6 @@ from peerd.service.state.state_room import StateRoom
 from peerd.sim.clock import SimClock
 from peerd.training.catchup import copy_room
 from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
-from peerd.training.stage.averaging import Total
 from peerd.training.stage.post_state import PostState
 from tests.worlds.machines.workers import InlineWorker
 

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from peerd.machine.averaging.moshpit import MoshpitGroup
-from peerd.machine.averaging.shares import NoSplit
-from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, SumTopology
-from peerd.machine.averaging.work_split import Split
+from peerd.averaging.moshpit import MoshpitGroup
+from peerd.averaging.shares import NoSplit
+from peerd.averaging.topology import GroupTopology, OrderedGroup, SumTopology
+from peerd.averaging.work_split import Split
 from peerd.machine.batch.batch_ledger import BatchLedger
 from peerd.machine.batch.batches import Batches
 from peerd.machine.conductor.attempt import GroupAttempt

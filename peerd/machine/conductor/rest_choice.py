@@ -1,6 +1,6 @@
 """Resting members: those that contribute no gradients for now, since their line or device would slow everybody down.
 
-After each step the conductor compares the step's duration with the model of `machine/averaging/contributors`, and asks
+After each step the conductor compares the step's duration with the model of `averaging/contributors`, and asks
 the model which members should contribute to the next steps. A resting member remains a member: it stays on the roster,
 it may conduct, and it sums for the others if it can be reached; it gets no microbatches and makes no steps. When its
 gradients are worth their time again, it catches up like a newcomer. A newcomer whose network line is known may rest
@@ -23,9 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from peerd.core.bounded_dict import BoundedDict
-from peerd.core.limits import FORESEEABLE_S, LINE_BYTES_PER_S
-from peerd.machine.averaging.contributors import (
+from peerd.averaging.contributors import (
     HARMLESS,
     LEAST,
     WORTH_RESTING,
@@ -34,6 +32,8 @@ from peerd.machine.averaging.contributors import (
     StepCost,
     with_unknown,
 )
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.limits import FORESEEABLE_S, LINE_BYTES_PER_S
 from peerd.machine.swarm.events import ConductorConfig, Note
 from peerd.machine.swarm.posts import peer_of, short
 from peerd.machine.swarm.roster import Roster

@@ -13,8 +13,8 @@ import math
 import random
 from collections.abc import Container
 
-from peerd.machine.averaging.shares import NoSplit
-from peerd.machine.averaging.topology import GroupTopology
+from peerd.averaging.shares import NoSplit
+from peerd.averaging.topology import GroupTopology
 from peerd.machine.batch.batches import Batches
 from peerd.machine.conductor.agreement import Agreement, SummingPeers
 from peerd.machine.conductor.attempt import GroupAttempt

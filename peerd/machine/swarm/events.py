@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 
-from peerd.machine.averaging.work_split import Split
+from peerd.averaging.work_split import Split
 from peerd.messages.swarm import Done, Mb, Position, Receipt
 
 Verify = Callable[[str, int, int, Mb, Receipt], bool]  # (holder, stage, step, mb, receipt): has the holder signed it?

@@ -12,8 +12,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Final
 
+from peerd.averaging.work_split import WorkSplitter
 from peerd.core.bounded_dict import BoundedDict
-from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.machine.swarm.events import MemberHello
 from peerd.machine.swarm.posts import peer_of
 from peerd.messages.swarm import MAX_MEMBERS, LineInfo, Mb, MemberInfo, Position

@@ -11,9 +11,9 @@ import logging
 
 import trio
 
+from peerd.averaging.topology import foretold_mates
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.machine.averaging.topology import foretold_mates
 from peerd.machine.connectivity.preconnect import PreconnectPlan
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.wire.host.host import Host

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import msgspec
 import trio
 
+from peerd.averaging.shares import NoSplit
+from peerd.averaging.work_split import Split
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_ROUND_DEADLINE_S, WAITS_CHARS
 from peerd.core.work import Worker
-from peerd.machine.averaging.shares import NoSplit
-from peerd.machine.averaging.work_split import Split
 from peerd.machine.swarm.events import (
     ConductorConfig,
     Event,

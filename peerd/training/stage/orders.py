@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from peerd.averaging.allreduce import AveragingPlan, RoundFailed
+from peerd.averaging.rounds.averaging_rounds import AveragingRounds, SumAbsent, Total
+from peerd.averaging.rounds.helper_rounds import HelperRounds
+from peerd.averaging.stats import explained
 from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.served_stage import Unusable, Vector
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.ids import is_peer_text
 from peerd.core.work import Worker
-from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.machine.averaging.stats import explained
 from peerd.messages.proof import commit_signature
 from peerd.messages.swarm import Commit, Mb, Mbs, Moved, Position, Prepare, Prepared, Restore
 from peerd.role import RoleContext
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.training.catchup.step_totals import StepTotal
-from peerd.training.helper_rounds import HelperRounds
-from peerd.training.stage.averaging import AveragingRounds, SumAbsent, Total
 from peerd.training.stage.post_state import PostState
 from peerd.training.stage.serving import ServingCalls
 

@@ -17,6 +17,8 @@ from typing import Final
 
 import trio
 
+from peerd.averaging.rounds.averaging_rounds import AveragingRounds
+from peerd.averaging.rounds.line_info import rest_text
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.limits import MICROBATCHES, SLOW_DISK_BYTES_PER_S
@@ -38,10 +40,8 @@ from peerd.training.checkpoints.evidence_store import EvidenceStore
 from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.announcement import announce_now_and_then
-from peerd.training.stage.averaging import AveragingRounds
 from peerd.training.stage.external_model import ExternalModel
 from peerd.training.stage.handover import HandOver
-from peerd.training.stage.line_info import rest_text
 from peerd.training.stage.orders import PostOrders
 from peerd.training.stage.post_state import PostState
 from peerd.training.stage.serving import ServingCalls

@@ -20,6 +20,7 @@ from typing import TypeVar
 import trio
 from torch import Tensor
 
+from peerd.averaging.rounds.averaging_rounds import Total
 from peerd.compute.changes import ParametersLost
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.footprint import recomputes, refuse_if_too_large
@@ -37,7 +38,6 @@ from peerd.training.catchup.catch_up import PositionChanged
 from peerd.training.catchup.copy_room import room_for_copy
 from peerd.training.catchup.step_totals import StepTotal
 from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
-from peerd.training.stage.averaging import Total
 from peerd.training.stage.external_model import ExternalModel
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from peerd.machine.averaging.contributors import ContributorChoice
+from peerd.averaging.contributors import ContributorChoice
 from peerd.machine.conductor.rest_choice import RestChoice
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.machine.swarm.roster import START, Roster

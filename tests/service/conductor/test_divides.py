@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 import pytest
 import trio
 
-from peerd.machine.averaging.topology import GroupTopology
-from peerd.machine.averaging.work_split import Split, WorkSplitter
+from peerd.averaging.topology import GroupTopology
+from peerd.averaging.work_split import Split, WorkSplitter
 from peerd.machine.conductor.conductor import ConductorConfig
 from peerd.machine.swarm.events import SendPrepare
 from peerd.messages.swarm import LineInfo

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peerd.machine.averaging.topology import GroupTopology, OrderedGroup
+from peerd.averaging.topology import GroupTopology, OrderedGroup
 from peerd.messages.swarm import Mbs, Prepare
 
 

@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 import numpy as np
 import trio
 
+from peerd.averaging import open_round
+from peerd.averaging.allreduce import AveragingPlan, RoundFailed
+from peerd.averaging.allreduce_service import AllReduceService, PlainParts, Vector
 from peerd.core.addr import parse_addr
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.service.averaging import open_round
-from peerd.service.averaging.allreduce import AllReduceService, PlainParts, Vector
 from peerd.service.peer_stack import peer_stack
 from peerd.wire.clock import RealClock
 from peerd.wire.host.host import Host

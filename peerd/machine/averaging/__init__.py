@@ -1,1 +1,0 @@
-"""All-reduce: the plan of a round, its shares, grids and groups."""
