@@ -19,7 +19,7 @@ from peerd.core.errors import ConfigError
 from peerd.role import RoleContext
 from peerd.run.grid import Uid
 from peerd.run.runfile import RunFile, unused_precision
-from peerd.service.swarm.contributions import PERIOD_S
+from peerd.swarm.contributions import PERIOD_S
 from peerd.training.expert.host import ExpertHost
 from peerd.training.expert.vault_keeper import VaultKeeper
 

@@ -22,7 +22,6 @@ from peerd.compute.experts.trunk import check_trunk
 from peerd.compute.model.dry_run import try_layers, try_layers_if_here
 from peerd.core.errors import ConfigError
 from peerd.core.limits import MICROBATCHES
-from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.in_flight import LIMITED, InFlight
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.messages.progress import TrainerProgress
@@ -31,6 +30,7 @@ from peerd.role import RoleContext
 from peerd.run.runfile import RunFile
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.trainer_relay import TrainerRelay
+from peerd.swarm.batch.trainer_ledger import Holding
 from peerd.training.contributor import Contributor
 from peerd.training.moe.asynchronous_flights import AsynchronousFlights, FlightPlan, flights_of
 from peerd.training.moe.expert_flights import ExpertFlights

@@ -1,7 +1,7 @@
 """Makes sure that a peer has reached other peers and has a view of its run, so that it never trains alone unnoticed.
 
 A peer with bootstrap addresses takes no part in its run until it has company, unless `alone` is set, and then until it
-has a view of the run (`service/swarm/run_view`). Company is a peer at one of these addresses that answers, or any
+has a view of the run (`swarm/run_view`). Company is a peer at one of these addresses that answers, or any
 connected peer of the same run: one that connected to us, or was found in the local network. Peers of a run recognize
 each other by the settings that each publishes in the directory, even while it waits. Failed attempts are reported, at
 growing intervals. If a peer loses its last link, it reports that, and continues.

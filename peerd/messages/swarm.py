@@ -53,7 +53,7 @@ Lineage = Annotated[bytes, msgspec.Meta(max_length=16)]
 MAX_MICROBATCHES = MICROBATCHES  # of one step; bounds every list below
 MAX_MEMBERS = MEMBERS
 WaitsText = Annotated[str, msgspec.Meta(max_length=WAITS_CHARS)]
-PostText = Annotated[str, msgspec.Meta(max_length=72)]  # a peer at a stage; see machine/swarm/posts
+PostText = Annotated[str, msgspec.Meta(max_length=72)]  # a peer at a stage; see swarm/posts
 
 Signature = Annotated[bytes, msgspec.Meta(max_length=64)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=32)]
@@ -126,7 +126,7 @@ class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class MemberNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Changes of the conductor's list of members between two versions; see machine/conductor/member_list."""
+    """Changes of the conductor's list of members between two versions; see swarm/steps/member_list."""
 
     since: Version  # of the list before these changes; 0: the empty list
     version: Version  # of the list after these changes

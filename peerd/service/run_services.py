@@ -12,29 +12,29 @@ from peerd.core.clock import Clock
 from peerd.core.ids import PeerId
 from peerd.core.work import Worker
 from peerd.dht.dht import Dht
-from peerd.machine.swarm.events import ConductorConfig
 from peerd.messages.swarm import Grant
 from peerd.rpc.rpc import Rpc
 from peerd.run.runfile import RunFile, fingerprint
 from peerd.service.averaging.preconnect import Preconnector
-from peerd.service.conductor.commit_proofs import CommitProofs, trusted_peers
-from peerd.service.conductor.conductor_client import ConductorClient
-from peerd.service.conductor.conductor_server import ConductorServer
-from peerd.service.conductor.orders import ConductingConfig
-from peerd.service.conductor.rivals import Rivals
-from peerd.service.conductor.stage_finder import StageFinder
-from peerd.service.network.link_watch import LinkWatch
-from peerd.service.network.peer_links import PeerLinks
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.stage_calls import StageCalls
 from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.settings_check import SettingsCheck
 from peerd.service.state.snapshot import KEPT, SnapshotFetcher, Snapshots, StateServer
-from peerd.service.swarm.contributions import ContributionOf, ContributionTally
-from peerd.service.swarm.counted_record import CountedRecord
-from peerd.service.swarm.dial_trainers import TrainerDialer
-from peerd.service.swarm.directory import Directory
-from peerd.service.swarm.run_view import RunView
+from peerd.swarm.batch.counted_record import CountedRecord
+from peerd.swarm.conductor.commit_proofs import CommitProofs, trusted_peers
+from peerd.swarm.conductor.conductor_client import ConductorClient
+from peerd.swarm.conductor.conductor_server import ConductorServer
+from peerd.swarm.conductor.link_watch import LinkWatch
+from peerd.swarm.conductor.orders import ConductingConfig
+from peerd.swarm.conductor.rivals import Rivals
+from peerd.swarm.conductor.stage_finder import StageFinder
+from peerd.swarm.contributions import ContributionOf, ContributionTally
+from peerd.swarm.dial_trainers import TrainerDialer
+from peerd.swarm.directory import Directory
+from peerd.swarm.events import ConductorConfig
+from peerd.swarm.peer_links import PeerLinks
+from peerd.swarm.run_view import RunView
 from peerd.wire.host.host import Host
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from peerd.messages.settings import PublishedSettings, differences
 from peerd.rpc.rpc_types import AccessGuard
 from peerd.run.contents import named_files
 from peerd.run.runfile import RunFile, shared_text, sources_of
-from peerd.service.conductor.conductor_client import ConductorClient
-from peerd.service.swarm.directory import Directory
-from peerd.service.swarm.run_view import RunView
+from peerd.swarm.conductor.conductor_client import ConductorClient
+from peerd.swarm.directory import Directory
+from peerd.swarm.run_view import RunView
 
 _COMPARED_AGAIN_S: Final = 5.0  # how often we check whether the conductor refuses our settings
 

@@ -1,7 +1,7 @@
 """Contributor: one peer's microbatches in a run's batches, no matter where they are computed. Not a role.
 
 Follows the run's conductor: reports the microbatches it wants to begin, has begun and has finished, and carries out the
-orders in each answer. `machine/batch/trainer_ledger` keeps the state. `Work` supplies and computes the microbatches:
+orders in each answer. `swarm/batch/trainer_ledger` keeps the state. `Work` supplies and computes the microbatches:
 role `trainer` sends text through the stages; the library takes gradients from a user's own training loop. Publishes its
 progress in the DHT.
 
@@ -17,7 +17,13 @@ from typing import Generic, Protocol, TypeVar
 import trio
 
 from peerd.core.errors import RemoteError
-from peerd.machine.batch.trainer_ledger import (
+from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
+from peerd.messages.progress import TrainerProgress, encode_progress, pause_s, progress_key
+from peerd.messages.swarm import MAX_MICROBATCHES, Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
+from peerd.role import RoleContext
+from peerd.service.run_services import RunServices
+from peerd.signals import Signal
+from peerd.swarm.batch.trainer_ledger import (
     Begun,
     DropMicrobatch,
     Holding,
@@ -27,13 +33,7 @@ from peerd.machine.batch.trainer_ledger import (
     TrainerLedger,
     told_at_once,
 )
-from peerd.machine.conductor.member_list import KnownMembers
-from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
-from peerd.messages.progress import TrainerProgress, encode_progress, pause_s, progress_key
-from peerd.messages.swarm import MAX_MICROBATCHES, Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
-from peerd.role import RoleContext
-from peerd.service.run_services import RunServices
-from peerd.signals import Signal
+from peerd.swarm.steps.member_list import KnownMembers
 
 T = TypeVar("T")  # load of a microbatch
 

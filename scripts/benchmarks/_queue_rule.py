@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peerd.machine.rebalance.loads import PeerLoad, Transfer
+from peerd.swarm.rebalance.loads import PeerLoad, Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,14 @@ import trio
 import trio.testing
 
 from peerd.core.keys import Keypair
-from peerd.machine.batch.trainer_ledger import Start, TrainerLedger
-from peerd.machine.conductor.member_list import KnownMembers
-from peerd.machine.swarm.events import MoveEnded, PrepareEnded, SendMove, SendPrepare
-from peerd.machine.swarm.posts import post_name
-from peerd.machine.swarm.roster import START
 from peerd.messages.encoding import decode, encode
 from peerd.messages.swarm import Mbs, MemberAnswer, MemberSync, Seqs, TrainerAnswer, TrainerSync
 from peerd.rpc.rpc import Incoming
+from peerd.swarm.batch.trainer_ledger import Start, TrainerLedger
+from peerd.swarm.events import MoveEnded, PrepareEnded, SendMove, SendPrepare
+from peerd.swarm.posts import post_name
+from peerd.swarm.roster import START
+from peerd.swarm.steps.member_list import KnownMembers
 from scripts.benchmarks._report import Figure, Report
 from tests.worlds.machines.conductor_scene import OWN, RUN, Scene
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from peerd.machine.rebalance.loads import PeerLoad, StageLoads, Transfer
-from peerd.machine.rebalance.ordered_moves import OrderedMoves, PostView
-from peerd.machine.rebalance.rebalance_rule import RebalanceConfig
+from peerd.swarm.rebalance.loads import PeerLoad, StageLoads, Transfer
+from peerd.swarm.rebalance.ordered_moves import OrderedMoves, PostView
+from peerd.swarm.rebalance.rebalance_rule import RebalanceConfig
 from scripts.benchmarks._queue_rule import QueuedLoad, QueueRule
 from scripts.benchmarks._report import Figure, Report
 

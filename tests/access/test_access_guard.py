@@ -15,7 +15,6 @@ from peerd.core.errors import Refused, RemoteError, Untrusted
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_TOLD
-from peerd.machine.swarm.stage_choice import Arrival
 from peerd.messages.encoding import Empty, encode
 from peerd.messages.progress import (
     Joiner,
@@ -30,8 +29,9 @@ from peerd.messages.swarm import Position
 from peerd.messages.token import revoked_key
 from peerd.screen.units import known
 from peerd.service.run_services import RunServices
-from peerd.service.swarm.contributions import ContributionOf, ContributionTally
-from peerd.service.swarm.directory import Directory
+from peerd.swarm.contributions import ContributionOf, ContributionTally
+from peerd.swarm.directory import Directory
+from peerd.swarm.stage_choice import Arrival
 from tests.worlds.network.members import (
     NOW,
     ORGANIZER,

@@ -17,8 +17,9 @@ from peerd.averaging.allreduce import MemberTerms, plan_of
 from peerd.averaging.topology import FailureRate, GroupTopology, OrderedGroup, SumTopology, foretold_mates, group_size
 from peerd.averaging.work_split import WorkSplitter
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S
-from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.swarm.events import (
+from peerd.messages.encoding import decode, encode
+from peerd.messages.swarm import Done, LineInfo, Party, Prepare, Redo
+from peerd.swarm.events import (
     CancelAttempt,
     ConductorConfig,
     MemberGone,
@@ -27,8 +28,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
-from peerd.messages.encoding import decode, encode
-from peerd.messages.swarm import Done, LineInfo, Party, Prepare, Redo
+from peerd.swarm.steps.conductor import Conductor
 from tests.worlds.machines.conducting import hello
 from tests.worlds.machines.grids import order_of, rounds_of
 

@@ -14,7 +14,6 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key
 from peerd.core.record import Record
 from peerd.dht import codec as dht
-from peerd.machine.swarm.roster import START
 from peerd.messages.encoding import Empty, encode
 from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
 from peerd.messages.progress import StageProgress, TrainerProgress, progress_key, stage_key
@@ -66,6 +65,7 @@ from peerd.messages.swarm import (
     WhoConducts,
 )
 from peerd.sim.clock import EPOCH_S
+from peerd.swarm.roster import START
 from tests.fuzz.bodies import Pool
 from tests.fuzz.calls import Good
 from tests.fuzz.service_scene import KEPT_POSITION, MARK, RUN

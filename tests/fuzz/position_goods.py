@@ -14,13 +14,13 @@ import trio
 from peerd.core.keys import Keypair
 from peerd.core.limits import KEPT_SETS, MEMBERS, SAVED_TOLD, SEEN_POSITIONS
 from peerd.dht import codec as dht
-from peerd.machine.swarm.roster import START
 from peerd.messages.commits import CommitProof, Committed, ProofShown, ShowProof
 from peerd.messages.encoding import decode, encode
 from peerd.messages.progress import KeptCheckpoints, StageProgress, kept_key, stage_key
 from peerd.messages.proof import commit_signature
 from peerd.messages.swarm import LAST_STEP, Conducts, Mbs, Position, PostsHeld
 from peerd.sim.clock import EPOCH_S
+from peerd.swarm.roster import START
 from tests.fuzz import goods
 from tests.fuzz.bodies import Pool
 from tests.fuzz.calls import Good

@@ -9,12 +9,12 @@ import msgspec
 
 from peerd.core.keys import Keypair
 from peerd.core.limits import MEMBERS
-from peerd.machine.positions.evidence import Evidence
 from peerd.messages.commits import CommitProof, Committed, ProofShown, ShowProof
 from peerd.messages.encoding import decode, encode
 from peerd.messages.proof import commit_signature
 from peerd.messages.swarm import Moved, Position
-from peerd.service.conductor.commit_proofs import CommitProofs
+from peerd.swarm.conductor.commit_proofs import CommitProofs
+from peerd.swarm.positions.evidence import Evidence
 from tests.fuzz.parsers import KEYS, OTHER, PARSERS, Corpus, parser
 
 __all__ = ["PARSERS"]

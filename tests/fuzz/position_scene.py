@@ -19,17 +19,17 @@ import trio
 
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.limits import COMMIT_PROOFS, LOOKED_AT_PEERS, MEMBERS, SUSPECTS
-from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.positions.evidence import Evidence
-from peerd.machine.swarm.posts import peer_of
-from peerd.machine.swarm.roster import START
 from peerd.messages.commits import CommitProof, ProofShown, ShowProof
 from peerd.messages.handover import PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import has_committed, signed_ticket
 from peerd.messages.swarm import Conducts, Done, Position, Seqs, TrainerAnswer, TrainerSync, WhoConducts
 from peerd.run.runfile import CheckpointSection, fingerprint
-from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.run_services import RunServices
+from peerd.swarm.conductor.commit_proofs import CommitProofs
+from peerd.swarm.positions.evidence import Evidence
+from peerd.swarm.posts import peer_of
+from peerd.swarm.roster import START
+from peerd.swarm.steps.conductor import Conductor
 from tests.fuzz import handover_goods as handing
 from tests.fuzz import service_scene
 from tests.fuzz.service_scene import Peer, pinned, start_caller, start_peer

@@ -13,7 +13,6 @@ from multiaddr import Multiaddr
 
 from peerd.core.ids import PeerId
 from peerd.core.varint import encode_varint
-from peerd.machine.swarm.roster import START
 from peerd.messages.encoding import decode, encode
 from peerd.messages.handover import PassAnswer
 from peerd.messages.state import StateManifest
@@ -24,6 +23,7 @@ from peerd.reach.messages.holepunch_message import DCUTR, HolePunch, PunchKind
 from peerd.rpc.methods import message_codec as wire
 from peerd.rpc.methods.method_load import method_name
 from peerd.sim.clock import run_virtual
+from peerd.swarm.roster import START
 from peerd.wire.yamux.frames import DATA, SYN
 from peerd.wire.yamux.stream import YamuxStream
 from tests.fuzz import goods

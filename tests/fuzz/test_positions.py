@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import trio
 
-from peerd.machine.positions.proven_positions import ProvenPositions
 from peerd.messages.swarm import Conducts
-from peerd.service.conductor import commit_proofs
 from peerd.sim.clock import run_virtual
+from peerd.swarm.conductor import commit_proofs
+from peerd.swarm.positions.proven_positions import ProvenPositions
 from tests.fuzz.calls import Good
 from tests.fuzz.position_points import POINTS, Asked, announced
 from tests.fuzz.position_scene import proven_run

@@ -24,7 +24,6 @@ ROOMS = {
     "messages": "run",
     "wire": "signals wire/budget",
     "compute": "messages run",
-    "machine/connectivity": "messages wire/rate",
     "machine/experts": "messages run wire/rate",
     "machine/network": "messages wire/rate",
     "machine/state": "messages wire/rate",
@@ -49,39 +48,35 @@ ROOMS = {
     "reach": "reach/gateway reach/messages wire wire/host wire/link wire/rate wire/tcp",
     "compute/export": "compute compute/data compute/experts compute/model core/model run",
     "dht": "dht/node messages reach rpc rpc/methods wire wire/host wire/link wire/rate",
-    "machine/swarm": "averaging messages",
     "reach/relay": "reach reach/messages wire wire/host wire/link wire/rate wire/tcp",
     "access": "dht messages rpc rpc/methods run wire/host wire/rate",
-    "machine/batch": "machine/swarm messages",
-    "machine/positions": "machine/swarm messages",
-    "machine/rebalance": "machine/swarm messages wire/rate",
     "service/experts": (
         "dht machine/experts machine/owners machine/state messages rpc rpc/methods run service/state signals "
         "wire/budget wire/host wire/rate"
     ),
-    "machine/conductor": "averaging machine/batch machine/positions machine/rebalance machine/swarm messages",
-    "service/pipeline": "machine/batch machine/pipeline messages rpc rpc/methods run signals wire/rate",
-    "service/swarm": "dht machine/batch machine/connectivity machine/swarm messages rpc run signals wire/host",
-    "service/conductor": (
-        "averaging machine/conductor machine/network machine/placement machine/positions machine/rebalance "
-        "machine/swarm messages rpc rpc/methods run service/swarm signals wire/host wire/rate"
+    "swarm": "averaging dht messages rpc run signals wire wire/host wire/rate",
+    "swarm/batch": "dht messages rpc swarm",
+    "swarm/positions": "messages swarm",
+    "swarm/rebalance": "messages swarm wire/rate",
+    "service/pipeline": "machine/pipeline messages rpc rpc/methods run signals swarm/batch wire/rate",
+    "swarm/steps": "averaging messages swarm swarm/batch swarm/positions swarm/rebalance",
+    "swarm/conductor": (
+        "averaging machine/network machine/placement messages rpc rpc/methods run signals swarm swarm/batch "
+        "swarm/positions swarm/rebalance swarm/steps wire/host wire/link wire/rate"
     ),
-    "service/averaging": "averaging machine/connectivity service/conductor wire/host",
-    "service/network": "machine/network messages rpc service/conductor wire wire/host wire/link",
+    "service/averaging": "averaging swarm swarm/conductor wire/host",
     "service": (
-        "averaging dht machine/swarm messages rpc rpc/methods run service/averaging service/conductor "
-        "service/experts service/network service/pipeline service/state service/swarm wire wire/host wire/link"
+        "averaging dht messages rpc rpc/methods run service/averaging service/experts service/pipeline "
+        "service/state swarm swarm/batch swarm/conductor wire wire/host wire/link"
     ),
     "control": "dht log reach reach/gateway reach/relay rpc run service wire/host",
     "role": "dht log rpc run service wire/host",
     "sim": "dht dht/node messages rpc run service wire wire/host wire/link",
-    "commands/status": (
-        "control dht log machine/batch messages rpc run screen service service/network service/swarm wire/host"
-    ),
+    "commands/status": "control dht log messages rpc run screen service swarm/batch swarm/conductor wire/host",
     "registry": "log role run",
     "training": (
-        "compute compute/codec compute/data compute/model core/model machine/batch machine/conductor "
-        "machine/pipeline machine/placement messages role run service service/pipeline signals"
+        "compute compute/codec compute/data compute/model core/model machine/pipeline machine/placement messages "
+        "role run service service/pipeline signals swarm/batch swarm/steps"
     ),
     "training/catchup": "compute compute/model machine/state messages role run service service/state signals",
     "training/expert": (
@@ -98,27 +93,26 @@ ROOMS = {
     "daemon": "access commands/status control devices log messages role run service wire/host wire/tcp",
     "demo": "commands/status compute compute/data compute/export compute/model control run screen service/experts",
     "training/checkpoints": (
-        "compute compute/model machine/swarm messages role run service service/state signals training/catchup"
+        "compute compute/model messages role run service service/state signals swarm training/catchup"
     ),
     "launch": "access control daemon log role run service wire wire/tcp",
     "training/stage": (
         "averaging averaging/rounds compute compute/codec compute/experts compute/kernels compute/model core/model "
-        "machine/batch machine/conductor machine/pipeline machine/rebalance machine/swarm messages role rpc run "
-        "service service/conductor service/pipeline service/swarm signals training training/catchup "
-        "training/checkpoints wire/budget"
+        "machine/pipeline messages role rpc run service service/pipeline signals swarm swarm/batch swarm/conductor "
+        "swarm/rebalance swarm/steps training training/catchup training/checkpoints wire/budget"
     ),
     "cli": (
         "commands commands/doctor commands/plan commands/status compute control daemon demo launch log messages "
         "registry role run"
     ),
     "training/moe": (
-        "compute/codec compute/experts compute/model core/model log machine/batch machine/pipeline messages role "
-        "run service/pipeline signals training/stage wire/rate"
+        "compute/codec compute/experts compute/model core/model log machine/pipeline messages role run "
+        "service/pipeline signals swarm/batch training/stage wire/rate"
     ),
     "training/replica": "role service training/stage",
     "__main__": "cli",
     "training/user_loop": (
-        "compute/model machine/batch machine/pipeline messages role service service/experts signals training "
+        "compute/model machine/pipeline messages role service service/experts signals swarm/batch training "
         "training/replica training/stage wire/rate"
     ),
     "library": (
@@ -165,14 +159,14 @@ DOES_IO = {
     "screen": "full_screen",
     "service": "peer_stack run_offer run_services settings_check",
     "service/averaging": "*",
-    "service/conductor": "*",
     "service/experts": "*",
-    "service/network": "*",
     "service/pipeline": "*",
     "service/state": "*",
-    "service/swarm": "*",
     "signals": "*",
     "sim": "*",
+    "swarm": "contributions dial_trainers directory kept_links peer_links run_view",
+    "swarm/batch": "counted_record",
+    "swarm/conductor": "*",
     "training": "*",
     "training/catchup": "*",
     "training/checkpoints": "*",
@@ -193,7 +187,7 @@ WITH_TORCH = (
     "training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "averaging compute core machine messages role rpc run service signals training wire"
+ROLE_IMPORTS = "averaging compute core machine messages role rpc run service signals swarm training wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
     "commands commands/doctor commands/plan commands/status compute compute/data compute/model control demo launch "

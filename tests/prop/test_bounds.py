@@ -18,11 +18,6 @@ from hypothesis import strategies as st
 from peerd.averaging.topology import GroupTopology
 from peerd.averaging.work_split import WorkSplitter
 from peerd.core import limits
-from peerd.machine.batch.batch_ledger import BatchLedger
-from peerd.machine.batch.trainer_ledger import told_at_once
-from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.member_list import MemberList
-from peerd.machine.swarm.events import ConductorConfig, MemberHello
 from peerd.messages.encoding import decode, encode
 from peerd.messages.handover import PassRequest, Ticket
 from peerd.messages.progress import KeptCheckpoints, StageProgress, TrainerProgress
@@ -60,6 +55,11 @@ from peerd.run.runfile import (
     SourceSection,
     shared_text,
 )
+from peerd.swarm.batch.batch_ledger import BatchLedger
+from peerd.swarm.batch.trainer_ledger import told_at_once
+from peerd.swarm.events import ConductorConfig, MemberHello
+from peerd.swarm.steps.conductor import Conductor
+from peerd.swarm.steps.member_list import MemberList
 from tests.kit.amount import examples
 from tests.worlds.machines.grids import order_of, rounds_of
 

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from peerd.machine.conductor import step_cycle
-from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.positions.phases import Phase
-from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, MemberGone, PrepareEnded, SendMove, SendPrepare
 from peerd.messages.swarm import LineInfo, Mb
+from peerd.swarm.events import CancelAttempt, ConductorConfig, MemberGone, PrepareEnded, SendMove, SendPrepare
+from peerd.swarm.positions.phases import Phase
+from peerd.swarm.steps import step_cycle
+from peerd.swarm.steps.conductor import Conductor
 from tests.kit.amount import some
 from tests.worlds.machines.conducting import first_order
 from tests.worlds.machines.modelswarm import BATCH, STAGES, RememberingSwarm, WeighingSwarm

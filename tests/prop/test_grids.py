@@ -13,9 +13,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from peerd.machine.positions.phases import Phase
-from peerd.machine.swarm.events import MemberGone, Note, Output, SendMove, SendPrepare
 from peerd.messages.swarm import Mb, Position
+from peerd.swarm.events import MemberGone, Note, Output, SendMove, SendPrepare
+from peerd.swarm.positions.phases import Phase
 from tests.kit.amount import some
 from tests.worlds.machines.modelswarm import Member, RememberingSwarm, WeighingSwarm
 

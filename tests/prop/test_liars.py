@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import pytest
 
-from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.swarm.events import (
+from peerd.messages.swarm import Done, Mb, Position, Receipt
+from peerd.swarm.events import (
     ConductorConfig,
     MemberHello,
     MoveEnded,
@@ -26,8 +26,8 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
-from peerd.machine.swarm.roster import START
-from peerd.messages.swarm import Done, Mb, Position, Receipt
+from peerd.swarm.roster import START
+from peerd.swarm.steps.conductor import Conductor
 from tests.kit.amount import some
 from tests.worlds.machines.modelswarm import BATCH, STAGES, Member, RememberingSwarm, Trainer
 

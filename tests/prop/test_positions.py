@@ -18,15 +18,15 @@ import pytest
 
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.positions.evidence import Evidence
-from peerd.machine.positions.phases import Phase
-from peerd.machine.swarm.events import ConductorConfig, MoveEnded, Origin, Output, SendMove
-from peerd.machine.swarm.posts import peer_of, post_name
-from peerd.machine.swarm.roster import START
 from peerd.messages.commits import CommitProof, Committed
 from peerd.messages.swarm import Position
-from peerd.service.conductor.commit_proofs import CommitProofs
+from peerd.swarm.conductor.commit_proofs import CommitProofs
+from peerd.swarm.events import ConductorConfig, MoveEnded, Origin, Output, SendMove
+from peerd.swarm.positions.evidence import Evidence
+from peerd.swarm.positions.phases import Phase
+from peerd.swarm.posts import peer_of, post_name
+from peerd.swarm.roster import START
+from peerd.swarm.steps.conductor import Conductor
 from tests.kit.amount import some
 from tests.worlds.machines.conducting import hello
 

@@ -10,8 +10,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.machine.batch.trainer_ledger import Holding
 from peerd.messages.swarm import MemberInfo, Seqs, TrainerAnswer, TrainerSync
+from peerd.swarm.batch.trainer_ledger import Holding
 from peerd.training.contributor import Contributor
 from roles import trainer
 from roles.trainer import TrainerRole

@@ -9,10 +9,10 @@ from typing import Any, cast
 import trio
 import trio.testing
 
-from peerd.machine.positions.evidence import Evidence
 from peerd.messages.swarm import Position
 from peerd.run.runfile import RunFile
 from peerd.sim.clock import SimClock
+from peerd.swarm.positions.evidence import Evidence
 from peerd.training.checkpoints.evidence_store import EvidenceStore
 
 POSITION = Position(8, b"kept")

@@ -21,10 +21,10 @@ from peerd.run.grid import Uid
 from peerd.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
 from peerd.service.experts.expert_client import ExpertClient
 from peerd.service.experts.expert_directory import ExpertDirectory
-from peerd.service.swarm import contributions
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig
 from peerd.sim.world import Node, World, WorldConfig
+from peerd.swarm import contributions
 from roles.expert import ExpertRole
 from tests.kit.runs import changed
 from tests.worlds.roles.inline_worker import InlineWorker

@@ -22,7 +22,7 @@ from peerd.messages.settings import PublishedSettings
 from peerd.run.contents import with_digests
 from peerd.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile, shared_text
 from peerd.service.settings_check import SettingsCheck
-from peerd.service.swarm.directory import Directory, SettingsTold
+from peerd.swarm.directory import Directory, SettingsTold
 from peerd.training.trainer_data import TrainerData
 from roles.stage import StageRole
 from roles.trainer import TrainerRole

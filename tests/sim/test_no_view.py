@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from peerd.machine.swarm.roster import START
 from peerd.run.runfile import BatchSection
-from peerd.service.swarm.directory import RECORD_TTL_S
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
+from peerd.swarm.directory import RECORD_TTL_S
+from peerd.swarm.roster import START
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.virtual_time import virtual

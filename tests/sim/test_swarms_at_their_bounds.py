@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from peerd.core.limits import SAVED_TOLD
-from peerd.machine.batch import trainer_ledger
-from peerd.machine.conductor.member_list import MemberList
 from peerd.run.runfile import BatchSection, CheckpointSection, OptimizerSection
-from peerd.service.conductor import tenure
+from peerd.swarm.batch import trainer_ledger
+from peerd.swarm.conductor import tenure
+from peerd.swarm.steps.member_list import MemberList
 from roles.stage import StageRole
 from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import Roles, pipeline_world, virtual_run

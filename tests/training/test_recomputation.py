@@ -16,9 +16,9 @@ from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.tensors import state_digest
 from peerd.core.decoders import convert
 from peerd.log import EventLog
-from peerd.machine.swarm.roster import START
 from peerd.run.runfile import RunFile
 from peerd.sim.clock import SimClock
+from peerd.swarm.roster import START
 from peerd.training.stage.post_state import PostState
 
 HELD_BYTES = 1_000_000_000  # by the process, as the tests have it

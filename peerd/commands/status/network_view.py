@@ -16,8 +16,8 @@ from peerd.control.swarm_status import DirectionStatus, NetworkStatus, PairStatu
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.run.runfile import BYTES_PER_MBIT
-from peerd.service.network.link_watch import NamedPair, ReadMap
 from peerd.service.run_services import RunServices
+from peerd.swarm.conductor.link_watch import NamedPair, ReadMap
 
 READ_S: Final = 1.0
 PAIRS_TOLD: Final = 512  # most pairs in a snapshot; of a larger map it has the worst lines and a summary

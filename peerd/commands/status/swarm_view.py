@@ -27,7 +27,6 @@ from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DIRECTORY_READ_BYTES
 from peerd.core.record import Record
 from peerd.dht.dht import Dht
-from peerd.machine.batch.counted_work import PeerWork
 from peerd.messages.contributions import Contributed, contributions_key, counted_key, decode_contributed
 from peerd.messages.progress import (
     StageProgress,
@@ -42,7 +41,8 @@ from peerd.messages.progress import (
 from peerd.rpc.rpc_types import AccessGuard
 from peerd.run.runfile import RunFile
 from peerd.screen import units
-from peerd.service.swarm.counted_record import CountedTable, read_counted
+from peerd.swarm.batch.counted_record import CountedTable, read_counted
+from peerd.swarm.batch.counted_work import PeerWork
 
 SWARM_TIMEOUT_S: Final = 5.0
 COPY_AGE_S: Final = 2.0  # cached copies up to this age will do, since many watchers make a run's keys hot

@@ -1,6 +1,6 @@
 """Connects to all peers of the next averaging round before the round begins.
 
-Drives `machine/connectivity/preconnect` over the host. `ConductorClient` has the conductor's list of these peers, and
+Drives `swarm/preconnect_plan` over the host. `ConductorClient` has the conductor's list of these peers, and
 the time when the step is due. Nonexistent peers in the list only cause failed dials, a few at a time. The round itself
 reports peers that cannot be reached.
 """
@@ -14,8 +14,8 @@ import trio
 from peerd.averaging.topology import foretold_mates
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.machine.connectivity.preconnect import PreconnectPlan
-from peerd.service.conductor.conductor_client import ConductorClient
+from peerd.swarm.conductor.conductor_client import ConductorClient
+from peerd.swarm.preconnect_plan import PreconnectPlan
 from peerd.wire.host.host import Host
 
 log = logging.getLogger("peerd.service.averaging.preconnect")

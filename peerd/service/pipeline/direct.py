@@ -22,7 +22,6 @@ from peerd.core.clock import Clock
 from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.cheapest_route import CheapestRoute
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.machine.pipeline.planned_routes import PlannedRoutes
@@ -41,6 +40,7 @@ from peerd.service.pipeline.not_finite import NotFiniteJudge
 from peerd.service.pipeline.stage_client import StageClient, TrainerCredentials
 from peerd.service.pipeline.stage_peers import StageLinks, StagePeers
 from peerd.service.pipeline.trainer_relay import TrainerRelay
+from peerd.swarm.batch.trainer_ledger import Holding
 from peerd.wire.rate.backoff import backoff_s
 from peerd.wire.rate.suspicion import Suspicion
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import trio
 
 from peerd.core.frame import TensorFrame
-from peerd.machine.batch.trainer_ledger import Holding
+from peerd.swarm.batch.trainer_ledger import Holding
 
 
 @dataclass(slots=True)

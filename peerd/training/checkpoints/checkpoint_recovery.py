@@ -33,12 +33,12 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import ConfigError, NoMemory, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import SUSPECTS
-from peerd.machine.swarm.roster import START
 from peerd.messages.state import StateRequest
 from peerd.messages.swarm import Position
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
+from peerd.swarm.roster import START
 from peerd.training.catchup.catch_up import CatchingMember, ConductorReports
 from peerd.training.catchup.validate import checked
 from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints

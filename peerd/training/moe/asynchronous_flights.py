@@ -24,7 +24,6 @@ from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.model.microbatch_books import Stale
 from peerd.core.frame import TensorFrame
 from peerd.core.model.trunk_memory import IN_FLIGHT, gradients_in_memory, places_at_once
-from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.in_flight import LIMITED
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.messages.swarm import Mb, MemberInfo
@@ -32,6 +31,7 @@ from peerd.role import RoleContext
 from peerd.run.expert_network import ExpertNetwork
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.signals import Signal
+from peerd.swarm.batch.trainer_ledger import Holding
 from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.stage.member import StageMember
 

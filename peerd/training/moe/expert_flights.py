@@ -26,13 +26,13 @@ from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.model.trunk_memory import flights_at_once
-from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.messages.swarm import Mb, MemberInfo
 from peerd.role import RoleContext
 from peerd.run.expert_network import ExpertCall, ExpertNetwork, ExpertReply
 from peerd.run.runfile import ExpertsSection, RunFile
 from peerd.service.pipeline.microbatch import Microbatch
+from peerd.swarm.batch.trainer_ledger import Holding
 from peerd.training.moe.flight_counts import FlightCounts
 from peerd.training.stage.member import StageMember
 from peerd.training.stage.post import Post

@@ -41,7 +41,7 @@ from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile
 from peerd.service.pipeline.next_stage import HandOnResult, NextStage
 from peerd.service.run_services import RunServices
-from peerd.service.swarm.kept_links import KeptLinks
+from peerd.swarm.kept_links import KeptLinks
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.serving import ServingCalls, StageResult
 

@@ -16,12 +16,12 @@ import trio
 
 from peerd.core.errors import LocalError
 from peerd.core.limits import POSTS
-from peerd.machine.swarm.roster import START
 from peerd.messages.swarm import MemberInfo, Position
 from peerd.role import RoleContext
 from peerd.run.runfile import RunFile
 from peerd.run.stage_plan import planned_stage
 from peerd.signals import Signal
+from peerd.swarm.roster import START
 from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.external_model import ExternalModel
 from peerd.training.stage.post import Post

@@ -28,12 +28,12 @@ from peerd.compute.model.offload import offloads
 from peerd.compute.model.served_stage import Model, ServedStage
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError, NoMemory, PeerdError, Refused
-from peerd.machine.batch.divergence import AGAIN_STEPS
-from peerd.machine.swarm.roster import START
 from peerd.messages.swarm import Position
 from peerd.role import RoleContext
 from peerd.run.runfile import RunFile
 from peerd.signals import Signal
+from peerd.swarm.batch.divergence import AGAIN_STEPS
+from peerd.swarm.roster import START
 from peerd.training.catchup.catch_up import PositionChanged
 from peerd.training.catchup.copy_room import room_for_copy
 from peerd.training.catchup.step_totals import StepTotal

@@ -33,11 +33,11 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import HELD_PADDING_BYTES
 from peerd.machine.pipeline.fair_turns import Turn
 from peerd.machine.pipeline.wiring import BACKWARD_COST
-from peerd.machine.rebalance.loads import LoadMeter
 from peerd.messages.swarm import Mb, StageAnswer, StageForward, StageLoss
 from peerd.role import RoleContext
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile
+from peerd.swarm.rebalance.loads import LoadMeter
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.boundary import Boundary
 from peerd.wire.budget.book import User

@@ -13,10 +13,10 @@ from typing import Final, Protocol
 
 import trio
 
-from peerd.machine.conductor.member_list import KnownMembers
-from peerd.machine.swarm.roster import START
 from peerd.messages.swarm import LineInfo, Mb, Mbs, MemberAnswer, MemberInfo, MemberSync, Position, PostLoad
 from peerd.service.run_services import RunServices
+from peerd.swarm.roster import START
+from peerd.swarm.steps.member_list import KnownMembers
 
 _WAIT_S: Final = 2.0  # that a report waits at the conductor for news
 _LOAD_S: Final = 10.0  # between two reports of the load
@@ -31,7 +31,7 @@ class Holdings:
     counted: list[Mb]
     early: list[Mb]
     digest: bytes
-    seen: list[Position]  # positions of the swarm; see machine/positions/evidence
+    seen: list[Position]  # positions of the swarm; see swarm/positions/evidence
 
 
 @dataclass(frozen=True, slots=True)

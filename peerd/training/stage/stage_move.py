@@ -21,12 +21,12 @@ from peerd.compute.model.footprint import footprint, lacking
 from peerd.core.errors import PeerdError, Refused
 from peerd.core.limits import SLOW_LINE_BYTES_PER_S
 from peerd.core.model.stage_memory import StageFootprint
-from peerd.machine.rebalance.ordered_moves import AGAIN_S
 from peerd.role import RoleContext
 from peerd.run.runfile import RunFile
-from peerd.service.conductor.stage_finder import StageFinder
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
+from peerd.swarm.conductor.stage_finder import StageFinder
+from peerd.swarm.rebalance.ordered_moves import AGAIN_S
 from peerd.training.stage.post import Post
 
 _READY_WITHIN_S: Final = 600.0  # for the new stage's state, in addition to its transfer time

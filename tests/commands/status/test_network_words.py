@@ -16,7 +16,7 @@ from peerd.commands.status.status_view import render_swarm
 from peerd.control.swarm_status import NetworkStatus, SwarmStatus, TrainerStatus
 from peerd.core.keys import Keypair
 from peerd.messages.network import MappedPair
-from peerd.service.network.link_watch import NamedPair, ReadMap
+from peerd.swarm.conductor.link_watch import NamedPair, ReadMap
 
 IDS = [Keypair.from_seed(bytes([n]) * 32).peer_id.text for n in range(40)]
 

@@ -10,8 +10,8 @@ from trio.testing import MockClock
 from peerd.messages.swarm import Forecast, MemberInfo
 from peerd.rpc.rpc import Rpc
 from peerd.service.averaging.preconnect import Preconnector
-from peerd.service.conductor.conductor_client import ConductorClient
-from peerd.service.swarm.directory import Directory
+from peerd.swarm.conductor.conductor_client import ConductorClient
+from peerd.swarm.directory import Directory
 from peerd.wire.host.host import Host
 from tests.worlds.machines.fakehost import FakeHost, TrioClock, fake_net
 

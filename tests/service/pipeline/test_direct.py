@@ -13,7 +13,6 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import Overloaded, Refused, TooSlow, Unreachable
-from peerd.machine.batch.trainer_ledger import Holding
 from peerd.messages.handover import Broken, PassAnswer, Ticket
 from peerd.messages.proof import grant, is_ticket_of
 from peerd.messages.swarm import Grant, GrantStatement, Receipt, Seqs
@@ -24,6 +23,7 @@ from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS
 from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.sim.clock import SimClock
+from peerd.swarm.batch.trainer_ledger import Holding
 from tests.kit.runs import changed
 from tests.worlds.machines.handing import (
     GRADIENT,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.swarm.events import MemberHello, SendPrepare, TrainerReport
-from peerd.machine.swarm.roster import START
 from peerd.messages.swarm import Done, Mb, Position
+from peerd.swarm.events import MemberHello, SendPrepare, TrainerReport
+from peerd.swarm.roster import START
+from peerd.swarm.steps.conductor import Conductor
 
 
 def hello(peer: str, position: Position = START, *, stage: int = 0, **more: object) -> MemberHello:

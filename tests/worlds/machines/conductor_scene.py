@@ -12,19 +12,19 @@ import trio
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine.positions.proven_positions import Backing
-from peerd.machine.swarm.events import ConductorConfig, Event, SendMove, SendPrepare
-from peerd.machine.swarm.roster import START
 from peerd.messages.swarm import Conducts, Mbs, MemberSync, Position, Seqs, TrainerSync
 from peerd.rpc.rpc import Incoming
-from peerd.service.conductor.commit_proofs import CommitProofs
-from peerd.service.conductor.conductor_client import ConductorClient
-from peerd.service.conductor.duty import Duty
-from peerd.service.conductor.machine_driver import MachineDriver
-from peerd.service.conductor.orders import ConductingConfig, OrderContext
-from peerd.service.conductor.reports import Reports
-from peerd.service.conductor.rivals import ConductorClaim
 from peerd.sim.clock import SimClock
+from peerd.swarm.conductor.commit_proofs import CommitProofs
+from peerd.swarm.conductor.conductor_client import ConductorClient
+from peerd.swarm.conductor.duty import Duty
+from peerd.swarm.conductor.machine_driver import MachineDriver
+from peerd.swarm.conductor.orders import ConductingConfig, OrderContext
+from peerd.swarm.conductor.reports import Reports
+from peerd.swarm.conductor.rivals import ConductorClaim
+from peerd.swarm.events import ConductorConfig, Event, SendMove, SendPrepare
+from peerd.swarm.positions.proven_positions import Backing
+from peerd.swarm.roster import START
 
 RUN = b"r" * 16
 OWN, OTHER, THIRD = (Keypair.from_seed(name.encode().ljust(32, b".")) for name in ("own", "other", "third"))

@@ -14,9 +14,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.positions.phases import Phase
-from peerd.machine.swarm.events import (
+from peerd.messages.swarm import Done, LineInfo, Mb, Position, Redo
+from peerd.swarm.events import (
     CancelAttempt,
     ConductorConfig,
     MemberGone,
@@ -30,8 +29,9 @@ from peerd.machine.swarm.events import (
     TrainerGone,
     TrainerReport,
 )
-from peerd.machine.swarm.roster import START
-from peerd.messages.swarm import Done, LineInfo, Mb, Position, Redo
+from peerd.swarm.positions.phases import Phase
+from peerd.swarm.roster import START
+from peerd.swarm.steps.conductor import Conductor
 
 STAGES, BATCH = 2, 6
 Bag = frozenset[tuple[Mb, int]]

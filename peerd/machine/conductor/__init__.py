@@ -1,1 +1,0 @@
-"""Decision logic of the conductor: the swarm's position, its steps, and the averaging of each stage."""

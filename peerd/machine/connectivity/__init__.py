@@ -1,1 +1,0 @@
-"""Paths to other peers: addresses, dialing, reachability, hole punching, relays."""

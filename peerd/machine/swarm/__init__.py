@@ -1,1 +1,0 @@
-"""Events, outputs, posts and the roster: what the conductor's parts share."""

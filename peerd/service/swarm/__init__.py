@@ -1,1 +1,0 @@
-"""Records that peers publish about a run, and finding peers by these records."""

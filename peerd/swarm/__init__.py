@@ -1,0 +1,1 @@
+"""What all peers of a run agree on: posts, the roster, the directory of members, links between them."""
