@@ -15,10 +15,10 @@ from rich.text import Text
 from peerd.commands.plan import plan_search
 from peerd.commands.plan.link_matrix import link_matrix
 from peerd.commands.plan.plan_report import link_seconds
-from peerd.machine.placement.cost import CostKind
-from peerd.machine.placement.problem import PlacementProblem, StagePlacement
-from peerd.machine.placement.search import cost_of
-from peerd.machine.placement.starts import random_placement
+from peerd.placement.cost import CostKind
+from peerd.placement.problem import PlacementProblem, StagePlacement
+from peerd.placement.search import cost_of
+from peerd.placement.starts import random_placement
 from peerd.screen.units import took
 
 WIDTH = 42  # columns of each picture

@@ -116,7 +116,7 @@ class WorkSplitter:
         return said is not None and said.line.mode == "aux"
 
     def limit_pairs(self, limits: Mapping[tuple[str, str], float]) -> None:
-        """Replace all pair limits: (from, to) -> bytes/s; see `machine/network/network_map`."""
+        """Replace all pair limits: (from, to) -> bytes/s; see `placement/network/network_map`."""
         if limits != self._pairs:
             self._pairs = dict(limits)
             self.changes += 1

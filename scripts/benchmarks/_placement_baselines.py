@@ -13,10 +13,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from peerd.machine.placement.cost import CostKind
-from peerd.machine.placement.layout import StageLayout
-from peerd.machine.placement.model import CostModel
-from peerd.machine.placement.problem import PlacementProblem
+from peerd.placement.cost import CostKind
+from peerd.placement.layout import StageLayout
+from peerd.placement.model import CostModel
+from peerd.placement.problem import PlacementProblem
 
 Labels = NDArray[np.intp]  # the stage of each device
 POPULATION = 100

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StageWork
+from peerd.placement.problem import Network, PlacementProblem, PlanDevice, StageWork
 
 Table = NDArray[np.float64]
 STAGES = 8

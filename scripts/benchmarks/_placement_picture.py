@@ -1,6 +1,6 @@
 """Draws the world-wide case before and after planning: the devices of each city in each stage, as SVG on stdout.
 
-python -m scripts.benchmarks._placement_picture > peerd/machine/placement/world-wide.svg
+python -m scripts.benchmarks._placement_picture > peerd/placement/world-wide.svg
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from random import Random
 
-from peerd.machine.placement.cost import PlacementCost
-from peerd.machine.placement.problem import PlacementProblem, StagePlacement
-from peerd.machine.placement.search import SearchOptions, plan
-from peerd.machine.placement.starts import random_placement
+from peerd.placement.cost import PlacementCost
+from peerd.placement.problem import PlacementProblem, StagePlacement
+from peerd.placement.search import SearchOptions, plan
+from peerd.placement.starts import random_placement
 from scripts.benchmarks._placement_cases import CITIES, STAGES, cases
 from scripts.benchmarks.placement import SEED
 from tests.worlds.machines.placements import arranged

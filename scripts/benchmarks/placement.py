@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from peerd.machine.placement.problem import PlacementProblem
-from peerd.machine.placement.search import Plan, SearchOptions, plan
-from peerd.machine.placement.starts import random_placement
+from peerd.placement.problem import PlacementProblem
+from peerd.placement.search import Plan, SearchOptions, plan
+from peerd.placement.starts import random_placement
 from scripts.benchmarks._placement_baselines import Partitions, genetic, kernighan_lin
 from scripts.benchmarks._placement_cases import cases, large
 from scripts.benchmarks._report import Figure, Report

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from peerd.compute.model.partition import build
-from peerd.machine.placement.cost import CostKind
-from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
-from peerd.machine.placement.search import SearchOptions, plan
-from peerd.machine.placement.starts import random_placement
+from peerd.placement.cost import CostKind
+from peerd.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
+from peerd.placement.search import SearchOptions, plan
+from peerd.placement.starts import random_placement
 from peerd.run.runfile import AveragingSection, RunFile
 from scripts.benchmarks._placed_cost import WorkBytes, paper_s, paths_s
 from scripts.benchmarks._placement_cases import ACTIVATION_BYTES, GRADIENT_BYTES, Case, cases

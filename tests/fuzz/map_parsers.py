@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from peerd.machine.network.landmarks import filled
-from peerd.machine.network.network_map import NetworkMap
 from peerd.messages.encoding import decode, encode
 from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
+from peerd.placement.network.landmarks import filled
+from peerd.placement.network.network_map import NetworkMap
 from tests.fuzz.parsers import PARSERS, Corpus, parser
 
 __all__ = ["PARSERS"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 # Room -> the rooms that it may import; all may import core.
 ROOMS = {
     "core": "",
-    "machine/placement": "",
+    "placement": "",
     "screen": "",
     "signals": "",
     "compute/kernels": "",
@@ -25,14 +25,14 @@ ROOMS = {
     "wire": "signals wire/budget",
     "compute": "messages run",
     "machine/experts": "messages run wire/rate",
-    "machine/network": "messages wire/rate",
     "machine/state": "messages wire/rate",
+    "placement/network": "messages wire/rate",
     "reach/messages": "wire",
     "rpc/methods": "messages wire/budget",
     "wire/noise": "wire",
     "wire/tcp": "run wire wire/budget wire/rate",
     "wire/yamux": "wire wire/rate",
-    "commands/plan": "compute core/model log machine/placement run screen",
+    "commands/plan": "compute core/model log placement run screen",
     "compute/codec": "compute compute/kernels run",
     "compute/data": "compute run",
     "compute/user_loop": "compute run",
@@ -61,7 +61,7 @@ ROOMS = {
     "service/pipeline": "machine/pipeline messages rpc rpc/methods run signals swarm/batch wire/rate",
     "swarm/steps": "averaging messages swarm swarm/batch swarm/positions swarm/rebalance",
     "swarm/conductor": (
-        "averaging machine/network machine/placement messages rpc rpc/methods run signals swarm swarm/batch "
+        "averaging messages placement placement/network rpc rpc/methods run signals swarm swarm/batch "
         "swarm/positions swarm/rebalance swarm/steps wire/host wire/link wire/rate"
     ),
     "service/averaging": "averaging swarm swarm/conductor wire/host",
@@ -75,8 +75,8 @@ ROOMS = {
     "commands/status": "control dht log messages rpc run screen service swarm/batch swarm/conductor wire/host",
     "registry": "log role run",
     "training": (
-        "compute compute/codec compute/data compute/model core/model machine/pipeline machine/placement messages "
-        "role run service service/pipeline signals swarm/batch swarm/steps"
+        "compute compute/codec compute/data compute/model core/model machine/pipeline messages placement role run "
+        "service service/pipeline signals swarm/batch swarm/steps"
     ),
     "training/catchup": "compute compute/model machine/state messages role run service service/state signals",
     "training/expert": (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from peerd.machine.placement.problem import Network, StagePlacement
+from peerd.placement.problem import Network, StagePlacement
 from peerd.sim.clock import run_virtual
 from roles.stage import StageRole
 from roles.trainer import TrainerRole

@@ -8,9 +8,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from peerd.machine.placement.cost import CostKind
-from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
-from peerd.machine.placement.starts import random_placement
+from peerd.placement.cost import CostKind
+from peerd.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
+from peerd.placement.starts import random_placement
 from scripts.benchmarks._placed_cost import WorkBytes, paper_s, paths_s
 from tests.worlds.machines.placements import arranged
 from tests.worlds.roles.placed import PlacedRun

@@ -15,7 +15,7 @@ import numpy as np
 from rich.style import Style
 from rich.text import Text
 
-from peerd.machine.placement.problem import Matrix
+from peerd.placement.problem import Matrix
 from peerd.screen.units import took
 
 _RAMP: Final = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43))  # fast to slow

@@ -19,7 +19,7 @@ import numpy as np
 
 from peerd.commands.plan.link_entries import Directed, LinkEntry, directed
 from peerd.log import clean
-from peerd.machine.placement.problem import Network, PlanDevice, StageWork
+from peerd.placement.problem import Network, PlanDevice, StageWork
 from peerd.run.runfile import Section
 from peerd.run.typed_yaml import YamlFaults, YamlKind, parse_yaml, typed_section
 

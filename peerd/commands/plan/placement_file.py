@@ -19,7 +19,7 @@ from pathlib import Path
 
 from peerd.core.errors import ConfigError
 from peerd.log import clean
-from peerd.machine.placement.problem import IDLE, PlacementProblem, PlanDevice, StagePlacement
+from peerd.placement.problem import IDLE, PlacementProblem, PlanDevice, StagePlacement
 from peerd.run.config import PLACEMENT_FILE
 from peerd.run.stage_plan import PlacementSection
 from peerd.run.typed_yaml import parse_yaml, typed_section

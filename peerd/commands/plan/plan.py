@@ -62,7 +62,7 @@ def plan(
     if not 0 < seconds <= SECONDS:
         raise ConfigError(f"--seconds is {seconds:g}; allowed: above 0 to {SECONDS:,}")
     from peerd.commands.plan import placement_file, plan_report, plan_search
-    from peerd.machine.placement.cost import CostKind
+    from peerd.placement.cost import CostKind
 
     run = _placeable(model) if model is not None else None
     found = plan_search.find(plan_search.PlanRequest(links, run, before, CostKind(cost), seconds, seed, horizon))

@@ -16,8 +16,8 @@ from rich.text import Text
 from peerd.commands.plan.link_matrix import link_matrix
 from peerd.commands.plan.size_report import batches
 from peerd.log import clean
-from peerd.machine.placement.cost import CostKind, PlacementCost
-from peerd.machine.placement.problem import IDLE, Matrix, PlacementProblem, StagePlacement
+from peerd.placement.cost import CostKind, PlacementCost
+from peerd.placement.problem import IDLE, Matrix, PlacementProblem, StagePlacement
 from peerd.screen.columns import Columns
 from peerd.screen.units import counted, number, size, took
 

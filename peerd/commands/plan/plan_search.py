@@ -26,10 +26,10 @@ from peerd.commands.plan.plan_report import SolvedPlan
 from peerd.core.errors import ConfigError
 from peerd.core.model.model_size import StageSize, microbatches
 from peerd.log import clean
-from peerd.machine.placement.cost import CostKind
-from peerd.machine.placement.problem import NoPlacement, PlacementProblem, StagePlacement, StageWork
-from peerd.machine.placement.search import SearchOptions, cost_of, plan
-from peerd.machine.placement.starts import random_placement
+from peerd.placement.cost import CostKind
+from peerd.placement.problem import NoPlacement, PlacementProblem, StagePlacement, StageWork
+from peerd.placement.search import SearchOptions, cost_of, plan
+from peerd.placement.starts import random_placement
 from peerd.run.runfile import RunFile
 from peerd.screen.units import size
 

@@ -30,7 +30,7 @@ from peerd.swarm.steps.conductor import Conductor
 from peerd.wire.host.host import Host, PeerDown
 
 if TYPE_CHECKING:
-    from peerd.machine.placement.problem import StageWork
+    from peerd.placement.problem import StageWork
     from peerd.swarm.conductor.replanner import Replanner
 
 log = logging.getLogger("peerd.swarm.conductor.conductor_server")

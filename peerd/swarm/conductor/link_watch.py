@@ -1,6 +1,6 @@
 """Measures this peer's links, reports changes to the run's conductor, and reads the conductor's map.
 
-While this peer follows a conductor, all open links are measured once a second (`machine/network/pair_meter`), and
+While this peer follows a conductor, all open links are measured once a second (`placement/network/pair_meter`), and
 changes are reported every half minute. Measuring sends nothing. If the conductor does not accept a report, its content
 is sent again with the next one; a new conductor gets everything. Hostile input: a map with any content. It is shown as
 the statement of one peer, within bounds.
@@ -17,9 +17,9 @@ import trio
 from peerd.core.clock import Clock
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
-from peerd.machine.network.pair_meter import LinkSnapshot, OwnLine, PairMeter, ReportChanges
 from peerd.messages.encoding import Empty
 from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
+from peerd.placement.network.pair_meter import LinkSnapshot, OwnLine, PairMeter, ReportChanges
 from peerd.rpc.rpc import Rpc
 from peerd.swarm.conductor.conductor_client import ConductorClient
 from peerd.wire.host.host import Host

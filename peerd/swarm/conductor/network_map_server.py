@@ -3,7 +3,7 @@
 Accepts reports of peers that report to this conductor as stage peers, helpers or trainers, one in five seconds from
 each. Only their measurements about other such peers count. Any peer of the run may read the map, page by page: for a
 small swarm all pairs, with estimates; for a large one the measured pairs. The work for a page is bounded, and the order
-of pages is computed at most once in five seconds. Hostile input: any body. `machine/network` limits its effect.
+of pages is computed at most once in five seconds. Hostile input: any body. `placement/network` limits its effect.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import trio
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, Refused, not_conducting, other_run_file
 from peerd.core.limits import MEMBERS, NETWORK_PART_PAIRS
-from peerd.machine.network.landmarks import FilledNetwork
-from peerd.machine.network.network_map import PairView
 from peerd.messages.encoding import Empty
 from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
+from peerd.placement.network.landmarks import FilledNetwork
+from peerd.placement.network.network_map import PairView
 from peerd.rpc.methods.declaration import Declaration, Shows
 from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.swarm.conductor.machine_driver import MachineDriver

@@ -3,7 +3,7 @@
 For runs with `pipeline.placement: network`. It plans if members have come or gone, if more pairs are measured than at
 the last plan, or if a step with the current placement would take 15 % more or less time; at most once in two minutes.
 Posts that rest or do no work are left out. A worker searches the plan, starting from the current placement and with the
-cost of moves (`machine/placement/replan`); the machine orders its moves as far as they harm nobody. With more than 128
+cost of moves (`placement/replan`); the machine orders its moves as far as they harm nobody. With more than 128
 peers only their loads decide.
 """
 
@@ -19,10 +19,10 @@ import trio
 
 from peerd.core.clock import Clock
 from peerd.core.work import Worker
-from peerd.machine.network.landmarks import filled
-from peerd.machine.network.network_map import PairView
-from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StageWork
-from peerd.machine.placement.replan import ReplanOptions, replanned, steady_s
+from peerd.placement.network.landmarks import filled
+from peerd.placement.network.network_map import PairView
+from peerd.placement.problem import Network, PlacementProblem, PlanDevice, StageWork
+from peerd.placement.replan import ReplanOptions, replanned, steady_s
 from peerd.swarm.conductor.machine_driver import MachineDriver
 from peerd.swarm.conductor.tenure import Tenure
 from peerd.swarm.posts import post_name

@@ -14,10 +14,10 @@ import msgspec
 import trio
 
 from peerd.core.limits import LINE_PAIRS, WAITS_CHARS
-from peerd.machine.network.landmarks import FilledNetwork, filled
-from peerd.machine.network.network_map import NetworkMap
 from peerd.messages.network import PairFigures
 from peerd.messages.swarm import Forecast, Grant, MemberInfo, MemberNews
+from peerd.placement.network.landmarks import FilledNetwork, filled
+from peerd.placement.network.network_map import NetworkMap
 from peerd.swarm.conductor.grants import GrantSigner
 from peerd.swarm.posts import peer_of, post_name, stage_of
 from peerd.swarm.steps.conductor import Conductor

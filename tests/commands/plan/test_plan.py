@@ -13,8 +13,8 @@ import yaml
 
 from peerd.cli import invoke
 from peerd.commands.plan.plan_report import SolvedPlan, names_of
-from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
-from peerd.machine.placement.search import cost_of
+from peerd.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
+from peerd.placement.search import cost_of
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "configs" / "links.yaml"

@@ -15,10 +15,10 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
-from peerd.machine.network.pair_meter import OwnLine
 from peerd.messages.encoding import Empty
 from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
 from peerd.messages.swarm import LineInfo
+from peerd.placement.network.pair_meter import OwnLine
 from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimPath

@@ -12,8 +12,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.machine.network.network_map import PairView
-from peerd.machine.placement.problem import PlacementProblem, StageWork
+from peerd.placement.network.network_map import PairView
+from peerd.placement.problem import PlacementProblem, StageWork
 from peerd.swarm.conductor import replanner
 from peerd.swarm.conductor.replanner import Replanner
 from peerd.swarm.rebalance.loads import PeerLoad

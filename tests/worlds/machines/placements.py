@@ -9,19 +9,11 @@ from random import Random
 
 import numpy as np
 
-from peerd.machine.placement.cost import CostKind, PlacementCost
-from peerd.machine.placement.layout import StageLayout
-from peerd.machine.placement.model import CostModel
-from peerd.machine.placement.problem import (
-    IDLE,
-    Matrix,
-    Network,
-    PlacementProblem,
-    PlanDevice,
-    StagePlacement,
-    StageWork,
-)
-from peerd.machine.placement.search import placed
+from peerd.placement.cost import CostKind, PlacementCost
+from peerd.placement.layout import StageLayout
+from peerd.placement.model import CostModel
+from peerd.placement.problem import IDLE, Matrix, Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
+from peerd.placement.search import placed
 
 Members = tuple[tuple[int, ...], ...]
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import trio
 
-from peerd.machine.placement.problem import Network, StagePlacement
+from peerd.placement.problem import Network, StagePlacement
 from peerd.run.runfile import RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimPath

@@ -15,9 +15,9 @@ from typing import Final
 
 import numpy as np
 
-from peerd.machine.placement.layout import StageLayout
-from peerd.machine.placement.model import CostModel, Members
-from peerd.machine.placement.problem import IDLE, Matrix
+from peerd.placement.layout import StageLayout
+from peerd.placement.model import CostModel, Members
+from peerd.placement.problem import IDLE, Matrix
 
 Proposal = dict[int, Members]
 NEAREST_OF: Final = 4  # devices drawn, of which the one nearest to its new peers is used

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.limits import LINE_BYTES_PER_S, NETWORK_PEERS, NETWORK_REPORT_PAIRS, NETWORK_RTT_S
-from peerd.machine.network.pair_meter import KEPT_S, REFRESH_S, LinkSnapshot, OwnLine, PairMeter, ReportChanges
 from peerd.messages.encoding import decode, encode
 from peerd.messages.network import PairFigures
+from peerd.placement.network.pair_meter import KEPT_S, REFRESH_S, LinkSnapshot, OwnLine, PairMeter, ReportChanges
 
 LINE = OwnLine(10e6, 10e6)
 UNKNOWN = OwnLine()

@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from peerd.machine.placement.problem import Matrix, PlacementProblem
+from peerd.placement.problem import Matrix, PlacementProblem
 
 DEAD_S: Final = 1e9  # "impossible": larger than any plan, but small enough that sums of it still differ
 NO_LINK: Final = 0.5 * DEAD_S

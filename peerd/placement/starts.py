@@ -14,8 +14,8 @@ from scipy.cluster.hierarchy import leaves_list, linkage  # type: ignore[import-
 from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 from scipy.spatial.distance import squareform  # type: ignore[import-untyped]
 
-from peerd.machine.placement.cost import PairTimes
-from peerd.machine.placement.problem import IDLE, NoPlacement, PlacementProblem, StagePlacement
+from peerd.placement.cost import PairTimes
+from peerd.placement.problem import IDLE, NoPlacement, PlacementProblem, StagePlacement
 
 Stages = tuple[tuple[int, ...], ...]  # members of each
 

@@ -15,9 +15,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from peerd.machine.placement.cost import PlacementCost
-from peerd.machine.placement.model import CostModel, Edge, Group, Key, Members, Pairs
-from peerd.machine.placement.problem import IDLE, Matrix
+from peerd.placement.cost import PlacementCost
+from peerd.placement.model import CostModel, Edge, Group, Key, Members, Pairs
+from peerd.placement.problem import IDLE, Matrix
 
 FEW_STAGES: Final = 10
 EVENED: Final = 0.05  # weight of the mean stage's averaging, so that improving a single stage counts

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from peerd.machine.placement.cost import DEAD_S, CostKind, PairTimes, PlacementCost, twins_of
-from peerd.machine.placement.matching import Matching, bottleneck, least_value, perfect
-from peerd.machine.placement.path import least_length, open_path
-from peerd.machine.placement.problem import Matrix, PlacementProblem
+from peerd.placement.cost import DEAD_S, CostKind, PairTimes, PlacementCost, twins_of
+from peerd.placement.matching import Matching, bottleneck, least_value, perfect
+from peerd.placement.path import least_length, open_path
+from peerd.placement.problem import Matrix, PlacementProblem
 
 Members = tuple[int, ...]
 Key = tuple[int, ...]  # classes of the members, sorted

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.limits import NETWORK_PEERS
-from peerd.machine.network.network_map import FADE_S, NOTHING, RATE_FADE_S, SETTLE_S, STEP, NetworkMap, PairView
 from peerd.messages.network import PairFigures
+from peerd.placement.network.network_map import FADE_S, NOTHING, RATE_FADE_S, SETTLE_S, STEP, NetworkMap, PairView
 
 
 def told(*reports: tuple[str, PairFigures], now: float = 0.0) -> NetworkMap:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peerd.machine.placement.problem import Matrix
+from peerd.placement.problem import Matrix
 
 
 @dataclass(frozen=True, slots=True)

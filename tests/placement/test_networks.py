@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from peerd.machine.placement.cost import CostKind
-from peerd.machine.placement.search import SearchOptions, plan
+from peerd.placement.cost import CostKind
+from peerd.placement.search import SearchOptions, plan
 from scripts.benchmarks import _placement_cases, placement
 from tests.kit.amount import some
 

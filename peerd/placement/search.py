@@ -17,12 +17,12 @@ from typing import Final
 
 import numpy as np
 
-from peerd.machine.placement.cost import NO_LINK, CostKind, PlacementCost
-from peerd.machine.placement.layout import MoveCost, StageLayout
-from peerd.machine.placement.model import CostModel, Members
-from peerd.machine.placement.moves import Moves
-from peerd.machine.placement.problem import IDLE, NoPlacement, PlacementProblem, StagePlacement
-from peerd.machine.placement.starts import Stages, by_links, by_random, check_fits, fits
+from peerd.placement.cost import NO_LINK, CostKind, PlacementCost
+from peerd.placement.layout import MoveCost, StageLayout
+from peerd.placement.model import CostModel, Members
+from peerd.placement.moves import Moves
+from peerd.placement.problem import IDLE, NoPlacement, PlacementProblem, StagePlacement
+from peerd.placement.starts import Stages, by_links, by_random, check_fits, fits
 
 FIRST_RUN: Final = 150  # evaluations
 RANDOM_STARTS: Final = 2

@@ -8,9 +8,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from peerd.machine.placement.matching import bottleneck
-from peerd.machine.placement.path import EXACT_STAGES, _improved, least_length, length_of, open_path
-from peerd.machine.placement.problem import Matrix
+from peerd.placement.matching import bottleneck
+from peerd.placement.path import EXACT_STAGES, _improved, least_length, length_of, open_path
+from peerd.placement.problem import Matrix
 from tests.worlds.machines.placements import drawn_costs, least_bottleneck
 
 

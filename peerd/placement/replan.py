@@ -12,9 +12,9 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from random import Random
 
-from peerd.machine.placement.cost import CostKind
-from peerd.machine.placement.problem import IDLE, NoPlacement, PlacementProblem, StagePlacement
-from peerd.machine.placement.search import SearchOptions, cost_of, plan
+from peerd.placement.cost import CostKind
+from peerd.placement.problem import IDLE, NoPlacement, PlacementProblem, StagePlacement
+from peerd.placement.search import SearchOptions, cost_of, plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

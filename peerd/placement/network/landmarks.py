@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from peerd.machine.network.network_map import PairView
+from peerd.placement.network.network_map import PairView
 
 LANDMARKS: Final = 5  # most landmarks per pair: more would be farther off, fewer would tolerate only one liar
 DELAY_S: Final = 0.05  # round trip if nothing at all is measured

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from peerd.machine.placement.problem import Matrix
+from peerd.placement.problem import Matrix
 
 EXACT_STAGES: Final = 14
 GREEDY_STARTS: Final = 6  # number of best greedy paths that are improved

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.network.landmarks import DELAY_S, RATE_BYTES_PER_S, delay_by_landmarks, filled
-from peerd.machine.network.network_map import NOTHING, PairView
-from peerd.machine.placement.problem import Network
+from peerd.placement.network.landmarks import DELAY_S, RATE_BYTES_PER_S, delay_by_landmarks, filled
+from peerd.placement.network.network_map import NOTHING, PairView
+from peerd.placement.problem import Network
 
 
 def view_of(pairs: dict[tuple[str, str], PairView]):  # type: ignore[no-untyped-def]

@@ -7,8 +7,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StageWork
-from peerd.machine.placement.replan import ReplanOptions, replanned, steady_s
+from peerd.placement.problem import Network, PlacementProblem, PlanDevice, StageWork
+from peerd.placement.replan import ReplanOptions, replanned, steady_s
 from tests.kit.amount import some
 
 NEAR, FAR = 1e9, 1e6  # bytes/s

@@ -9,18 +9,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from peerd.machine.placement.cost import CostKind
-from peerd.machine.placement.problem import (
-    IDLE,
-    Network,
-    NoPlacement,
-    PlacementProblem,
-    PlanDevice,
-    StagePlacement,
-    StageWork,
-)
-from peerd.machine.placement.search import Plan, SearchOptions, cost_of, plan
-from peerd.machine.placement.starts import random_placement
+from peerd.placement.cost import CostKind
+from peerd.placement.problem import IDLE, Network, NoPlacement, PlacementProblem, PlanDevice, StagePlacement, StageWork
+from peerd.placement.search import Plan, SearchOptions, cost_of, plan
+from peerd.placement.starts import random_placement
 from tests.kit.amount import some
 from tests.worlds.machines.placements import Definition, arranged, best_by_definition, drawn_problem
 
