@@ -25,8 +25,8 @@ from peerd.core.limits import LOOKED_AT_PEERS, SLOW_LINE_BYTES_PER_S, SUSPECTS
 from peerd.messages.proof import has_received
 from peerd.messages.swarm import Conducts, Mb, Position, Receipt
 from peerd.swarm.batch.counted_record import CountedRecord
+from peerd.swarm.batch.grants import GrantSigner
 from peerd.swarm.conductor.commit_proofs import CommitProofs
-from peerd.swarm.conductor.grants import GrantSigner
 from peerd.swarm.conductor.machine_driver import MachineDriver
 from peerd.swarm.conductor.orders import ConductingConfig
 from peerd.swarm.conductor.rivals import ConductorClaim, Rivals, believed, next_term

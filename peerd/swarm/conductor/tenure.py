@@ -18,7 +18,7 @@ from peerd.messages.network import PairFigures
 from peerd.messages.swarm import Forecast, Grant, MemberInfo, MemberNews
 from peerd.placement.network.landmarks import FilledNetwork, filled
 from peerd.placement.network.network_map import NetworkMap
-from peerd.swarm.conductor.grants import GrantSigner
+from peerd.swarm.batch.grants import GrantSigner
 from peerd.swarm.posts import peer_of, post_name, stage_of
 from peerd.swarm.steps.conductor import Conductor
 from peerd.swarm.steps.member_list import MemberList

@@ -22,7 +22,7 @@ from peerd.placement.network.pair_meter import OwnLine
 from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimPath
-from peerd.swarm.conductor.grants import GrantSigner
+from peerd.swarm.batch.grants import GrantSigner
 from peerd.swarm.conductor.link_watch import LinkWatch, ReadMap
 from peerd.swarm.conductor.network_map_server import FILLED_PEERS, REPORT_PAUSE_S, NetworkMapServer
 from peerd.swarm.conductor.tenure import Tenure

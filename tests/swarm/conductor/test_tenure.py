@@ -9,7 +9,7 @@ from trio.testing import MockClock
 from peerd.core.keys import Keypair
 from peerd.core.limits import WAITS_CHARS
 from peerd.messages.proof import is_granted
-from peerd.swarm.conductor.grants import GrantSigner
+from peerd.swarm.batch.grants import GrantSigner
 from peerd.swarm.conductor.tenure import Tenure
 from peerd.swarm.events import ConductorConfig, MemberGone
 from peerd.swarm.steps.conductor import Conductor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peerd.core.keys import Keypair
 from peerd.messages.proof import is_granted
-from peerd.swarm.conductor.grants import GrantSigner
+from peerd.swarm.batch.grants import GrantSigner
 
 RUN = b"r" * 16
 CONDUCTOR = Keypair.from_seed(b"conductor".ljust(32, b"."))
