@@ -28,12 +28,12 @@ from peerd.service.experts.vault_disk import VaultDisk
 from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
-from peerd.training.checkpoints.kept_list import KeptList
+from peerd.state.checkpoints.kept_list import KeptList
 from peerd.training.learning_curve import LearningCurves
 from peerd.training.run_monitor import RunMonitor, RunObservation
 
 if TYPE_CHECKING:
-    from peerd.training.checkpoints.keeper import CheckpointKeeper
+    from peerd.state.checkpoints.keeper import CheckpointKeeper
 
 T = TypeVar("T")
 _LOOK_RARELY_S = 10.0  # between two looks while the step's end is far
@@ -251,7 +251,7 @@ class BackboneRole:
     async def _begin(self, services: RunServices) -> CheckpointKeeper:
         """Open the keeper. It loads torch, in a thread since that takes seconds."""
         try:
-            module = await trio.to_thread.run_sync(importlib.import_module, "peerd.training.checkpoints.keeper")
+            module = await trio.to_thread.run_sync(importlib.import_module, "peerd.state.checkpoints.keeper")
         except ModuleNotFoundError as error:
             raise ConfigError(f"to keep checkpoints a backbone needs {missing_package(error)}") from error
         keeping: CheckpointKeeper = module.CheckpointKeeper(self._ctx, services)

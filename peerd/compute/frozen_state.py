@@ -34,7 +34,7 @@ _ALIGN_BYTES: Final = 8  # of the header, padded with spaces
 
 
 class MappedRoom(Protocol):
-    """Memory that the system can write to disk, such as a `service.state.state_room.StateRoom`."""
+    """Memory that the system can write to disk, such as a `state.state_room.StateRoom`."""
 
     row: memoryview
 

@@ -20,7 +20,7 @@ from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.stage_calls import StageCalls
 from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.settings_check import SettingsCheck
-from peerd.service.state.snapshot import KEPT, SnapshotFetcher, Snapshots, StateServer
+from peerd.state.snapshot import KEPT, SnapshotFetcher, Snapshots, StateServer
 from peerd.swarm.batch.counted_record import CountedRecord
 from peerd.swarm.conductor.commit_proofs import CommitProofs, trusted_peers
 from peerd.swarm.conductor.conductor_client import ConductorClient

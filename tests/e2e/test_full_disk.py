@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from peerd.cli import invoke
-from peerd.service.state.state_room import StateRoom
+from peerd.state.state_room import StateRoom
 from tests.worlds.processes.processes import processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]

@@ -43,8 +43,8 @@ from peerd.run.runfile import (
     fingerprint,
 )
 from peerd.service.pipeline.trainer_relay import TrainerRelay
-from peerd.service.state.snapshot import KEPT, StateItem, StateServer
 from peerd.sim.clock import SimClock
+from peerd.state.snapshot import KEPT, StateItem, StateServer
 from peerd.wire.host.host import Host
 from roles.stage import StageRole
 from tests.fuzz.session_points import WHO

@@ -25,7 +25,6 @@ ROOMS = {
     "wire": "signals wire/budget",
     "compute": "messages run",
     "machine/experts": "messages run wire/rate",
-    "machine/state": "messages wire/rate",
     "placement/network": "messages wire/rate",
     "reach/messages": "wire",
     "rpc/methods": "messages wire/budget",
@@ -41,7 +40,7 @@ ROOMS = {
     "rpc": "messages rpc/methods wire/budget wire/rate",
     "wire/link": "wire wire/budget wire/noise wire/rate wire/yamux",
     "compute/model": "compute compute/codec compute/user_loop core/model messages run",
-    "service/state": "machine/state messages rpc rpc/methods wire wire/rate",
+    "state": "messages rpc rpc/methods wire wire/rate",
     "wire/host": "signals wire wire/budget wire/link wire/noise wire/rate wire/tcp wire/yamux",
     "averaging": "messages rpc rpc/methods run signals wire/host",
     "compute/experts": "compute compute/codec compute/model core/model messages run",
@@ -51,8 +50,7 @@ ROOMS = {
     "reach/relay": "reach reach/messages wire wire/host wire/link wire/rate wire/tcp",
     "access": "dht messages rpc rpc/methods run wire/host wire/rate",
     "service/experts": (
-        "dht machine/experts machine/owners machine/state messages rpc rpc/methods run service/state signals "
-        "wire/budget wire/host wire/rate"
+        "dht machine/experts machine/owners messages rpc rpc/methods run signals state wire/budget wire/host wire/rate"
     ),
     "swarm": "averaging dht messages rpc run signals wire wire/host wire/rate",
     "swarm/batch": "dht messages rpc swarm",
@@ -66,24 +64,24 @@ ROOMS = {
     ),
     "service/averaging": "averaging swarm swarm/conductor wire/host",
     "service": (
-        "averaging dht messages rpc rpc/methods run service/averaging service/experts service/pipeline "
-        "service/state swarm swarm/batch swarm/conductor wire wire/host wire/link"
+        "averaging dht messages rpc rpc/methods run service/averaging service/experts service/pipeline state swarm "
+        "swarm/batch swarm/conductor wire wire/host wire/link"
     ),
     "control": "dht log reach reach/gateway reach/relay rpc run service wire/host",
     "role": "dht log rpc run service wire/host",
     "sim": "dht dht/node messages rpc run service wire wire/host wire/link",
     "commands/status": "control dht log messages rpc run screen service swarm/batch swarm/conductor wire/host",
     "registry": "log role run",
+    "state/catchup": "compute compute/model messages role run service signals state",
     "training": (
         "compute compute/codec compute/data compute/model core/model machine/pipeline messages placement role run "
         "service service/pipeline signals swarm/batch swarm/steps"
     ),
-    "training/catchup": "compute compute/model machine/state messages role run service service/state signals",
     "training/expert": (
         "machine/experts machine/owners messages role rpc rpc/methods run service/experts signals wire/rate"
     ),
     "averaging/rounds": (
-        "averaging compute/codec compute/model core/model messages role rpc run service service/state training/catchup"
+        "averaging compute/codec compute/model core/model messages role rpc run service state state/catchup"
     ),
     "commands": "access compute compute/export control log messages registry run service service/experts wire wire/tcp",
     "commands/doctor": (
@@ -92,14 +90,12 @@ ROOMS = {
     ),
     "daemon": "access commands/status control devices log messages role run service wire/host wire/tcp",
     "demo": "commands/status compute compute/data compute/export compute/model control run screen service/experts",
-    "training/checkpoints": (
-        "compute compute/model messages role run service service/state signals swarm training/catchup"
-    ),
+    "state/checkpoints": "compute compute/model messages role run service signals state state/catchup swarm",
     "launch": "access control daemon log role run service wire wire/tcp",
     "training/stage": (
         "averaging averaging/rounds compute compute/codec compute/experts compute/kernels compute/model core/model "
-        "machine/pipeline messages role rpc run service service/pipeline signals swarm swarm/batch swarm/conductor "
-        "swarm/rebalance swarm/steps training training/catchup training/checkpoints wire/budget"
+        "machine/pipeline messages role rpc run service service/pipeline signals state/catchup state/checkpoints "
+        "swarm swarm/batch swarm/conductor swarm/rebalance swarm/steps training wire/budget"
     ),
     "cli": (
         "commands commands/doctor commands/plan commands/status compute control daemon demo launch log messages "
@@ -161,15 +157,15 @@ DOES_IO = {
     "service/averaging": "*",
     "service/experts": "*",
     "service/pipeline": "*",
-    "service/state": "*",
     "signals": "*",
     "sim": "*",
+    "state": "piece_fetch snapshot state_room state_server",
+    "state/catchup": "*",
+    "state/checkpoints": "*",
     "swarm": "contributions dial_trainers directory kept_links peer_links run_view",
     "swarm/batch": "counted_record",
     "swarm/conductor": "*",
     "training": "*",
-    "training/catchup": "*",
-    "training/checkpoints": "*",
     "training/expert": "*",
     "training/moe": "*",
     "training/replica": "*",
@@ -183,11 +179,11 @@ DOES_IO = {
 # Rooms that may import torch.
 WITH_TORCH = (
     "compute compute/codec compute/data compute/experts compute/export compute/kernels compute/model "
-    "compute/user_loop library run training training/catchup training/checkpoints training/moe training/stage "
+    "compute/user_loop library run state/catchup state/checkpoints training training/moe training/stage "
     "training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "averaging compute core machine messages role rpc run service signals swarm training wire"
+ROLE_IMPORTS = "averaging compute core machine messages role rpc run service signals state swarm training wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
     "commands commands/doctor commands/plan commands/status compute compute/data compute/model control demo launch "

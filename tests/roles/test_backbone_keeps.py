@@ -19,9 +19,9 @@ from peerd.messages.encoding import Empty
 from peerd.messages.state import StatePiece
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.service.state.snapshot import StateServer
-from peerd.training.checkpoints.keeper import CheckpointKeeper
-from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
+from peerd.state.checkpoints.keeper import CheckpointKeeper
+from peerd.state.checkpoints.stage_checkpoints import StageCheckpoints
+from peerd.state.snapshot import StateServer
 from peerd.training.learning_curve import LearningCurves
 from roles.backbone import BackboneRole
 from roles.stage import StageRole

@@ -15,8 +15,8 @@ from peerd.messages.encoding import Empty
 from peerd.messages.state import StateManifest, StatePiece, StateRequest
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile
-from peerd.service.state.snapshot import StateServer
-from peerd.training.catchup import catch_up
+from peerd.state.catchup import catch_up
+from peerd.state.snapshot import StateServer
 from roles.stage import StageRole
 from tests.kit.amount import thorough
 from tests.kit.runs import changed

@@ -12,8 +12,8 @@ import trio.testing
 from peerd.messages.swarm import Position
 from peerd.run.runfile import RunFile
 from peerd.sim.clock import SimClock
+from peerd.state.checkpoints.evidence_store import EvidenceStore
 from peerd.swarm.positions.evidence import Evidence
-from peerd.training.checkpoints.evidence_store import EvidenceStore
 
 POSITION = Position(8, b"kept")
 

@@ -13,7 +13,7 @@ from peerd.cli import invoke
 from peerd.compute import checkpoint
 from peerd.compute.frozen_state import FrozenState
 from peerd.run.runfile import RunFile
-from peerd.training.checkpoints import stage_checkpoints
+from peerd.state.checkpoints import stage_checkpoints
 from tests.worlds.processes.processes import run_file
 from tests.worlds.roles.training import Peer, pipeline, reaches, small_run, swarm
 

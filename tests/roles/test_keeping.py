@@ -19,10 +19,10 @@ from peerd.messages.swarm import Position
 from peerd.role import RoleContext
 from peerd.run.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.service.run_services import RunServices
-from peerd.service.state.snapshot import Fetched, StateItem
-from peerd.service.state.state_room import StateRoom
-from peerd.training.catchup.validate import checked
-from peerd.training.checkpoints.keeper import CheckpointKeeper
+from peerd.state.catchup.validate import checked
+from peerd.state.checkpoints.keeper import CheckpointKeeper
+from peerd.state.snapshot import Fetched, StateItem
+from peerd.state.state_room import StateRoom
 from peerd.wire.budget.book import Book
 from peerd.wire.clock import RealClock
 from tests.worlds.machines.workers import InlineWorker

@@ -11,7 +11,7 @@ from peerd.compute.model.user_model import UserModel
 from peerd.compute.tensors import state_digest
 from peerd.messages.swarm import Position
 from peerd.run.runfile import AveragingSection, ModelSection, OptimizerSection, PipelineSection, RunFile
-from peerd.training.catchup.step_totals import StepTotal
+from peerd.state.catchup.step_totals import StepTotal
 
 SAMPLES = 8
 

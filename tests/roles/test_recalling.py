@@ -10,9 +10,9 @@ import trio.testing
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine.state.quorum import Claim, StateQuorum
 from peerd.messages.swarm import Position
-from peerd.training.checkpoints.checkpoint_recovery import CheckpointRecovery
+from peerd.state.checkpoints.checkpoint_recovery import CheckpointRecovery
+from peerd.state.quorum import Claim, StateQuorum
 
 NEW, OLD = Position(7, b"a" * 16), Position(5, b"b" * 16)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from peerd.core.errors import Refused, RemoteError, Unreachable
 from peerd.core.limits import STATE_TOTALS, STATE_TRAIL
 from peerd.messages.swarm import Position
-from peerd.training.catchup.step_totals import StepTotal, StepTotals
-from peerd.training.catchup.totals_trail import TotalsTrail
+from peerd.state.catchup.step_totals import StepTotal, StepTotals
+from peerd.state.catchup.totals_trail import TotalsTrail
 
 
 def at(step: int) -> Position:

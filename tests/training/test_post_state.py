@@ -22,10 +22,10 @@ from peerd.log import EventLog
 from peerd.messages.swarm import Position
 from peerd.role import RoleContext
 from peerd.run.runfile import BatchSection, LimitsSection, ModelSection, PipelineSection, RunFile
-from peerd.service.state.state_room import StateRoom
 from peerd.sim.clock import SimClock
-from peerd.training.catchup import copy_room
-from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
+from peerd.state.catchup import copy_room
+from peerd.state.checkpoints.stage_checkpoints import StageCheckpoints
+from peerd.state.state_room import StateRoom
 from peerd.training.stage.post_state import PostState
 from tests.worlds.machines.workers import InlineWorker
 

@@ -33,9 +33,9 @@ from peerd.core.work import Worker
 from peerd.messages.swarm import LineInfo, Position, Prepare
 from peerd.run.runfile import RunFile
 from peerd.service.run_services import RunServices
-from peerd.service.state.state_room import StateRoom
-from peerd.training.catchup.copy_room import room_for_residual
-from peerd.training.catchup.step_totals import StepTotal
+from peerd.state.catchup.copy_room import room_for_residual
+from peerd.state.catchup.step_totals import StepTotal
+from peerd.state.state_room import StateRoom
 
 log = logging.getLogger("peerd.averaging.rounds.averaging_rounds")
 

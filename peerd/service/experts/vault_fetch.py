@@ -15,16 +15,16 @@ import trio
 from peerd.core.errors import Overloaded, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.work import Worker
-from peerd.machine.state import download_events as dl
-from peerd.machine.state.download import Download
-from peerd.machine.state.quorum import Claim
 from peerd.messages.encoding import Empty
 from peerd.messages.experts import CheckpointRef, PieceWanted, state_root
 from peerd.messages.state import DIGEST_BYTES, Bytes, Pieces
 from peerd.messages.swarm import Position
 from peerd.rpc.rpc import Rpc
 from peerd.service.experts.kept_directory import GET
-from peerd.service.state.piece_fetch import BegunDownload, PieceFetch, Shunned, Write, bytes_of
+from peerd.state import download_events as dl
+from peerd.state.download import Download
+from peerd.state.piece_fetch import BegunDownload, PieceFetch, Shunned, Write, bytes_of
+from peerd.state.quorum import Claim
 
 log = logging.getLogger("peerd.service.experts.vault_fetch")
 

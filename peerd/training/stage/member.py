@@ -21,8 +21,8 @@ from peerd.role import RoleContext
 from peerd.run.runfile import RunFile
 from peerd.run.stage_plan import planned_stage
 from peerd.signals import Signal
+from peerd.state.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.swarm.roster import START
-from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.external_model import ExternalModel
 from peerd.training.stage.post import Post
 from peerd.training.stage.stage_move import StageMove

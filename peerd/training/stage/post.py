@@ -33,11 +33,11 @@ from peerd.run.runfile import RunFile, precision_text
 from peerd.run.stage_plan import planned_stage
 from peerd.service.pipeline.stage_calls import StageHandlers
 from peerd.service.run_services import RunServices
-from peerd.training.catchup.catch_up import CatchUp
-from peerd.training.catchup.step_totals import StepTotal
-from peerd.training.checkpoints.checkpoint_recovery import CheckpointRecovery
-from peerd.training.checkpoints.evidence_store import EvidenceStore
-from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
+from peerd.state.catchup.catch_up import CatchUp
+from peerd.state.catchup.step_totals import StepTotal
+from peerd.state.checkpoints.checkpoint_recovery import CheckpointRecovery
+from peerd.state.checkpoints.evidence_store import EvidenceStore
+from peerd.state.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.announcement import announce_now_and_then
 from peerd.training.stage.external_model import ExternalModel

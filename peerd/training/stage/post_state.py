@@ -32,12 +32,12 @@ from peerd.messages.swarm import Position
 from peerd.role import RoleContext
 from peerd.run.runfile import RunFile
 from peerd.signals import Signal
+from peerd.state.catchup.catch_up import PositionChanged
+from peerd.state.catchup.copy_room import room_for_copy
+from peerd.state.catchup.step_totals import StepTotal
+from peerd.state.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.swarm.batch.divergence import AGAIN_STEPS
 from peerd.swarm.roster import START
-from peerd.training.catchup.catch_up import PositionChanged
-from peerd.training.catchup.copy_room import room_for_copy
-from peerd.training.catchup.step_totals import StepTotal
-from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.external_model import ExternalModel
 
 T = TypeVar("T")

@@ -202,7 +202,7 @@ async def test_a_group_of_one_makes_no_copy_of_its_sum(autojump_clock: MockClock
 async def test_a_large_residual_lies_in_a_file_until_rounds_are_seen_to_be_short(
     autojump_clock: MockClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peerd.training.catchup.copy_room.WORTH_A_FILE_BYTES", 4 * LENGTH)
+    monkeypatch.setattr("peerd.state.catchup.copy_room.WORTH_A_FILE_BYTES", 4 * LENGTH)
     async with group(2) as (_, nodes):
         plain, filed = Members(nodes, "int8"), Members(nodes, "int8", tmp_path)
         for number in range(3):
@@ -221,8 +221,8 @@ async def test_a_large_residual_lies_in_a_file_until_rounds_are_seen_to_be_short
 async def test_a_disk_that_cannot_take_residuals_costs_memory_and_one_warning_not_the_round(
     autojump_clock: MockClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("peerd.training.catchup.copy_room.WORTH_A_FILE_BYTES", 4 * LENGTH)
-    monkeypatch.setattr("peerd.training.catchup.copy_room._WORTH_WRITING_S", 0.0)  # however short rounds are
+    monkeypatch.setattr("peerd.state.catchup.copy_room.WORTH_A_FILE_BYTES", 4 * LENGTH)
+    monkeypatch.setattr("peerd.state.catchup.copy_room._WORTH_WRITING_S", 0.0)  # however short rounds are
     async with group(2) as (_, nodes):
         members = Members(nodes, "int8", tmp_path / "missing")
         for number in range(3):

@@ -12,9 +12,9 @@ from peerd.messages import proof as signed_statements
 from peerd.messages.commits import CommitProof, Committed, ProofShown
 from peerd.messages.proof import commit_signature
 from peerd.messages.swarm import Position
+from peerd.state.checkpoints.evidence_store import EvidenceStore
 from peerd.swarm.conductor import commit_proofs
 from peerd.swarm.conductor.commit_proofs import CommitProofs
-from peerd.training.checkpoints.evidence_store import EvidenceStore
 
 RUN, POSITION, DIGEST = bytes(32), Position(8, b"signed"), b"m" * 32
 KEYS = [Keypair.from_seed(bytes([n]) * 32) for n in range(4)]

@@ -1,1 +1,0 @@
-"""State download: pieces, donors, and the quorum that decides which state is correct."""

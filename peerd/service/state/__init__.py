@@ -1,1 +1,0 @@
-"""Serving and fetching states."""
