@@ -18,13 +18,13 @@ import trio
 
 from peerd.core.errors import ConfigError, RemoteError, missing_package
 from peerd.core.work import Worker
+from peerd.experts.calls.vault import Vault
+from peerd.experts.calls.vault_disk import VaultDisk
 from peerd.messages.progress import pause_s
 from peerd.messages.run_link import RunFileAnswer, best_link, shared_file
 from peerd.messages.swarm import Position
 from peerd.role import RoleContext
 from peerd.run.runfile import RunFile
-from peerd.service.experts.vault import Vault
-from peerd.service.experts.vault_disk import VaultDisk
 from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal

@@ -1,7 +1,7 @@
 """Role `expert`: hosts experts of a run's layers, as many as fit into memory, and keeps checkpoints of other hosts'
 experts.
 
-`training/expert/host` chooses the experts to host. `training/expert/vault_keeper` keeps the checkpoints, so that
+`experts/hosting/host` chooses the experts to host. `experts/hosting/vault_keeper` keeps the checkpoints, so that
 experts survive their host.
 """
 
@@ -12,16 +12,16 @@ from typing import ClassVar, Final
 
 import trio
 
-from peerd.compute.experts.blocks import try_block
-from peerd.compute.experts.hosted_expert import HostedExpert
-from peerd.compute.experts.memory import experts_that_fit
 from peerd.core.errors import ConfigError
+from peerd.experts.hosting.host import ExpertHost
+from peerd.experts.hosting.vault_keeper import VaultKeeper
+from peerd.experts.model.blocks import try_block
+from peerd.experts.model.hosted_expert import HostedExpert
+from peerd.experts.model.memory import experts_that_fit
 from peerd.role import RoleContext
 from peerd.run.grid import Uid
 from peerd.run.runfile import RunFile, unused_precision
 from peerd.swarm.contributions import PERIOD_S
-from peerd.training.expert.host import ExpertHost
-from peerd.training.expert.vault_keeper import VaultKeeper
 
 _COUNTED_S: Final = PERIOD_S / 4  # interval for counting the updates made
 

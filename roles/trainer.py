@@ -5,7 +5,7 @@ from stage to stage. With a model of one stage it trains a replica of its own an
 data parallel training, in which each peer works at its own pace and all peers average once the swarm has completed the
 batch. The conductor decides which microbatches a step counts; `TrainerLedger` records them. It evaluates on held-out
 text when the conductor requests it. With experts, the replica is the trunk, and each microbatch is a task that waits
-for the experts of other peers (`training/moe`). Ends when the run has made all its steps.
+for the experts of other peers (`experts/trainer`). Ends when the run has made all its steps.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import ClassVar
 import trio
 
 from peerd.compute.data.corpus_digest import check_text
-from peerd.compute.experts.trunk import check_trunk
 from peerd.compute.model.dry_run import try_layers, try_layers_if_here
 from peerd.core.errors import ConfigError
 from peerd.core.limits import MICROBATCHES
+from peerd.experts.model.trunk import check_trunk
+from peerd.experts.trainer.asynchronous_flights import AsynchronousFlights, FlightPlan, flights_of
+from peerd.experts.trainer.expert_flights import ExpertFlights
 from peerd.machine.pipeline.in_flight import LIMITED, InFlight
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.messages.progress import TrainerProgress
@@ -32,8 +34,6 @@ from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.swarm.batch.trainer_ledger import Holding
 from peerd.training.contributor import Contributor
-from peerd.training.moe.asynchronous_flights import AsynchronousFlights, FlightPlan, flights_of
-from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.replica.final_state import FinalState
 from peerd.training.stage.member import StageMember
 from peerd.training.trainer_data import TrainerData

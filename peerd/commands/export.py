@@ -83,7 +83,7 @@ def saved_experts(root: Path, fingerprint: str) -> Iterator[SavedExpert]:
     """All checkpoints of a run's experts below `root`, kept by their own hosts, by other hosts or by a backbone."""
     from peerd.compute.export.experts import SavedExpert
     from peerd.compute.export.gather import folders_below
-    from peerd.service.experts.vault_disk import SUFFIX, VaultDisk
+    from peerd.experts.calls.vault_disk import SUFFIX, VaultDisk
 
     for folder, _, files in folders_below(root):
         if any(name.endswith(SUFFIX) for name in files):

@@ -13,7 +13,7 @@ from typing import Any
 from peerd.demo.children import Child, Children
 from peerd.demo.report import DemoReport
 from peerd.demo.scene import ProcessRow, Scene, rows
-from peerd.service.experts.vault_disk import VaultDisk
+from peerd.experts.calls.vault_disk import VaultDisk
 
 
 @dataclass(slots=True)

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import outcome
 import trio
 
-from peerd.compute.experts.dmoe import DMoE
 from peerd.core.errors import ConfigError
 from peerd.daemon import Daemon
+from peerd.experts.model.dmoe import DMoE
 from peerd.library.background import BackgroundConfig, Closed, failure_of, wait_until_left
 from peerd.run.config import load_run
 from peerd.run.expert_network import ExpertCall, ExpertCaller, ExpertReply

@@ -12,7 +12,7 @@ peer may forward it.
 A hostile peer may send: experts outside the grid, bitmaps of the wrong length, claims without experts, pointers with an
 invalid signature, pieces that do not match the digest. Decoding bounds sizes; the code that uses the message checks the
 rest. A signed pointer proves who made a checkpoint, but not that this owner may host the expert: that follows from the
-chain of owners (`PreviousOwner`), see `machine.owners.lineage`.
+chain of owners (`PreviousOwner`), see `experts.owners.lineage`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Interface between a layer of experts in torch code and the client that calls experts over the network.
 
-A layer (`compute/experts`) scores the coordinates of the grid, requests the live experts with the best scores, and
+A layer (`experts/model`) scores the coordinates of the grid, requests the live experts with the best scores, and
 sends each of them its samples. The layer knows no peers, deadlines or trio; the client knows no tensors, only frames.
 `ExpertNetwork` is for trio tasks, `ExpertCaller` for threads, of which many may call concurrently.
 """

@@ -39,8 +39,8 @@ from peerd.wire.host.host import Host
 
 if TYPE_CHECKING:
     from peerd.averaging.allreduce_service import AllReduceService
-    from peerd.service.experts.expert_client import ExpertClient
-    from peerd.service.experts.expert_directory import ExpertDirectory
+    from peerd.experts.calls.expert_client import ExpertClient
+    from peerd.experts.calls.expert_directory import ExpertDirectory
 
 
 _LEAST_GAIN: Final = 0.01  # least gain of rebalancing moves, as a share of the throughput
@@ -84,14 +84,14 @@ class RunServices:
     @cached_property
     def experts(self) -> ExpertDirectory:
         """Directory of the hosts of each expert, in a run with experts. Stays fresh while its task runs."""
-        from peerd.service.experts.expert_directory import ExpertDirectory
+        from peerd.experts.calls.expert_directory import ExpertDirectory
 
         return ExpertDirectory(self.run, self._rpc, self._host, self._dht, self.clock)
 
     def expert_calls(self, worker: Worker) -> ExpertClient:
         """Client for calls to experts, for a trainer or a user's own loop. Chooses and checks on `worker`."""
-        from peerd.service.experts.expert_client import ExpertClient  # brings numpy, which a backbone does not need
-        from peerd.service.experts.kept_directory import KeptDirectory, ReadingPeer
+        from peerd.experts.calls.expert_client import ExpertClient  # brings numpy, which a backbone does not need
+        from peerd.experts.calls.kept_directory import KeptDirectory, ReadingPeer
 
         if self.experts.contested.source is None:
             peer = ReadingPeer(self._host, self._rpc, self._dht, self.clock)

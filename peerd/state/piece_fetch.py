@@ -1,7 +1,7 @@
 """Download of a byte array in pieces from several peers at once: drives one `state/download` over calls.
 
 The worker hashes each piece and writes it only if its digest is right. Written pieces stay in the `BegunDownload`, also
-after a failure. States (`state/snapshot`) and experts' checkpoints (`service/experts/vault_fetch`) differ in
+after a failure. States (`state/snapshot`) and experts' checkpoints (`experts/calls/vault_fetch`) differ in
 the calls and in the destination of the pieces. A hostile donor may send other bytes, frames or digests than it vouched
 for: it is named, and its data is discarded.
 """

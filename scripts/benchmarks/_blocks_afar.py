@@ -15,10 +15,10 @@ import numpy as np
 import trio
 
 from peerd.core.frame import TensorFrame
+from peerd.experts.calls.expert_server import ExpertServer, ServerConfig
 from peerd.messages.experts import Backward, Forward, Gradient, Name, Output
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import ExpertsSection, RunFile, fingerprint
-from peerd.service.experts.expert_server import ExpertServer, ServerConfig
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World

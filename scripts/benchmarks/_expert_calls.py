@@ -17,13 +17,13 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.compute.codec.frames import to_frame
-from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.worker import DeviceWorker, use_threads
+from peerd.experts.calls.expert_client import ExpertClient
+from peerd.experts.calls.expert_directory import ExpertDirectory
+from peerd.experts.model.hosted_expert import HostedExpert
 from peerd.run.expert_network import ExpertCall
 from peerd.run.grid import Uid
 from peerd.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
-from peerd.service.experts.expert_client import ExpertClient
-from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.peer_stack import PeerStack
 from scripts.benchmarks._remote_process import new_stack
 from scripts.process_swarm import ProcessSwarm

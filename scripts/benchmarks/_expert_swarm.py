@@ -20,10 +20,10 @@ from typing import Any
 import trio
 from torch import Tensor
 
-from peerd.compute.experts.hosted_expert import HostedExpert
-from peerd.compute.experts.trunk import TrunkModule
-from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.core.errors import Refused
+from peerd.experts.model.hosted_expert import HostedExpert
+from peerd.experts.model.trunk import TrunkModule
+from peerd.experts.model.trunk_microbatch import TrunkMicrobatch
 from peerd.role import RoleContext
 from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.run.grid import Uid

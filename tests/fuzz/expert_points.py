@@ -12,6 +12,7 @@ import msgspec
 
 from peerd.core.frame import TensorFrame
 from peerd.dht import codec as dht
+from peerd.experts.calls.vault_disk import digests_of
 from peerd.messages.encoding import Empty, decode, encode
 from peerd.messages.experts import (
     Announced,
@@ -31,7 +32,6 @@ from peerd.messages.experts import (
 )
 from peerd.messages.state import Pieces
 from peerd.run.grid import Uid, bitmap, holders_key, kept_experts_key, prefix_key
-from peerd.service.experts.vault_disk import digests_of
 from tests.fuzz import goods
 from tests.fuzz.answering import Answering, Answers
 from tests.fuzz.bodies import Pool

@@ -24,7 +24,7 @@ ROOMS = {
     "messages": "run",
     "wire": "signals wire/budget",
     "compute": "messages run",
-    "machine/experts": "messages run wire/rate",
+    "experts/rules": "messages run wire/rate",
     "placement/network": "messages wire/rate",
     "reach/messages": "wire",
     "rpc/methods": "messages wire/budget",
@@ -35,7 +35,7 @@ ROOMS = {
     "compute/codec": "compute compute/kernels run",
     "compute/data": "compute run",
     "compute/user_loop": "compute run",
-    "machine/owners": "machine/experts messages run",
+    "experts/owners": "experts/rules messages run",
     "machine/pipeline": "messages rpc/methods run wire/budget wire/rate",
     "rpc": "messages rpc/methods wire/budget wire/rate",
     "wire/link": "wire wire/budget wire/noise wire/rate wire/yamux",
@@ -43,14 +43,14 @@ ROOMS = {
     "state": "messages rpc rpc/methods wire wire/rate",
     "wire/host": "signals wire wire/budget wire/link wire/noise wire/rate wire/tcp wire/yamux",
     "averaging": "messages rpc rpc/methods run signals wire/host",
-    "compute/experts": "compute compute/codec compute/model core/model messages run",
+    "experts/model": "compute compute/codec compute/model core/model messages run",
     "reach": "reach/gateway reach/messages wire wire/host wire/link wire/rate wire/tcp",
-    "compute/export": "compute compute/data compute/experts compute/model core/model run",
+    "compute/export": "compute compute/data compute/model core/model experts/model run",
     "dht": "dht/node messages reach rpc rpc/methods wire wire/host wire/link wire/rate",
     "reach/relay": "reach reach/messages wire wire/host wire/link wire/rate wire/tcp",
     "access": "dht messages rpc rpc/methods run wire/host wire/rate",
-    "service/experts": (
-        "dht machine/experts machine/owners messages rpc rpc/methods run signals state wire/budget wire/host wire/rate"
+    "experts/calls": (
+        "dht experts/owners experts/rules messages rpc rpc/methods run signals state wire/budget wire/host wire/rate"
     ),
     "swarm": "averaging dht messages rpc run signals wire wire/host wire/rate",
     "swarm/batch": "dht messages rpc swarm",
@@ -64,36 +64,34 @@ ROOMS = {
     ),
     "service/averaging": "averaging swarm swarm/conductor wire/host",
     "service": (
-        "averaging dht messages rpc rpc/methods run service/averaging service/experts service/pipeline state swarm "
+        "averaging dht experts/calls messages rpc rpc/methods run service/averaging service/pipeline state swarm "
         "swarm/batch swarm/conductor wire wire/host wire/link"
     ),
     "control": "dht log reach reach/gateway reach/relay rpc run service wire/host",
     "role": "dht log rpc run service wire/host",
     "sim": "dht dht/node messages rpc run service wire wire/host wire/link",
     "commands/status": "control dht log messages rpc run screen service swarm/batch swarm/conductor wire/host",
+    "experts/hosting": "experts/calls experts/owners experts/rules messages role rpc rpc/methods run signals wire/rate",
     "registry": "log role run",
     "state/catchup": "compute compute/model messages role run service signals state",
     "training": (
         "compute compute/codec compute/data compute/model core/model machine/pipeline messages placement role run "
         "service service/pipeline signals swarm/batch swarm/steps"
     ),
-    "training/expert": (
-        "machine/experts machine/owners messages role rpc rpc/methods run service/experts signals wire/rate"
-    ),
     "averaging/rounds": (
         "averaging compute/codec compute/model core/model messages role rpc run service state state/catchup"
     ),
-    "commands": "access compute compute/export control log messages registry run service service/experts wire wire/tcp",
+    "commands": "access compute compute/export control experts/calls log messages registry run service wire wire/tcp",
     "commands/doctor": (
         "access compute compute/data compute/kernels compute/model core/model dht log reach reach/messages registry "
         "run service wire wire/host wire/tcp"
     ),
     "daemon": "access commands/status control devices log messages role run service wire/host wire/tcp",
-    "demo": "commands/status compute compute/data compute/export compute/model control run screen service/experts",
+    "demo": "commands/status compute compute/data compute/export compute/model control experts/calls run screen",
     "state/checkpoints": "compute compute/model messages role run service signals state state/catchup swarm",
     "launch": "access control daemon log role run service wire wire/tcp",
     "training/stage": (
-        "averaging averaging/rounds compute compute/codec compute/experts compute/kernels compute/model core/model "
+        "averaging averaging/rounds compute compute/codec compute/kernels compute/model core/model experts/model "
         "machine/pipeline messages role rpc run service service/pipeline signals state/catchup state/checkpoints "
         "swarm swarm/batch swarm/conductor swarm/rebalance swarm/steps training wire/budget"
     ),
@@ -101,18 +99,18 @@ ROOMS = {
         "commands commands/doctor commands/plan commands/status compute control daemon demo launch log messages "
         "registry role run"
     ),
-    "training/moe": (
-        "compute/codec compute/experts compute/model core/model log machine/pipeline messages role run "
+    "experts/trainer": (
+        "compute/codec compute/model core/model experts/model log machine/pipeline messages role run "
         "service/pipeline signals swarm/batch training/stage wire/rate"
     ),
     "training/replica": "role service training/stage",
     "__main__": "cli",
     "training/user_loop": (
-        "compute/model machine/pipeline messages role service service/experts signals swarm/batch training "
+        "compute/model experts/calls machine/pipeline messages role service signals swarm/batch training "
         "training/replica training/stage wire/rate"
     ),
     "library": (
-        "compute/experts compute/model compute/user_loop control daemon launch messages role run training/user_loop"
+        "compute/model compute/user_loop control daemon experts/model launch messages role run training/user_loop"
     ),
 }
 # Room -> its files that do I/O, or * for all; every other file only decides: it imports nothing that does I/O.
@@ -132,7 +130,6 @@ DOES_IO = {
         "corpus corpus_digest file_fetch http_fetch public_connection readers remote_files shuffled_source stream "
         "text_stream user_dataset"
     ),
-    "compute/experts": "*",
     "compute/export": "*",
     "compute/kernels": "cuda native ops reference",
     "compute/model": "*",
@@ -142,6 +139,10 @@ DOES_IO = {
     "demo": "*",
     "devices": "*",
     "dht": "bootstrap dht requests",
+    "experts/calls": "*",
+    "experts/hosting": "*",
+    "experts/model": "*",
+    "experts/trainer": "*",
     "launch": "*",
     "library": "*",
     "log": "*",
@@ -155,7 +156,6 @@ DOES_IO = {
     "screen": "full_screen",
     "service": "peer_stack run_offer run_services settings_check",
     "service/averaging": "*",
-    "service/experts": "*",
     "service/pipeline": "*",
     "signals": "*",
     "sim": "*",
@@ -166,8 +166,6 @@ DOES_IO = {
     "swarm/batch": "counted_record",
     "swarm/conductor": "*",
     "training": "*",
-    "training/expert": "*",
-    "training/moe": "*",
     "training/replica": "*",
     "training/stage": "*",
     "training/user_loop": "*",
@@ -178,14 +176,14 @@ DOES_IO = {
 }
 # Rooms that may import torch.
 WITH_TORCH = (
-    "compute compute/codec compute/data compute/experts compute/export compute/kernels compute/model "
-    "compute/user_loop library run state/catchup state/checkpoints training training/moe training/stage "
+    "compute compute/codec compute/data compute/export compute/kernels compute/model compute/user_loop "
+    "experts/model experts/trainer library run state/catchup state/checkpoints training training/stage "
     "training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "averaging compute core machine messages role rpc run service signals state swarm training wire"
+ROLE_IMPORTS = "averaging compute core experts machine messages role rpc run service signals state swarm training wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
-    "commands commands/doctor commands/plan commands/status compute compute/data compute/model control demo launch "
-    "library log screen training/moe"
+    "commands commands/doctor commands/plan commands/status compute compute/data compute/model control demo "
+    "experts/trainer launch library log screen"
 )

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.core.errors import TooFewExperts
+from peerd.experts.model.hosted_expert import HostedExpert
 from peerd.run.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import ExpertsSection, RunFile

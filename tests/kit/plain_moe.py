@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from peerd.compute.experts.blocks import build_block
+from peerd.experts.model.blocks import build_block
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import ExpertsSection, RunFile
 

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import pytest
 import trio
 
+from peerd.experts.calls.vault import Vault
+from peerd.experts.calls.vault_disk import VaultDisk, digests_of
 from peerd.role import RoleContext
 from peerd.run.grid import Uid
-from peerd.service.experts.vault import Vault
-from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from roles.backbone import BackboneRole
 from tests.worlds.roles.expertpeers import expert_run, pointer_to, state
 from tests.worlds.roles.training import swarm

@@ -16,11 +16,11 @@ import trio
 from peerd.commands.status.swarm_view import swarm_view
 from peerd.core.errors import ConfigError
 from peerd.core.frame import TensorFrame
+from peerd.experts.calls.expert_client import ExpertClient
+from peerd.experts.calls.expert_directory import ExpertDirectory
 from peerd.run.expert_network import ExpertCall, ExpertReply
 from peerd.run.grid import Uid
 from peerd.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
-from peerd.service.experts.expert_client import ExpertClient
-from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig
 from peerd.sim.world import Node, World, WorldConfig

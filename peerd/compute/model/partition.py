@@ -5,7 +5,7 @@ in the whole model (`block3.feed.up.weight`), so the names of all stages togethe
 initial value is a pure function of (run.seed, name): the bits are the same for any division and on any machine. Values
 are drawn from integers with one multiplication, without logarithms, whose results differ between machines.
 
-In a run with experts, the last blocks have a gate instead of a feed-forward of their own (`compute/experts/trunk`).
+In a run with experts, the last blocks have a gate instead of a feed-forward of their own (`experts/model/trunk`).
 
 A user's own model, `model.kind: module:function`, is a list of layers returned by a function in a local Python file (or
 an installed module). configs/README.md documents its contract; `dry_run.py` tries it. Layers may have buffers. They run

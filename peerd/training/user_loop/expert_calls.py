@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import trio
 
+from peerd.experts.calls.blocking import BlockingExperts
 from peerd.role import RoleContext
-from peerd.service.experts.blocking import BlockingExperts
 
 
 @dataclass(slots=True)

@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peerd.commands.export import saved_experts
-from peerd.compute.experts.hosted_expert import HostedExpert
-from peerd.compute.experts.trunk import TrunkModule
-from peerd.compute.experts.trunk_microbatch import TrunkMicrobatch
 from peerd.compute.export.experts import ExportedExperts, fault_of
 from peerd.compute.export.export import Exported, ExportRequest, export
 from peerd.compute.export.folder import CONFIG, read_config
 from peerd.compute.export.loaded_model import SamplingOptions, load_export, write_text
 from peerd.core.errors import ConfigError
+from peerd.experts.calls.vault_disk import VaultDisk, digests_of
+from peerd.experts.model.hosted_expert import HostedExpert
+from peerd.experts.model.trunk import TrunkModule
+from peerd.experts.model.trunk_microbatch import TrunkMicrobatch
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import ExpertsSection, RunFile
-from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from tests.kit.exporting import Alone, make_run, save
 from tests.kit.local_experts import LocalExperts
 from tests.worlds.roles.expertpeers import pointer_to

@@ -13,13 +13,13 @@ import trio
 
 from peerd.core.errors import Refused
 from peerd.core.frame import TensorFrame
+from peerd.experts.calls.expert_client import ExpertClient
+from peerd.experts.calls.expert_directory import ExpertDirectory
 from peerd.messages.experts import Announced, Backward, Forward, Gradient, Name, Output
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.expert_network import ExpertCall
 from peerd.run.grid import Grid, Uid, bitmap, grid_of
 from peerd.run.runfile import RunFile
-from peerd.service.experts.expert_client import ExpertClient
-from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
 from tests.kit.declared import declared

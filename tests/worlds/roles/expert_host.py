@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import trio
 
-from peerd.compute.experts.hosted_expert import HostedExpert
+from peerd.experts.model.hosted_expert import HostedExpert
 from peerd.messages.experts import Backward, Forward, Gradient, Output
 from peerd.role import RoleContext
 from peerd.rpc.rpc import Answer, Incoming

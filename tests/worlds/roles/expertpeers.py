@@ -11,21 +11,21 @@ from typing import Any, TypeVar
 
 import trio
 
+from peerd.experts.calls.vault import Vault
+from peerd.experts.calls.vault_disk import VaultDisk, digests_of
+from peerd.experts.hosting.adoption import Adoption
+from peerd.experts.hosting.checkpoints import ExpertCheckpoints
+from peerd.experts.hosting.sharing import ExpertStateSharing
+from peerd.experts.rules.host_share import HostShare
 from peerd.log import EventLog
-from peerd.machine.experts.sharing import HostShare
 from peerd.messages.encoding import encode
 from peerd.messages.experts import Announced, CheckpointRef, Name, state_root
 from peerd.run.grid import Uid, bitmap, grid_of, prefix_key
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.service.experts.vault import Vault
-from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.clock import SimClock, run_virtual
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet
-from peerd.training.expert.adoption import Adoption
-from peerd.training.expert.checkpoints import ExpertCheckpoints
-from peerd.training.expert.sharing import ExpertStateSharing
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import FakeExpert, FakeHosted
 from tests.worlds.machines.workers import InlineWorker

@@ -1,0 +1,1 @@
+"""Mixtures of experts over many hosts: model, calls, hosting, ownership, training."""

@@ -1,1 +1,0 @@
-"""A trainer of a run with experts: many microbatches in flight at once, each a task that waits for experts' answers."""
