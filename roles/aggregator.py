@@ -15,11 +15,11 @@ import trio
 from peerd.averaging.rounds.helper_rounds import HelperRounds
 from peerd.averaging.rounds.line_info import own_line
 from peerd.messages.swarm import MemberAnswer, Position, Prepare, Prepared
+from peerd.pipeline.stage.session import ConductorSession, PostReport
+from peerd.pipeline.stage_calls import StageHandlers
 from peerd.role import RoleContext
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile
-from peerd.service.pipeline.stage_calls import StageHandlers
-from peerd.training.stage.session import ConductorSession, PostReport
 
 
 class AuxAggregatorRole:

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from peerd.compute.model.dry_run import try_layers
 from peerd.core.errors import ConfigError
+from peerd.pipeline.stage.member import StageMember
 from peerd.run.runfile import RunFile
-from peerd.training.stage.member import StageMember
 
 
 class StageRole(StageMember):

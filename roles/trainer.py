@@ -24,19 +24,19 @@ from peerd.core.limits import MICROBATCHES
 from peerd.experts.model.trunk import check_trunk
 from peerd.experts.trainer.asynchronous_flights import AsynchronousFlights, FlightPlan, flights_of
 from peerd.experts.trainer.expert_flights import ExpertFlights
-from peerd.machine.pipeline.in_flight import LIMITED, InFlight
-from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.messages.progress import TrainerProgress
 from peerd.messages.swarm import MemberInfo, TrainerAnswer
+from peerd.pipeline.microbatch import Microbatch
+from peerd.pipeline.routes.in_flight import LIMITED, InFlight
+from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
+from peerd.pipeline.stage.final_state import FinalState
+from peerd.pipeline.stage.member import StageMember
+from peerd.pipeline.trainer.contributor import Contributor
+from peerd.pipeline.trainer.trainer_data import TrainerData
+from peerd.pipeline.trainer_relay import TrainerRelay
 from peerd.role import RoleContext
 from peerd.run.runfile import RunFile
-from peerd.service.pipeline.microbatch import Microbatch
-from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.swarm.batch.trainer_ledger import Holding
-from peerd.training.contributor import Contributor
-from peerd.training.replica.final_state import FinalState
-from peerd.training.stage.member import StageMember
-from peerd.training.trainer_data import TrainerData
 from peerd.wire.rate.work_rate import WorkRate
 
 _COMPARED_AGAIN_S = (1.0, 1.0, 2.0, 4.0, 8.0)  # pauses between comparisons with the texts of simultaneous starters

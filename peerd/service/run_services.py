@@ -13,12 +13,12 @@ from peerd.core.ids import PeerId
 from peerd.core.work import Worker
 from peerd.dht.dht import Dht
 from peerd.messages.swarm import Grant
+from peerd.pipeline.direct import DirectPipeline
+from peerd.pipeline.preconnect import Preconnector
+from peerd.pipeline.stage_calls import StageCalls
+from peerd.pipeline.stage_client import TrainerCredentials
 from peerd.rpc.rpc import Rpc
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.service.averaging.preconnect import Preconnector
-from peerd.service.pipeline.direct import DirectPipeline
-from peerd.service.pipeline.stage_calls import StageCalls
-from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.settings_check import SettingsCheck
 from peerd.state.snapshot import KEPT, SnapshotFetcher, Snapshots, StateServer
 from peerd.swarm.batch.counted_record import CountedRecord

@@ -22,10 +22,10 @@ from peerd.compute.model.partition import ModelPiece
 from peerd.experts.model.expert_mixture import mixed
 from peerd.experts.model.hosted_expert import HostedExpert
 from peerd.experts.model.trunk import TrunkModule
+from peerd.pipeline.trainer.trainer_data import TrainerData
 from peerd.role import RoleContext
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import RunFile
-from peerd.training.trainer_data import TrainerData
 from roles.trainer import TrainerRole
 from scripts.benchmarks._expert_swarm import flown
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
-from peerd.machine.pipeline.route_policy import Cut, Options, Sent
 from peerd.messages.handover import Hop
+from peerd.pipeline.routes.route_policy import Cut, Options, Sent
 
 SWEEPS: Final = 60
 HOTTEST: Final = 0.1  # temperature of the first sweep, over the mean cost of a chain's link

@@ -29,10 +29,10 @@ import trio
 
 from peerd.dht.dht import DhtConfig
 from peerd.dht.node.node_state import KademliaConfig
-from peerd.machine.pipeline.cheapest_route import CheapestRoute
-from peerd.machine.pipeline.route_policy import Cut, Options, RoutePolicy, Sent
 from peerd.messages.handover import Hop
-from peerd.service.pipeline import direct
+from peerd.pipeline import direct
+from peerd.pipeline.routes.cheapest_route import CheapestRoute
+from peerd.pipeline.routes.route_policy import Cut, Options, RoutePolicy, Sent
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimPath
 from peerd.sim.world import Node, World, WorldConfig

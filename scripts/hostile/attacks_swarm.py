@@ -39,9 +39,9 @@ from peerd.messages.swarm import (
     TrainerSync,
     WhoConducts,
 )
+from peerd.pipeline.next_stage import PASS
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.service.peer_stack import PeerStack
-from peerd.service.pipeline.next_stage import PASS
 from scripts.hostile.field import FAR, Field, each
 from tests.kit.declared import ANY
 

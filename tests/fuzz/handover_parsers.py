@@ -6,9 +6,9 @@ import msgspec
 
 from peerd.core.errors import PeerdError
 from peerd.core.limits import STAGES
-from peerd.machine.pipeline.tickets import Tickets
 from peerd.messages.encoding import decode, encode
 from peerd.messages.handover import PassAnswer, PassRequest, RelayRequest, Ticket
+from peerd.pipeline.routes.tickets import Tickets
 from tests.fuzz import handover_goods as goods
 from tests.fuzz.parsers import PARSERS, Corpus, parser
 

@@ -22,9 +22,10 @@ import trio
 
 from peerd.core.errors import Overloaded, Refused, RemoteError
 from peerd.dht.dht import Dht
-from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.messages.proof import grant
 from peerd.messages.swarm import Conducts, GrantStatement, Position, Seqs, StageAnswer, StageForward, WhoConducts
+from peerd.pipeline.routes.microbatch_shapes import MicrobatchShapes
+from peerd.pipeline.trainer_relay import TrainerRelay
 from peerd.reach.autonat import AutoNat
 from peerd.reach.hole_puncher import HolePuncher
 from peerd.reach.relay.circuit_transport import Circuits
@@ -42,7 +43,6 @@ from peerd.run.runfile import (
     RunFile,
     fingerprint,
 )
-from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.sim.clock import SimClock
 from peerd.state.snapshot import KEPT, StateItem, StateServer
 from peerd.wire.host.host import Host

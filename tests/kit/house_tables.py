@@ -36,7 +36,7 @@ ROOMS = {
     "compute/data": "compute run",
     "compute/user_loop": "compute run",
     "experts/owners": "experts/rules messages run",
-    "machine/pipeline": "messages rpc/methods run wire/budget wire/rate",
+    "pipeline/routes": "messages rpc/methods run wire/budget wire/rate",
     "rpc": "messages rpc/methods wire/budget wire/rate",
     "wire/link": "wire wire/budget wire/noise wire/rate wire/yamux",
     "compute/model": "compute compute/codec compute/user_loop core/model messages run",
@@ -56,28 +56,31 @@ ROOMS = {
     "swarm/batch": "dht messages rpc swarm",
     "swarm/positions": "messages swarm",
     "swarm/rebalance": "messages swarm wire/rate",
-    "service/pipeline": "machine/pipeline messages rpc rpc/methods run signals swarm/batch wire/rate",
     "swarm/steps": "averaging messages swarm swarm/batch swarm/positions swarm/rebalance",
     "swarm/conductor": (
         "averaging messages placement placement/network rpc rpc/methods run signals swarm swarm/batch "
         "swarm/positions swarm/rebalance swarm/steps wire/host wire/link wire/rate"
     ),
-    "service/averaging": "averaging swarm swarm/conductor wire/host",
+    "pipeline": (
+        "averaging messages pipeline/routes rpc rpc/methods run signals swarm swarm/batch swarm/conductor wire/host "
+        "wire/rate"
+    ),
     "service": (
-        "averaging dht experts/calls messages rpc rpc/methods run service/averaging service/pipeline state swarm "
-        "swarm/batch swarm/conductor wire wire/host wire/link"
+        "averaging dht experts/calls messages pipeline rpc rpc/methods run state swarm swarm/batch swarm/conductor "
+        "wire wire/host wire/link"
     ),
     "control": "dht log reach reach/gateway reach/relay rpc run service wire/host",
     "role": "dht log rpc run service wire/host",
     "sim": "dht dht/node messages rpc run service wire wire/host wire/link",
     "commands/status": "control dht log messages rpc run screen service swarm/batch swarm/conductor wire/host",
     "experts/hosting": "experts/calls experts/owners experts/rules messages role rpc rpc/methods run signals wire/rate",
+    "pipeline/trainer": (
+        "compute compute/codec compute/data messages pipeline pipeline/routes role service signals swarm/batch "
+        "swarm/steps"
+    ),
     "registry": "log role run",
     "state/catchup": "compute compute/model messages role run service signals state",
-    "training": (
-        "compute compute/codec compute/data compute/model core/model machine/pipeline messages placement role run "
-        "service service/pipeline signals swarm/batch swarm/steps"
-    ),
+    "training": "messages role service",
     "averaging/rounds": (
         "averaging compute/codec compute/model core/model messages role rpc run service state state/catchup"
     ),
@@ -90,25 +93,24 @@ ROOMS = {
     "demo": "commands/status compute compute/data compute/export compute/model control experts/calls run screen",
     "state/checkpoints": "compute compute/model messages role run service signals state state/catchup swarm",
     "launch": "access control daemon log role run service wire wire/tcp",
-    "training/stage": (
+    "pipeline/stage": (
         "averaging averaging/rounds compute compute/codec compute/kernels compute/model core/model experts/model "
-        "machine/pipeline messages role rpc run service service/pipeline signals state/catchup state/checkpoints "
-        "swarm swarm/batch swarm/conductor swarm/rebalance swarm/steps training wire/budget"
+        "messages pipeline pipeline/routes placement role rpc run service signals state/catchup state/checkpoints "
+        "swarm swarm/batch swarm/conductor swarm/rebalance swarm/steps wire/budget"
     ),
     "cli": (
         "commands commands/doctor commands/plan commands/status compute control daemon demo launch log messages "
         "registry role run"
     ),
     "experts/trainer": (
-        "compute/codec compute/model core/model experts/model log machine/pipeline messages role run "
-        "service/pipeline signals swarm/batch training/stage wire/rate"
+        "compute/codec compute/model core/model experts/model log messages pipeline pipeline/routes pipeline/stage "
+        "role run signals swarm/batch wire/rate"
     ),
-    "training/replica": "role service training/stage",
-    "__main__": "cli",
     "training/user_loop": (
-        "compute/model experts/calls machine/pipeline messages role service signals swarm/batch training "
-        "training/replica training/stage wire/rate"
+        "compute/model experts/calls messages pipeline/routes pipeline/stage pipeline/trainer role service signals "
+        "swarm/batch wire/rate"
     ),
+    "__main__": "cli",
     "library": (
         "compute/model compute/user_loop control daemon experts/model launch messages role run training/user_loop"
     ),
@@ -146,6 +148,9 @@ DOES_IO = {
     "launch": "*",
     "library": "*",
     "log": "*",
+    "pipeline": "*",
+    "pipeline/stage": "*",
+    "pipeline/trainer": "*",
     "reach": "autonat hole_puncher lan_discovery mdns port_mapping",
     "reach/gateway": "natpmp upnp",
     "reach/relay": "*",
@@ -155,8 +160,6 @@ DOES_IO = {
     "run": "config home local_code typed_yaml user_code",
     "screen": "full_screen",
     "service": "peer_stack run_offer run_services settings_check",
-    "service/averaging": "*",
-    "service/pipeline": "*",
     "signals": "*",
     "sim": "*",
     "state": "piece_fetch snapshot state_room state_server",
@@ -166,8 +169,6 @@ DOES_IO = {
     "swarm/batch": "counted_record",
     "swarm/conductor": "*",
     "training": "*",
-    "training/replica": "*",
-    "training/stage": "*",
     "training/user_loop": "*",
     "wire": "clock faults race tcp_info timer transport",
     "wire/host": "*",
@@ -177,11 +178,11 @@ DOES_IO = {
 # Rooms that may import torch.
 WITH_TORCH = (
     "compute compute/codec compute/data compute/export compute/kernels compute/model compute/user_loop "
-    "experts/model experts/trainer library run state/catchup state/checkpoints training training/stage "
+    "experts/model experts/trainer library pipeline/stage pipeline/trainer run state/catchup state/checkpoints "
     "training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "averaging compute core experts machine messages role rpc run service signals state swarm training wire"
+ROLE_IMPORTS = "averaging compute core experts messages pipeline role rpc run service signals state swarm training wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
     "commands commands/doctor commands/plan commands/status compute compute/data compute/model control demo "

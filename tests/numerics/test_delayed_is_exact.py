@@ -17,8 +17,8 @@ import trio
 
 from peerd.compute.model.served_stage import ServedStage
 from peerd.messages.swarm import Mb, Prepare
+from peerd.pipeline.stage.orders import PostOrders
 from peerd.run.runfile import RunFile
-from peerd.training.stage.orders import PostOrders
 from tests.kit.amount import few
 from tests.kit.exact import STEPS, Sample, differences, replayed, run_file, write_texts
 from tests.kit.runs import changed

@@ -18,9 +18,9 @@ from peerd.averaging.allreduce_service import AllReduceService
 from peerd.compute.codec.frames import from_frame
 from peerd.compute.model.stage_module import StageModule
 from peerd.messages.swarm import Mb
+from peerd.pipeline import direct
 from peerd.rpc.call_stream import CallStream
 from peerd.run.runfile import AveragingSection, BatchSection, RunFile
-from peerd.service.pipeline import direct
 from peerd.swarm.batch.batch_ledger import Counted
 from roles.stage import StageRole
 from tests.kit.amount import thorough

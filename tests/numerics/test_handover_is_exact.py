@@ -19,15 +19,15 @@ from trio.testing import MockClock
 
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import Unreachable
-from peerd.machine.pipeline.call_times import CallTimes
 from peerd.messages.handover import PassRequest
+from peerd.pipeline import direct
+from peerd.pipeline.hedging import Hedged
+from peerd.pipeline.next_stage import NextStage
+from peerd.pipeline.routes.call_times import CallTimes
+from peerd.pipeline.stage.handover import HandOver
+from peerd.pipeline.stage_peers import StagePeers
 from peerd.rpc.rpc import Incoming
 from peerd.run.runfile import RunFile
-from peerd.service.pipeline import direct
-from peerd.service.pipeline.hedging import Hedged
-from peerd.service.pipeline.next_stage import NextStage
-from peerd.service.pipeline.stage_peers import StagePeers
-from peerd.training.stage.handover import HandOver
 from roles.trainer import TrainerRole
 from tests.kit.amount import few
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts

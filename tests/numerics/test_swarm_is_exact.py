@@ -20,8 +20,8 @@ from peerd.compute.model.partition import ModelPiece, whole_model
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import StageModule
 from peerd.messages.swarm import Mb
+from peerd.pipeline import direct
 from peerd.run.runfile import AveragingSection, BoundarySection, RunFile
-from peerd.service.pipeline import direct
 from tests.kit.amount import few, thorough
 from tests.kit.exact import TOLERANCE, Batches, differences, plain_torch, run_file, write_texts
 from tests.kit.runs import changed

@@ -11,8 +11,8 @@ import trio
 from trio.testing import MockClock
 
 from peerd.messages.swarm import MemberInfo, Seqs, TrainerAnswer, TrainerSync
+from peerd.pipeline.trainer.contributor import Contributor
 from peerd.swarm.batch.trainer_ledger import Holding
-from peerd.training.contributor import Contributor
 from roles import trainer
 from roles.trainer import TrainerRole
 

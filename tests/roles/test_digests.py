@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from peerd.messages.swarm import Prepare
+from peerd.pipeline.stage.orders import PostOrders
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import AveragingSection, OptimizerSection
-from peerd.training.stage.orders import PostOrders
 from tests.kit.amount import thorough
 from tests.kit.exact import run_file, write_texts
 from tests.worlds.roles.training import all_finished, replicas, swarm

@@ -23,10 +23,10 @@ from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Message
 from peerd.messages.proof import grant
 from peerd.messages.swarm import Grant, GrantStatement, Seqs, StageAnswer, StageForward, StageLoss
+from peerd.pipeline.stage_client import StageClient
 from peerd.rpc import inbound
 from peerd.rpc.inbound import Inbound
 from peerd.run.runfile import RunFile
-from peerd.service.pipeline.stage_client import StageClient
 from tests.kit.runs import changed
 from tests.worlds.roles.stagescene import Scene, microbatch
 from tests.worlds.roles.training import Peer, Simulated, all_finished, pipeline, small_run, swarm

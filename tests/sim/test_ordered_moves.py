@@ -20,10 +20,10 @@ from peerd.access.access_guard import Access
 from peerd.core.errors import Refused, RemoteError
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import Relocate
+from peerd.pipeline.stage import stage_move
 from peerd.run.runfile import AccessSection, CheckpointSection, RunFile
 from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, Program, World
-from peerd.training.stage import stage_move
 from roles.stage import StageRole
 from tests.kit.amount import some
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts

@@ -12,8 +12,8 @@ import pytest
 from trio.testing import MockClock
 
 from peerd.core.keys import Keypair
+from peerd.pipeline.direct import DirectPipeline
 from peerd.run.runfile import PlanSection, RunFile
-from peerd.service.pipeline.direct import DirectPipeline
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts

@@ -8,8 +8,8 @@ import statistics
 import pytest
 import torch
 
-from peerd.machine.pipeline.cheapest_route import CheapestRoute
-from peerd.machine.pipeline.route_policy import RoutePolicy
+from peerd.pipeline.routes.cheapest_route import CheapestRoute
+from peerd.pipeline.routes.route_policy import RoutePolicy
 from scripts.benchmarks import routing
 from scripts.benchmarks._routing_flow import FlowRoutes
 from tests.worlds.machines.in_turn import InTurn

@@ -25,15 +25,15 @@ from peerd.experts.model.earlier_parameters import TooOld
 from peerd.experts.model.landing_queue import GradientQueue
 from peerd.experts.model.trunk_microbatch import TrunkMicrobatch
 from peerd.experts.trainer.expert_flights import ExpertFlights
-from peerd.machine.pipeline.in_flight import LIMITED
-from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.messages.swarm import Mb, MemberInfo
+from peerd.pipeline.microbatch import Microbatch
+from peerd.pipeline.routes.in_flight import LIMITED
+from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
+from peerd.pipeline.stage.member import StageMember
 from peerd.role import RoleContext
 from peerd.run.expert_network import ExpertNetwork
-from peerd.service.pipeline.microbatch import Microbatch
 from peerd.signals import Signal
 from peerd.swarm.batch.trainer_ledger import Holding
-from peerd.training.stage.member import StageMember
 
 _NOTHING: Final = TensorFrame("uint8", (0,), b"")
 

@@ -27,15 +27,15 @@ from peerd.core.model.trunk_memory import flights_at_once
 from peerd.experts.model.earlier_parameters import TooOld
 from peerd.experts.model.trunk_microbatch import Scores, TrunkMicrobatch
 from peerd.experts.trainer.flight_counts import FlightCounts
-from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.messages.swarm import Mb, MemberInfo
+from peerd.pipeline.microbatch import Microbatch
+from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
+from peerd.pipeline.stage.member import StageMember
+from peerd.pipeline.stage.post import Post
 from peerd.role import RoleContext
 from peerd.run.expert_network import ExpertCall, ExpertNetwork, ExpertReply
 from peerd.run.runfile import ExpertsSection, RunFile
-from peerd.service.pipeline.microbatch import Microbatch
 from peerd.swarm.batch.trainer_ledger import Holding
-from peerd.training.stage.member import StageMember
-from peerd.training.stage.post import Post
 from peerd.wire.rate.backoff import backoff_s
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ _CLOSING_S: Final = 0.05  # between two checks whether the sum is still being av
 
 
 class ExpertFlights:
-    """The flights of one trainer. The interface is that of `service.pipeline.direct.DirectPipeline`."""
+    """The flights of one trainer. The interface is that of `pipeline.direct.DirectPipeline`."""
 
     def __init__(
         self,

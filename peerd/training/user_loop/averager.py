@@ -21,18 +21,18 @@ import trio
 from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
-from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.messages.progress import TrainerProgress
 from peerd.messages.run_link import RunFileAnswer, shared_file
 from peerd.messages.swarm import Mb, MemberInfo, TrainerAnswer
+from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
+from peerd.pipeline.stage.external_model import ExternalModel
+from peerd.pipeline.stage.final_state import FinalState
+from peerd.pipeline.stage.member import StageMember
+from peerd.pipeline.stage.post import Post
+from peerd.pipeline.trainer.contributor import Contributor
 from peerd.role import RoleContext
 from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.swarm.batch.trainer_ledger import Holding
-from peerd.training.contributor import Contributor
-from peerd.training.replica.final_state import FinalState
-from peerd.training.stage.external_model import ExternalModel
-from peerd.training.stage.member import StageMember
-from peerd.training.stage.post import Post
 from peerd.training.user_loop.handoff import GradientHandoff, HandedGradient
 from peerd.wire.rate.work_rate import WorkRate
 

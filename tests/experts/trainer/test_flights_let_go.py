@@ -17,11 +17,11 @@ from peerd.core.errors import TooFewExperts
 from peerd.experts.model.earlier_parameters import Snapshot
 from peerd.experts.trainer.expert_flights import ExpertFlights
 from peerd.log import EventLog
-from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
+from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
+from peerd.pipeline.stage.member import StageMember
 from peerd.run.expert_network import ExpertNetwork
 from peerd.run.runfile import RunFile
 from peerd.sim.clock import SimClock
-from peerd.training.stage.member import StageMember
 
 
 @pytest.fixture

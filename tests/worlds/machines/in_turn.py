@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from peerd.machine.pipeline.route_policy import Cut, Options, Sent
 from peerd.messages.handover import Hop
+from peerd.pipeline.routes.route_policy import Cut, Options, Sent
 
 
 class InTurn:

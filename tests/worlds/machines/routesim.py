@@ -13,9 +13,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from peerd.machine.pipeline.route_policy import RoutePolicy, Sent
 from peerd.messages.handover import Hop
 from peerd.messages.swarm import Receipt
+from peerd.pipeline.routes.route_policy import RoutePolicy, Sent
 
 FORWARD = 1 / 3.5
 RECEIPT = Receipt(1, b"")

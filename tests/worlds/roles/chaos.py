@@ -9,7 +9,7 @@ from unittest import mock
 import trio
 
 from peerd.access.access_guard import REFRESH_S
-from peerd.training.stage.post_state import PostState
+from peerd.pipeline.stage.post_state import PostState
 from roles.aggregator import AuxAggregatorRole
 from roles.backbone import BackboneRole
 from roles.stage import StageRole

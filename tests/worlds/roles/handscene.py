@@ -16,12 +16,12 @@ from peerd.core.frame import TensorFrame
 from peerd.messages.handover import PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import grant, signed_ticket
 from peerd.messages.swarm import Grant, GrantStatement, Mb, MemberInfo, Seqs
+from peerd.pipeline.direct import DirectPipeline
+from peerd.pipeline.microbatch import Microbatch
+from peerd.pipeline.next_stage import PASS
+from peerd.pipeline.stage_client import TrainerCredentials
 from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.run.runfile import BatchSection, ModelSection, PipelineSection, fingerprint
-from peerd.service.pipeline.direct import DirectPipeline
-from peerd.service.pipeline.microbatch import Microbatch
-from peerd.service.pipeline.next_stage import PASS
-from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host
 from tests.fuzz.service_scene import RUN, Peer, pinned, start_peer

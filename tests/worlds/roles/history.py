@@ -20,9 +20,9 @@ from peerd.compute.codec.frames import from_frame
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import StageModule
 from peerd.messages.swarm import Mb, Position, Prepare, Prepared
+from peerd.pipeline.stage.orders import PostOrders
+from peerd.pipeline.stage.post_state import PostState
 from peerd.run.runfile import RunFile
-from peerd.training.stage.orders import PostOrders
-from peerd.training.stage.post_state import PostState
 from tests.kit.exact import TOLERANCE, Batches, Sample, distance, plain_torch, replayed
 
 

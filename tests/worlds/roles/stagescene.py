@@ -22,9 +22,9 @@ from peerd.core.frame import TensorFrame
 from peerd.messages.handover import Hop, PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import grant, signed_ticket
 from peerd.messages.swarm import Grant, GrantStatement, Mb, Mbs, MemberInfo, Party, Prepare, Prepared, Seqs
+from peerd.pipeline.next_stage import PASS
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.service.pipeline.next_stage import PASS
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from tests.kit.declared import declared

@@ -1,0 +1,1 @@
+"""Calls between trainers and stages, and between stage peers: hand-over, dispatch, hedging."""

@@ -1,1 +1,0 @@
-"""All-reduce inside a stage, over streaming calls."""

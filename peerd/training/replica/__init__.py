@@ -1,1 +1,0 @@
-"""A trainer with a replica of the whole model: its final state when its run is complete."""
