@@ -34,7 +34,7 @@ from peerd.core.version import VERSION
 from peerd.run.runfile import LimitsSection
 
 if TYPE_CHECKING:
-    from peerd.role import Role
+    from peerd.role.role import Role
     from peerd.run.config import LoadedRun
     from peerd.run.runfile import RunFile
 
@@ -384,7 +384,7 @@ def _tell_of_files(loaded: LoadedRun, takes_part: bool) -> None:
 
 def _check_run(classes: Sequence[type[Role]], run: RunFile) -> None:
     """Let each role check the text and the code that the run file names. Raises ConfigError before anything starts."""
-    from peerd.role import ChecksRun
+    from peerd.role.role import ChecksRun
 
     computing = [cls.name for cls in classes if cls.name in ("stage", "trainer", "expert")]
     if run.loop is not None and computing:

@@ -40,12 +40,12 @@ from peerd.core.keys import Keypair
 from peerd.devices import Devices
 from peerd.log import EventLog, plain
 from peerd.messages.run_link import best_link
-from peerd.role import Role, RoleContext
+from peerd.role.peer_stack import PeerStack
+from peerd.role.role import Role, RoleContext
+from peerd.role.run_services import RunServices
 from peerd.run.contents import digest_at, named_files
 from peerd.run.home import make_private_dir, socket_path
 from peerd.run.runfile import LimitsSection, RunFile
-from peerd.service.peer_stack import PeerStack
-from peerd.service.run_services import RunServices
 from peerd.wire.host.addresses import CONFIGURED
 from peerd.wire.host.host_status import faults_told
 from peerd.wire.host.line_meter import LineMeter

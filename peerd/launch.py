@@ -26,9 +26,9 @@ from peerd.control.rester import Rester
 from peerd.core.keys import Keypair
 from peerd.daemon import Daemon, DaemonPlan, LocalResources, say
 from peerd.log import EventLog
-from peerd.role import ActsAs
+from peerd.role.peer_stack import peer_stack
+from peerd.role.role import ActsAs
 from peerd.run.home import RunningDaemon, load_identity, locked, make_private_dir, noted, socket_path
-from peerd.service.peer_stack import peer_stack
 from peerd.wire.clock import RealClock
 from peerd.wire.tcp.rate_limit import LimitedLine
 

@@ -19,7 +19,7 @@ from urllib.request import url2pathname
 
 from peerd.core.errors import ConfigError
 from peerd.log import clean
-from peerd.role import Role
+from peerd.role.role import Role
 from peerd.run import local_code
 
 GROUP = "peerd.roles"

@@ -17,7 +17,7 @@ from peerd.averaging.rounds.line_info import own_line
 from peerd.messages.swarm import MemberAnswer, Position, Prepare, Prepared
 from peerd.pipeline.stage.session import ConductorSession, PostReport
 from peerd.pipeline.stage_calls import StageHandlers
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile
 
@@ -78,7 +78,7 @@ class AuxAggregatorRole:
             await self._session.say_goodbye()
 
     def status(self) -> dict[str, object]:
-        """Plain data, see `peerd.role.Role.status`."""
+        """Plain data, see `peerd.role.role.Role.status`."""
         conductor = self._following.conductor
         return {
             "stage": self._session.stage if self._session is not None else -1,

@@ -23,10 +23,10 @@ from peerd.experts.calls.vault_disk import VaultDisk
 from peerd.messages.progress import pause_s
 from peerd.messages.run_link import RunFileAnswer, best_link, shared_file
 from peerd.messages.swarm import Position
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
+from peerd.role.run_offer import SIGNATURE_FILE, RunOffer, own_signature
+from peerd.role.run_services import RunServices
 from peerd.run.runfile import RunFile
-from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
-from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.state.checkpoints.kept_list import KeptList
 from peerd.training.learning_curve import LearningCurves

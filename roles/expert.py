@@ -18,7 +18,7 @@ from peerd.experts.hosting.vault_keeper import VaultKeeper
 from peerd.experts.model.blocks import try_block
 from peerd.experts.model.hosted_expert import HostedExpert
 from peerd.experts.model.memory import experts_that_fit
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.grid import Uid
 from peerd.run.runfile import RunFile, unused_precision
 from peerd.swarm.contributions import PERIOD_S
@@ -51,7 +51,7 @@ class ExpertRole:
 
     @classmethod
     def check_run(cls, run: RunFile) -> None:
-        """Check the run file before joining (`peerd.role.ChecksRun`): tries the block on one sample."""
+        """Check the run file before joining (`peerd.role.role.ChecksRun`): tries the block on one sample."""
         need_experts(run)
         try_block(run)
 

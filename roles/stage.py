@@ -18,7 +18,7 @@ class StageRole(StageMember):
 
     @classmethod
     def check_run(cls, run: RunFile) -> None:
-        """Check the run file before joining (`peerd.role.ChecksRun`): tries the layers of all stages."""
+        """Check the run file before joining (`peerd.role.role.ChecksRun`): tries the layers of all stages."""
         if run.experts is not None:
             raise ConfigError("a run with experts has no stages to serve; allowed: --role trainer, expert, backbone")
         try_layers(run)

@@ -34,7 +34,7 @@ from peerd.pipeline.stage.member import StageMember
 from peerd.pipeline.trainer.contributor import Contributor
 from peerd.pipeline.trainer.trainer_data import TrainerData
 from peerd.pipeline.trainer_relay import TrainerRelay
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.runfile import RunFile
 from peerd.swarm.batch.trainer_ledger import Holding
 from peerd.wire.rate.work_rate import WorkRate
@@ -90,7 +90,7 @@ class TrainerRole:
 
     @classmethod
     def check_run(cls, run: RunFile) -> None:
-        """Check the run file before joining (`peerd.role.ChecksRun`): the text, and the layers if they are here."""
+        """Check the run file before joining (`peerd.role.role.ChecksRun`): the text, and the layers if they are here."""
         check_text(run)
         if run.experts is not None:
             check_trunk(run)

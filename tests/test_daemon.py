@@ -20,10 +20,10 @@ from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
 from peerd.daemon import Daemon, DaemonPlan, LocalResources
 from peerd.log import EventLog
-from peerd.role import RoleContext
+from peerd.role.peer_stack import peer_stack
+from peerd.role.role import RoleContext
 from peerd.run.home import socket_path
 from peerd.run.runfile import LimitsSection, RunFile, fingerprint
-from peerd.service.peer_stack import peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet

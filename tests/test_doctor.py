@@ -24,8 +24,8 @@ from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.messages.token import Token, seal, to_text
+from peerd.role.peer_stack import peer_stack
 from peerd.run import home
-from peerd.service.peer_stack import peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.programs import stack_on, swarm
 from peerd.sim.world import Node, World

@@ -25,6 +25,8 @@ from peerd.core.keys import Keypair
 from peerd.log import clean
 from peerd.messages.run_link import JoinLink, RunFileAnswer, is_local, plain_tree, shared_run
 from peerd.messages.token import Token, from_text, signed_by
+from peerd.role.peer_stack import peer_stack
+from peerd.role.run_offer import fetch_file
 from peerd.run.check import check
 from peerd.run.check_line import function_file
 from peerd.run.config import RUN_FILE
@@ -32,8 +34,6 @@ from peerd.run.contents import allowed_code, with_digests
 from peerd.run.home import make_private_dir, write_atomically
 from peerd.run.runfile import LineSection, RunFile, sources_of
 from peerd.run.typed_yaml import parse_yaml, to_yaml
-from peerd.service.peer_stack import peer_stack
-from peerd.service.run_offer import fetch_file
 from peerd.wire.clock import RealClock
 from peerd.wire.tcp.tcp_transport import TcpTransport
 

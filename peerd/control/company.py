@@ -19,7 +19,7 @@ import trio
 
 from peerd.core.errors import RemoteError, Unreachable
 from peerd.dht.dht import Dht
-from peerd.service.run_services import RunServices
+from peerd.role.run_services import RunServices
 from peerd.wire.host.host import Host
 
 _FIRST_WORD_S: Final = 5.0  # until an address that does not answer is reported

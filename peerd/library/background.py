@@ -23,7 +23,7 @@ from peerd.control.company import CompanyConfig
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.daemon import Daemon, DaemonPlan, leaf
 from peerd.launch import assembled
-from peerd.role import Role
+from peerd.role.role import Role
 from peerd.run.config import check_addresses
 from peerd.run.runfile import RunFile
 

@@ -11,7 +11,7 @@ import trio
 
 from peerd.core.errors import RemoteError
 from peerd.dht.dht import DhtConfig
-from peerd.service.peer_stack import PeerStack, peer_stack
+from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.sim.world import Node, Program
 from peerd.wire.host.host import Host, HostConfig
 from peerd.wire.link.link import Stream

@@ -24,8 +24,8 @@ from peerd.messages.progress import (
     progress_key,
     sum_told,
 )
-from peerd.role import RoleContext
-from peerd.service.run_services import RunServices
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 from peerd.training.learning_curve import CurvePoint
 
 MOST_STEPS: Final = 1 << 53  # as in `messages.swarm.StepNumber`

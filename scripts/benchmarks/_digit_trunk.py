@@ -23,7 +23,7 @@ from peerd.experts.model.expert_mixture import mixed
 from peerd.experts.model.hosted_expert import HostedExpert
 from peerd.experts.model.trunk import TrunkModule
 from peerd.pipeline.trainer.trainer_data import TrainerData
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import RunFile
 from roles.trainer import TrainerRole

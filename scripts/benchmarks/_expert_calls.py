@@ -21,10 +21,10 @@ from peerd.compute.worker import DeviceWorker, use_threads
 from peerd.experts.calls.expert_client import ExpertClient
 from peerd.experts.calls.expert_directory import ExpertDirectory
 from peerd.experts.model.hosted_expert import HostedExpert
+from peerd.role.peer_stack import PeerStack
 from peerd.run.expert_network import ExpertCall
 from peerd.run.grid import Uid
 from peerd.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
-from peerd.service.peer_stack import PeerStack
 from scripts.benchmarks._remote_process import new_stack
 from scripts.process_swarm import ProcessSwarm
 

@@ -24,7 +24,7 @@ from peerd.core.errors import Refused
 from peerd.experts.model.hosted_expert import HostedExpert
 from peerd.experts.model.trunk import TrunkModule
 from peerd.experts.model.trunk_microbatch import TrunkMicrobatch
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.run.grid import Uid
 from peerd.run.runfile import (

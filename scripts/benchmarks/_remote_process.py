@@ -17,8 +17,8 @@ import trio
 
 from peerd.core.keys import Keypair
 from peerd.messages.encoding import Message
+from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.rpc.rpc import Answer, Incoming, Rpc
-from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.wire.clock import RealClock
 from peerd.wire.tcp.tcp_transport import TcpTransport
 from tests.kit.declared import ANY

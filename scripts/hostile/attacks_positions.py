@@ -8,8 +8,8 @@ from peerd.messages.commits import CommitProof, Committed, ProofShown, ShowProof
 from peerd.messages.encoding import encode
 from peerd.messages.progress import KeptCheckpoints, kept_key
 from peerd.messages.swarm import Conducts, MemberAnswer, Moved, Position, Restore, WhoConducts
+from peerd.role.peer_stack import PeerStack
 from peerd.rpc.rpc import Answer, Incoming
-from peerd.service.peer_stack import PeerStack
 from scripts.hostile.attacks_swarm import announce, hello, tell_all
 from scripts.hostile.field import Field
 from tests.kit.declared import ANY

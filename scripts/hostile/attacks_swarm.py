@@ -40,8 +40,8 @@ from peerd.messages.swarm import (
     WhoConducts,
 )
 from peerd.pipeline.next_stage import PASS
+from peerd.role.peer_stack import PeerStack
 from peerd.rpc.rpc import Answer, Incoming
-from peerd.service.peer_stack import PeerStack
 from scripts.hostile.field import FAR, Field, each
 from tests.kit.declared import ANY
 

@@ -17,8 +17,8 @@ from peerd.core.keys import Keypair
 from peerd.dht.dht import Dht
 from peerd.messages.progress import decode_stage, stage_key
 from peerd.messages.swarm import Position
+from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.wire.clock import RealClock
 from peerd.wire.tcp.tcp_transport import TcpTransport
 

@@ -27,8 +27,8 @@ from peerd.messages.progress import (
 )
 from peerd.messages.swarm import Position
 from peerd.messages.token import revoked_key
+from peerd.role.run_services import RunServices
 from peerd.screen.units import known
-from peerd.service.run_services import RunServices
 from peerd.swarm.contributions import ContributionOf, ContributionTally
 from peerd.swarm.directory import Directory
 from peerd.swarm.stage_choice import Arrival

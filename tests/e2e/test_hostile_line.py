@@ -15,8 +15,8 @@ from peerd.core.addr import parse_addr, tcp_place
 from peerd.core.keys import Keypair
 from peerd.messages.run_link import JoinLink, RunFileAnswer
 from peerd.messages.token import Token, seal, to_text
-from peerd.service.peer_stack import peer_stack
-from peerd.service.run_offer import RunOffer
+from peerd.role.peer_stack import peer_stack
+from peerd.role.run_offer import RunOffer
 from peerd.wire.clock import RealClock
 from peerd.wire.tcp.tcp_transport import TcpTransport
 from tests.worlds.processes.processes import LISTEN, Process, processes

@@ -23,8 +23,8 @@ from peerd.messages.commits import CommitProof, ProofShown, ShowProof
 from peerd.messages.handover import PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import has_committed, signed_ticket
 from peerd.messages.swarm import Conducts, Done, Position, Seqs, TrainerAnswer, TrainerSync, WhoConducts
+from peerd.role.run_services import RunServices
 from peerd.run.runfile import CheckpointSection, fingerprint
-from peerd.service.run_services import RunServices
 from peerd.swarm.conductor.commit_proofs import CommitProofs
 from peerd.swarm.positions.evidence import Evidence
 from peerd.swarm.posts import peer_of

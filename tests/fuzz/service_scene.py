@@ -30,7 +30,7 @@ from peerd.reach.autonat import AutoNat
 from peerd.reach.hole_puncher import HolePuncher
 from peerd.reach.relay.circuit_transport import Circuits
 from peerd.reach.relay.relay import Relay
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.rpc.rpc import Rpc
 from peerd.run.runfile import (
     BatchSection,

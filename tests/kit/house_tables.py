@@ -11,6 +11,7 @@ ROOMS = {
     "core": "",
     "placement": "",
     "screen": "",
+    "service": "",
     "signals": "",
     "compute/kernels": "",
     "log": "screen",
@@ -65,55 +66,51 @@ ROOMS = {
         "averaging messages pipeline/routes rpc rpc/methods run signals swarm swarm/batch swarm/conductor wire/host "
         "wire/rate"
     ),
-    "service": (
-        "averaging dht experts/calls messages pipeline rpc rpc/methods run state swarm swarm/batch swarm/conductor "
-        "wire wire/host wire/link"
+    "role": (
+        "averaging dht experts/calls log messages pipeline rpc rpc/methods run state swarm swarm/batch "
+        "swarm/conductor wire wire/host wire/link"
     ),
-    "control": "dht log reach reach/gateway reach/relay rpc run service wire/host",
-    "role": "dht log rpc run service wire/host",
-    "sim": "dht dht/node messages rpc run service wire wire/host wire/link",
-    "commands/status": "control dht log messages rpc run screen service swarm/batch swarm/conductor wire/host",
+    "control": "dht log reach reach/gateway reach/relay role rpc run wire/host",
     "experts/hosting": "experts/calls experts/owners experts/rules messages role rpc rpc/methods run signals wire/rate",
     "pipeline/trainer": (
-        "compute compute/codec compute/data messages pipeline pipeline/routes role service signals swarm/batch "
-        "swarm/steps"
+        "compute compute/codec compute/data messages pipeline pipeline/routes role signals swarm/batch swarm/steps"
     ),
     "registry": "log role run",
-    "state/catchup": "compute compute/model messages role run service signals state",
-    "training": "messages role service",
-    "averaging/rounds": (
-        "averaging compute/codec compute/model core/model messages role rpc run service state state/catchup"
-    ),
-    "commands": "access compute compute/export control experts/calls log messages registry run service wire wire/tcp",
+    "sim": "dht dht/node messages role rpc run wire wire/host wire/link",
+    "state/catchup": "compute compute/model messages role run signals state",
+    "training": "messages role",
+    "averaging/rounds": "averaging compute/codec compute/model core/model messages role rpc run state state/catchup",
+    "commands": "access compute compute/export control experts/calls log messages registry role run wire wire/tcp",
     "commands/doctor": (
         "access compute compute/data compute/kernels compute/model core/model dht log reach reach/messages registry "
-        "run service wire wire/host wire/tcp"
+        "role run wire wire/host wire/tcp"
     ),
-    "daemon": "access commands/status control devices log messages role run service wire/host wire/tcp",
+    "commands/status": "control dht log messages role rpc run screen swarm/batch swarm/conductor wire/host",
+    "state/checkpoints": "compute compute/model messages role run signals state state/catchup swarm",
+    "daemon": "access commands/status control devices log messages role run wire/host wire/tcp",
     "demo": "commands/status compute compute/data compute/export compute/model control experts/calls run screen",
-    "state/checkpoints": "compute compute/model messages role run service signals state state/catchup swarm",
-    "launch": "access control daemon log role run service wire wire/tcp",
     "pipeline/stage": (
         "averaging averaging/rounds compute compute/codec compute/kernels compute/model core/model experts/model "
-        "messages pipeline pipeline/routes placement role rpc run service signals state/catchup state/checkpoints "
-        "swarm swarm/batch swarm/conductor swarm/rebalance swarm/steps wire/budget"
-    ),
-    "cli": (
-        "commands commands/doctor commands/plan commands/status compute control daemon demo launch log messages "
-        "registry role run"
+        "messages pipeline pipeline/routes placement role rpc run signals state/catchup state/checkpoints swarm "
+        "swarm/batch swarm/conductor swarm/rebalance swarm/steps wire/budget"
     ),
     "experts/trainer": (
         "compute/codec compute/model core/model experts/model log messages pipeline pipeline/routes pipeline/stage "
         "role run signals swarm/batch wire/rate"
     ),
+    "launch": "access control daemon log role run wire wire/tcp",
     "training/user_loop": (
-        "compute/model experts/calls messages pipeline/routes pipeline/stage pipeline/trainer role service signals "
+        "compute/model experts/calls messages pipeline/routes pipeline/stage pipeline/trainer role signals "
         "swarm/batch wire/rate"
     ),
-    "__main__": "cli",
+    "cli": (
+        "commands commands/doctor commands/plan commands/status compute control daemon demo launch log messages "
+        "registry role run"
+    ),
     "library": (
         "compute/model compute/user_loop control daemon experts/model launch messages role run training/user_loop"
     ),
+    "__main__": "cli",
 }
 # Room -> its files that do I/O, or * for all; every other file only decides: it imports nothing that does I/O.
 DOES_IO = {
@@ -159,7 +156,6 @@ DOES_IO = {
     "rpc": "*",
     "run": "config home local_code typed_yaml user_code",
     "screen": "full_screen",
-    "service": "peer_stack run_offer run_services settings_check",
     "signals": "*",
     "sim": "*",
     "state": "piece_fetch snapshot state_room state_server",
@@ -182,7 +178,7 @@ WITH_TORCH = (
     "training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "averaging compute core experts messages pipeline role rpc run service signals state swarm training wire"
+ROLE_IMPORTS = "averaging compute core experts messages pipeline role rpc run signals state swarm training wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
     "commands commands/doctor commands/plan commands/status compute compute/data compute/model control demo "

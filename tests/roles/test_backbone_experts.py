@@ -10,7 +10,7 @@ import trio
 
 from peerd.experts.calls.vault import Vault
 from peerd.experts.calls.vault_disk import VaultDisk, digests_of
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.grid import Uid
 from roles.backbone import BackboneRole
 from tests.worlds.roles.expertpeers import expert_run, pointer_to, state

@@ -16,9 +16,9 @@ from peerd.compute.model.served_stage import ServedStage, items_of
 from peerd.core.errors import ConfigError
 from peerd.messages.state import StateLayout
 from peerd.messages.swarm import Position
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 from peerd.run.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
-from peerd.service.run_services import RunServices
 from peerd.state.catchup.validate import checked
 from peerd.state.checkpoints.keeper import CheckpointKeeper
 from peerd.state.snapshot import Fetched, StateItem

@@ -18,10 +18,10 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S
 from peerd.messages.encoding import Empty, encode
+from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.rpc.methods import message_codec as wire
 from peerd.rpc.methods.declaration import Declaration, Shows
 from peerd.rpc.rpc import Answer, Incoming
-from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet

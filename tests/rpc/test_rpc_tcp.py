@@ -11,7 +11,7 @@ import trio
 
 from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
-from peerd.service.peer_stack import peer_stack
+from peerd.role.peer_stack import peer_stack
 from peerd.wire.clock import RealClock
 from peerd.wire.faults import Faults
 from peerd.wire.host.host import Host

@@ -20,9 +20,9 @@ from peerd.compute.data import corpus_digest
 from peerd.core.errors import ConfigError
 from peerd.messages.settings import PublishedSettings
 from peerd.pipeline.trainer.trainer_data import TrainerData
+from peerd.role.settings_check import SettingsCheck
 from peerd.run.contents import with_digests
 from peerd.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile, shared_text
-from peerd.service.settings_check import SettingsCheck
 from peerd.swarm.directory import Directory, SettingsTold
 from roles.stage import StageRole
 from roles.trainer import TrainerRole

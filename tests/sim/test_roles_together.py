@@ -14,7 +14,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from peerd.role import Role, RoleContext
+from peerd.role.role import Role, RoleContext
 from peerd.run.runfile import RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig

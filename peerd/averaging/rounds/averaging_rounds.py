@@ -31,8 +31,8 @@ from peerd.core.ids import PeerId
 from peerd.core.model.averaged_vector import check_vector
 from peerd.core.work import Worker
 from peerd.messages.swarm import LineInfo, Position, Prepare
+from peerd.role.run_services import RunServices
 from peerd.run.runfile import RunFile
-from peerd.service.run_services import RunServices
 from peerd.state.catchup.copy_room import room_for_residual
 from peerd.state.catchup.step_totals import StepTotal
 from peerd.state.state_room import StateRoom

@@ -12,7 +12,7 @@ from peerd.compute.codec.error_feedback import feedback_of
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.work import Worker
 from peerd.messages.swarm import Mbs, Prepare, Prepared
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.rpc.rpc import Incoming
 
 

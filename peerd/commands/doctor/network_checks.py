@@ -31,8 +31,8 @@ from peerd.reach.autonat import AutoNat, port_of
 from peerd.reach.messages.circuit_message import HOP
 from peerd.reach.port_mapping import own_routers, tried
 from peerd.reach.reachability import Kind, advice
+from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.run.runfile import RunFile
-from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.wire.clock import RealClock
 from peerd.wire.host.addresses import CONFIGURED
 from peerd.wire.host.host import Host

@@ -34,10 +34,10 @@ from peerd.core.version import VERSION
 from peerd.dht.dht import Dht
 from peerd.log import EventLog, plain
 from peerd.messages.progress import pause_s
+from peerd.role.run_services import RunServices
 from peerd.rpc.rpc import Rpc
 from peerd.run.runfile import BYTES_PER_MBIT, LimitsSection, RunFile
 from peerd.screen.units import known
-from peerd.service.run_services import RunServices
 from peerd.wire.host.host import Host
 from peerd.wire.host.host_status import budgets_told, faults_told
 

@@ -44,7 +44,7 @@ from peerd.experts.hosting.checkpoints import AdoptingHost, ExpertCheckpoints, p
 from peerd.experts.owners.owner_tree import KeptCopy
 from peerd.experts.rules.orphan_watch import OrphanWatch, SeenClaim, draw
 from peerd.messages.experts import CheckpointRef, HolderOffer
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.grid import Uid
 
 _LOOKS: Final = 4  # reads in an announcement period

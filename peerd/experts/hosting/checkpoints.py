@@ -22,7 +22,7 @@ from peerd.experts.calls.vault import Vault
 from peerd.experts.calls.vault_disk import digests_of
 from peerd.experts.rules.orphan_watch import HolderRoom, choose_holders
 from peerd.messages.experts import CheckpointRef, HolderOffer, Name, PreviousOwner, state_root
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.grid import Uid
 
 _AT_ONCE: Final = 2  # snapshots in memory at once

@@ -27,7 +27,7 @@ from peerd.experts.rules.claims import ClaimingHost, announcements, candidates, 
 from peerd.experts.rules.host_share import HostShare
 from peerd.experts.rules.orphan_watch import SeenClaim
 from peerd.messages.experts import Announced
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import ExpertsSection, RunFile
 from peerd.signals import Signal

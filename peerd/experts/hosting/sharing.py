@@ -28,7 +28,7 @@ from peerd.experts.calls.vault import Vault
 from peerd.experts.hosting.checkpoints import AdoptingHost, ExpertCheckpoints
 from peerd.experts.rules.host_share import HostShare, best_taker, experts_to_give, given_first, parts_of_all
 from peerd.messages.experts import CheckpointRef, TransferAnswer, TransferRequest
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.rpc.methods.declaration import Declaration, Needs, Shows
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.grid import Uid

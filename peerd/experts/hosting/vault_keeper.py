@@ -17,7 +17,7 @@ from peerd.experts.hosting.checkpoints import ExpertCheckpoints
 from peerd.experts.hosting.host import ExpertHost, OwnExpert
 from peerd.experts.hosting.sharing import ExpertStateSharing
 from peerd.experts.rules.claims import last_prefixes
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.grid import Uid
 
 _PREFIXES_AT_ONCE: Final = 256  # prefixes in one read of the directory

@@ -30,7 +30,7 @@ from peerd.pipeline.microbatch import Microbatch
 from peerd.pipeline.routes.in_flight import LIMITED
 from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
 from peerd.pipeline.stage.member import StageMember
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.expert_network import ExpertNetwork
 from peerd.signals import Signal
 from peerd.swarm.batch.trainer_ledger import Holding

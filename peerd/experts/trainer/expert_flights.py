@@ -32,7 +32,7 @@ from peerd.pipeline.microbatch import Microbatch
 from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
 from peerd.pipeline.stage.member import StageMember
 from peerd.pipeline.stage.post import Post
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.expert_network import ExpertCall, ExpertNetwork, ExpertReply
 from peerd.run.runfile import ExpertsSection, RunFile
 from peerd.swarm.batch.trainer_ledger import Holding

@@ -9,8 +9,8 @@ import trio
 
 from peerd.core.errors import RemoteError
 from peerd.messages.progress import StageProgress, pause_s
-from peerd.role import RoleContext
-from peerd.service.run_services import RunServices
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 from peerd.signals import Signal
 
 _ANNOUNCE_S: Final = 5.0

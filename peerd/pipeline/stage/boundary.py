@@ -23,7 +23,7 @@ from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.pipeline.routes.fair_turns import FairTurns, Turn
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.runfile import RunFile
 
 _DECODED_CALLS: Final = 4  # enough to keep the device busy

@@ -19,8 +19,8 @@ import trio
 from peerd.core.ids import PeerId
 from peerd.core.limits import SLOW_LINE_BYTES_PER_S
 from peerd.pipeline.stage.member import StageMember
-from peerd.role import RoleContext
-from peerd.service.run_services import RunServices
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 
 _SILENT_S: Final = 120.0  # without a piece of a state; on a slow line one piece takes long
 _LOOK_S: Final = 1.0

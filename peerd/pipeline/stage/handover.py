@@ -39,10 +39,10 @@ from peerd.pipeline.next_stage import HandOnResult, NextStage
 from peerd.pipeline.routes.tickets import Tickets
 from peerd.pipeline.stage.admissions import Admissions
 from peerd.pipeline.stage.serving import ServingCalls, StageResult
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile
-from peerd.service.run_services import RunServices
 from peerd.swarm.kept_links import KeptLinks
 
 _LOOK_S: Final = 1.0  # between updates of the links to neighbours

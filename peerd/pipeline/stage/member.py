@@ -20,7 +20,7 @@ from peerd.messages.swarm import MemberInfo, Position
 from peerd.pipeline.stage.external_model import ExternalModel
 from peerd.pipeline.stage.post import Post
 from peerd.pipeline.stage.stage_move import StageMove
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.runfile import RunFile
 from peerd.run.stage_plan import planned_stage
 from peerd.signals import Signal
@@ -39,7 +39,7 @@ class _Held:
 
 
 class StageMember:
-    """The posts of one peer. `run`, `leave` and `status` are as in `peerd.role.Role`."""
+    """The posts of one peer. `run`, `leave` and `status` are as in `peerd.role.role.Role`."""
 
     def __init__(self, ctx: RoleContext, own: ExternalModel | None = None) -> None:
         assert ctx.run is not None

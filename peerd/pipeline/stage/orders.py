@@ -23,7 +23,7 @@ from peerd.messages.proof import commit_signature
 from peerd.messages.swarm import Commit, Mb, Mbs, Moved, Position, Prepare, Prepared, Restore
 from peerd.pipeline.stage.post_state import PostState
 from peerd.pipeline.stage.serving import ServingCalls
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.state.catchup.step_totals import StepTotal
 

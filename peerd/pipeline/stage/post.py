@@ -37,11 +37,11 @@ from peerd.pipeline.stage.serving import ServingCalls
 from peerd.pipeline.stage.session import ConductorSession, Holdings, PostReport
 from peerd.pipeline.stage.stage_works import stage_works
 from peerd.pipeline.stage_calls import StageHandlers
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile, precision_text
 from peerd.run.stage_plan import planned_stage
-from peerd.service.run_services import RunServices
 from peerd.state.catchup.catch_up import CatchUp
 from peerd.state.catchup.step_totals import StepTotal
 from peerd.state.checkpoints.checkpoint_recovery import CheckpointRecovery
@@ -406,7 +406,7 @@ class Post:
         return f"{self._waits_for}; {problem}" if problem else self._waits_for
 
     def status(self) -> dict[str, object]:
-        """Plain data, as `peerd.role.Role.status`."""
+        """Plain data, as `peerd.role.role.Role.status`."""
         held = len(self.state.model.held) * self._run.pipeline.microbatch if self.state.built else 0
         conducts = self.stage == 0 and self._conducting.acting
         return {

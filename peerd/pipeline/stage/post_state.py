@@ -30,7 +30,7 @@ from peerd.core.errors import ConfigError, NoMemory, PeerdError, Refused
 from peerd.experts.model.trunk_stage import TrunkStage
 from peerd.messages.swarm import Position
 from peerd.pipeline.stage.external_model import ExternalModel
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.runfile import RunFile
 from peerd.signals import Signal
 from peerd.state.catchup.catch_up import PositionChanged

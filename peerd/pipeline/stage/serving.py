@@ -36,7 +36,7 @@ from peerd.pipeline.routes.fair_turns import Turn
 from peerd.pipeline.routes.wiring import BACKWARD_COST
 from peerd.pipeline.stage.admissions import Admissions
 from peerd.pipeline.stage.boundary import Boundary
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile
 from peerd.swarm.rebalance.loads import LoadMeter

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 import trio
 
 from peerd.messages.swarm import LineInfo, Mb, Mbs, MemberAnswer, MemberInfo, MemberSync, Position, PostLoad
-from peerd.service.run_services import RunServices
+from peerd.role.run_services import RunServices
 from peerd.swarm.roster import START
 from peerd.swarm.steps.member_list import KnownMembers
 

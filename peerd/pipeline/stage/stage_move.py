@@ -22,9 +22,9 @@ from peerd.core.errors import PeerdError, Refused
 from peerd.core.limits import SLOW_LINE_BYTES_PER_S
 from peerd.core.model.stage_memory import StageFootprint
 from peerd.pipeline.stage.post import Post
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 from peerd.run.runfile import RunFile
-from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.swarm.conductor.stage_finder import StageFinder
 from peerd.swarm.rebalance.ordered_moves import AGAIN_S

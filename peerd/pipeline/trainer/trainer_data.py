@@ -22,7 +22,7 @@ from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.work import Worker
 from peerd.pipeline.microbatch import Microbatch
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 
 RETRY_S: Final = 10.0  # pause after the first failure; each further one doubles it
 LONGEST_RETRY_S: Final = 300.0

@@ -31,8 +31,8 @@ from peerd.core.ids import PeerId
 from peerd.core.work import Worker
 from peerd.messages.state import StateRequest, TensorSpec
 from peerd.messages.swarm import MemberInfo, Position
-from peerd.role import RoleContext
-from peerd.service.run_services import RunServices
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 from peerd.signals import Signal
 from peerd.state.catch_up_pace import CatchUpPace, Sizes
 from peerd.state.catchup.copy_room import room_for_copy

@@ -35,8 +35,8 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import SUSPECTS
 from peerd.messages.state import StateRequest
 from peerd.messages.swarm import Position
-from peerd.role import RoleContext
-from peerd.service.run_services import RunServices
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 from peerd.signals import Signal
 from peerd.state.catchup.catch_up import CatchingMember, ConductorReports
 from peerd.state.catchup.validate import checked

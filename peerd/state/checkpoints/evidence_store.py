@@ -18,9 +18,9 @@ import trio
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.messages.swarm import Position
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 from peerd.run.home import write_atomically
-from peerd.service.run_services import RunServices
 
 NAME: Final = "evidence.json"
 _LOOK_S: Final = 5.0  # between two checks for changes

@@ -24,9 +24,9 @@ from peerd.core.errors import ConfigError, NoMemory, RemoteError
 from peerd.core.ids import PeerId
 from peerd.messages.state import StateRequest, TensorSpec
 from peerd.messages.swarm import Position
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 from peerd.run.runfile import LoopSection
-from peerd.service.run_services import RunServices
 from peerd.state.catchup.validate import checked
 from peerd.state.checkpoints.evidence_store import EvidenceStore
 from peerd.state.checkpoints.kept_list import KeptList

@@ -21,7 +21,7 @@ from peerd.compute.run_record import write_record
 from peerd.core.errors import ConfigError, NoMemory, PeerdError, WorkCancelled
 from peerd.core.limits import SAVED_TOLD, SLOW_DISK_BYTES_PER_S
 from peerd.messages.swarm import Position
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.runfile import disk_bytes
 from peerd.signals import Signal
 

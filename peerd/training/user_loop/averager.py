@@ -30,8 +30,8 @@ from peerd.pipeline.stage.final_state import FinalState
 from peerd.pipeline.stage.member import StageMember
 from peerd.pipeline.stage.post import Post
 from peerd.pipeline.trainer.contributor import Contributor
-from peerd.role import RoleContext
-from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
+from peerd.role.role import RoleContext
+from peerd.role.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.swarm.batch.trainer_ledger import Holding
 from peerd.training.user_loop.handoff import GradientHandoff, HandedGradient
 from peerd.wire.rate.work_rate import WorkRate

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import trio
 
 from peerd.experts.calls.blocking import BlockingExperts
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 
 
 @dataclass(slots=True)

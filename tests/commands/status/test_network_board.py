@@ -12,8 +12,8 @@ import trio
 from peerd.commands.status.status_board import StatusBoard
 from peerd.control.swarm_status import NetworkStatus
 from peerd.log import EventLog
+from peerd.role.run_services import RunServices
 from peerd.run.runfile import OptimizerSection
-from peerd.service.run_services import RunServices
 from peerd.sim.clock import run_virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 

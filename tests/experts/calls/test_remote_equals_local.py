@@ -20,9 +20,9 @@ from peerd.experts.hosting.host import Hosted
 from peerd.experts.model.dmoe import DMoE
 from peerd.experts.model.hosted_expert import HostedExpert
 from peerd.experts.rules.claims import ClaimingHost, announcements
+from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import ExpertsSection, ModelSection, RunFile
-from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.wire.clock import RealClock
 from peerd.wire.tcp.tcp_transport import TcpTransport
 from tests.kit.local_experts import LocalExperts

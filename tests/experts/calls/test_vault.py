@@ -21,9 +21,9 @@ from peerd.experts.calls.vault import KEEP
 from peerd.experts.calls.vault_disk import digests_of
 from peerd.messages.encoding import Empty
 from peerd.messages.experts import CheckpointRef, HolderOffer, Keep, PieceWanted
+from peerd.role.peer_stack import peer_stack
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.grid import Uid
-from peerd.service.peer_stack import peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from tests.kit.declared import ANY

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from trio.testing import MockClock
 
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.runfile import (
     BatchSection,
     CheckpointSection,

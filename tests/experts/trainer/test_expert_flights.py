@@ -16,7 +16,7 @@ import torch
 from trio.testing import MockClock
 
 from peerd.core.errors import ConfigError
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.expert_network import ExpertCall, ExpertReply
 from peerd.run.runfile import (
     BatchSection,

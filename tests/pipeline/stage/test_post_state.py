@@ -21,7 +21,7 @@ from peerd.core.errors import ConfigError
 from peerd.log import EventLog
 from peerd.messages.swarm import Position
 from peerd.pipeline.stage.post_state import PostState
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.runfile import BatchSection, LimitsSection, ModelSection, PipelineSection, RunFile
 from peerd.sim.clock import SimClock
 from peerd.state.catchup import copy_room

@@ -20,7 +20,7 @@ from peerd.core.work import read_at_once
 from peerd.log import EventLog
 from peerd.pipeline.microbatch import Microbatch
 from peerd.pipeline.trainer.trainer_data import LONGEST_RETRY_S, RETRY_S, TrainerData
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.run.runfile import DataSection, ModelSection, PipelineSection, RunFile
 from peerd.sim.clock import SimClock
 from roles.trainer import TrainerRole

@@ -7,8 +7,8 @@ import pytest
 from peerd.averaging.line_speeds import LineSpeeds, line_speeds
 from peerd.averaging.rounds.line_info import own_line
 from peerd.core.keys import Keypair
+from peerd.role.peer_stack import peer_stack
 from peerd.run.runfile import LimitsSection, RunFile
-from peerd.service.peer_stack import peer_stack
 from peerd.wire.clock import RealClock
 from peerd.wire.rate.access_line import Count
 

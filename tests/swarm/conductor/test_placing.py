@@ -12,8 +12,8 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from peerd.core.errors import Overloaded
 from peerd.messages.progress import StageProgress
 from peerd.messages.swarm import PostsHeld, WhichPosts
+from peerd.role.run_services import RunServices
 from peerd.rpc.rpc_types import Answer, Incoming
-from peerd.service.run_services import RunServices
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
 from peerd.swarm.conductor.rivals import POSTS

@@ -6,7 +6,7 @@ import trio
 
 from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import tcp_addr
-from peerd.service.peer_stack import peer_stack
+from peerd.role.peer_stack import peer_stack
 from peerd.sim.memory import MemoryLink
 from peerd.sim.nat import Internet, Kind, NatHome, SimRouter
 from peerd.sim.world import PORT, Node, Program, World

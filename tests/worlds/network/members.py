@@ -15,9 +15,9 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.messages.encoding import Empty
 from peerd.messages.token import Revoked, Token, normal_roles, seal
+from peerd.role.peer_stack import PeerStack
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import AccessSection, PipelineSection, RunFile
-from peerd.service.peer_stack import PeerStack
 from peerd.sim.clock import EPOCH_S
 from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, World

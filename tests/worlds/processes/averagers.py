@@ -29,7 +29,7 @@ from peerd.core.addr import parse_addr
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.service.peer_stack import peer_stack
+from peerd.role.peer_stack import peer_stack
 from peerd.wire.clock import RealClock
 from peerd.wire.host.host import Host
 from peerd.wire.tcp.tcp_transport import TcpTransport

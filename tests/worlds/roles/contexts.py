@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from peerd.core.work import Worker
 from peerd.log import EventLog
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 from peerd.run.runfile import RunFile
-from peerd.service.run_services import RunServices
 
 DEVICES = ("cpu", "files", "data", "held-out", "coding", "planning", "digests")
 

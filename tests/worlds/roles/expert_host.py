@@ -9,7 +9,7 @@ import trio
 
 from peerd.experts.model.hosted_expert import HostedExpert
 from peerd.messages.experts import Backward, Forward, Gradient, Output
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.grid import Uid, grid_of
 from tests.kit.declared import declared

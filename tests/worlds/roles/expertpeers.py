@@ -20,9 +20,9 @@ from peerd.experts.rules.host_share import HostShare
 from peerd.log import EventLog
 from peerd.messages.encoding import encode
 from peerd.messages.experts import Announced, CheckpointRef, Name, state_root
+from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.run.grid import Uid, bitmap, grid_of, prefix_key
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.clock import SimClock, run_virtual
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet

@@ -22,7 +22,8 @@ from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import parse_addr
 from peerd.core.work import Worker
 from peerd.log import EventLog
-from peerd.role import Role
+from peerd.role.peer_stack import PeerStack, peer_stack
+from peerd.role.role import Role
 from peerd.run.runfile import (
     BatchSection,
     DataSection,
@@ -32,7 +33,6 @@ from peerd.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimLine, SimNet

@@ -16,7 +16,8 @@ from peerd.core.errors import ConfigError, NoMemory
 from peerd.core.work import Worker
 from peerd.daemon import RESTART_PAUSES_S
 from peerd.log import EventLog
-from peerd.role import RoleContext
+from peerd.role.role import RoleContext
+from peerd.role.run_services import RunServices
 from peerd.run.runfile import (
     BatchSection,
     CheckpointSection,
@@ -27,7 +28,6 @@ from peerd.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.service.run_services import RunServices
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
 from roles.stage import StageRole

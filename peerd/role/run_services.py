@@ -17,9 +17,9 @@ from peerd.pipeline.direct import DirectPipeline
 from peerd.pipeline.preconnect import Preconnector
 from peerd.pipeline.stage_calls import StageCalls
 from peerd.pipeline.stage_client import TrainerCredentials
+from peerd.role.settings_check import SettingsCheck
 from peerd.rpc.rpc import Rpc
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.service.settings_check import SettingsCheck
 from peerd.state.snapshot import KEPT, SnapshotFetcher, Snapshots, StateServer
 from peerd.swarm.batch.counted_record import CountedRecord
 from peerd.swarm.conductor.commit_proofs import CommitProofs, trusted_peers

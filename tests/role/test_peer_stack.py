@@ -7,8 +7,8 @@ import trio.testing
 
 from peerd.core.ids import Key
 from peerd.messages.encoding import Empty
+from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.rpc.rpc import Answer, Incoming
-from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimNet
 from tests.kit.declared import ANY

@@ -16,11 +16,11 @@ import trio
 
 from peerd.core.errors import ConfigError, Refused, RemoteError
 from peerd.messages.run_link import DOMAIN, METHOD, SERVICE, JoinLink, RunFileAnswer, RunFileRequest, shared_run
+from peerd.role.peer_stack import PeerStack
 from peerd.rpc.methods.declaration import Declaration, Shows
 from peerd.rpc.rpc import Rpc
 from peerd.rpc.rpc_types import Answer, Incoming
 from peerd.run.runfile import RunFile
-from peerd.service.peer_stack import PeerStack
 from peerd.wire.host.host import Host
 
 SIGNATURE_FILE: Final = "run.signature"  # in the data directory

@@ -18,9 +18,9 @@ from peerd.core.clock import Clock
 from peerd.core.work import RateLimitedRead, Worker, read_at_once
 from peerd.dht.dht import Dht
 from peerd.log import EventLog
+from peerd.role.run_services import RunServices
 from peerd.rpc.rpc import Rpc
 from peerd.run.runfile import RunFile
-from peerd.service.run_services import RunServices
 from peerd.wire.host.host import Host
 
 
