@@ -179,8 +179,9 @@ def status(
     data_dir: options.DataDir = None,
 ) -> None:
     """Show a running daemon and its swarm."""
-    from peerd.commands.status import metrics, status_view, watch_view
-    from peerd.control import snapshot, socket
+    from peerd.control import socket
+    from peerd.status import snapshot
+    from peerd.status.view import metrics, status_view, watch_view
 
     def ask() -> dict[str, Any]:
         told = socket.ask(data_dir)

@@ -23,9 +23,6 @@ import trio
 
 from peerd.access.access_guard import Access
 from peerd.access.token_files import CredentialFiles
-from peerd.commands.status.progress_line import tell_progress
-from peerd.commands.status.status_board import RoleState, StatusBoard
-from peerd.commands.status.waits import WaitLogger
 from peerd.control import memory_limit, socket
 from peerd.control.company import Company, CompanyConfig
 from peerd.control.connectivity import Connectivity, ConnectivityConfig, relaying
@@ -46,6 +43,9 @@ from peerd.role.run_services import RunServices
 from peerd.run.contents import digest_at, named_files
 from peerd.run.home import make_private_dir, socket_path
 from peerd.run.runfile import LimitsSection, RunFile
+from peerd.status.status_board import RoleState, StatusBoard
+from peerd.status.view.progress_line import tell_progress
+from peerd.status.view.waits import WaitLogger
 from peerd.wire.host.addresses import CONFIGURED
 from peerd.wire.host.host_status import faults_told
 from peerd.wire.host.line_meter import LineMeter

@@ -29,8 +29,8 @@ from peerd.role.run_services import RunServices
 from peerd.run.runfile import RunFile
 from peerd.signals import Signal
 from peerd.state.checkpoints.kept_list import KeptList
-from peerd.training.learning_curve import LearningCurves
-from peerd.training.run_monitor import RunMonitor, RunObservation
+from peerd.status.learning_curve import LearningCurves
+from peerd.status.run_monitor import RunMonitor, RunObservation
 
 if TYPE_CHECKING:
     from peerd.state.checkpoints.keeper import CheckpointKeeper

@@ -17,15 +17,15 @@ import trio
 import trio.testing
 
 from peerd import daemon
-from peerd.commands.status.status_board import StatusBoard
-from peerd.commands.status.status_view import render
 from peerd.control.company import CompanyConfig
-from peerd.control.snapshot import StatusSnapshot, decode_status
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import Unreachable
 from peerd.core.keys import Keypair
 from peerd.run.runfile import RunFile
 from peerd.sim.simnet import SimNet
+from peerd.status.snapshot import StatusSnapshot, decode_status
+from peerd.status.status_board import StatusBoard
+from peerd.status.view.status_view import render
 from tests.test_daemon import Peer, Quiet
 from tests.test_view import plain_text
 from tests.worlds.network.virtual import addr_of, running_net, transport

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from peerd.control.role_status import RoleFigures
-from peerd.control.snapshot import StatusSnapshot, TrafficStatus
 from peerd.core.errors import ConfigError
 from peerd.demo import children as children_module
 from peerd.demo import tether
@@ -27,6 +25,8 @@ from peerd.demo.screen import LineScreen, picture
 from peerd.demo.setting import DemoConfig, prepare
 from peerd.run.config import load_run
 from peerd.screen.frame import compose
+from peerd.status.role_status import RoleFigures
+from peerd.status.snapshot import StatusSnapshot, TrafficStatus
 
 
 def wish(folder: Path, **changes: Any) -> DemoConfig:

@@ -16,11 +16,9 @@ import trio.testing
 from rich.console import Console
 
 from peerd import daemon
-from peerd.commands.status import status_view
 from peerd.control import socket
 from peerd.control.open_hours import OpenHours
 from peerd.control.rester import Rester
-from peerd.control.snapshot import StatusSnapshot, decode_status
 from peerd.core.keys import Keypair
 from peerd.daemon import DaemonPlan
 from peerd.launch import grounded, in_its_hours
@@ -28,6 +26,8 @@ from peerd.log import EventLog
 from peerd.run import home
 from peerd.run.runfile import LimitsSection
 from peerd.sim.clock import EPOCH_S, SimClock
+from peerd.status.snapshot import StatusSnapshot, decode_status
+from peerd.status.view import status_view
 from peerd.wire.clock import RealClock
 from tests.test_daemon import Quiet
 

@@ -10,16 +10,6 @@ from typing import Any, cast
 
 import msgspec
 
-from peerd.commands.status.status_board import RoleState, StatusBoard
-from peerd.commands.status.swarm_view import foretold_by, swarm_view
-from peerd.control.swarm_status import (
-    ContributionStatus,
-    CountedStatus,
-    SampleCounts,
-    StagePeerStatus,
-    SwarmStatus,
-    TrainerStatus,
-)
 from peerd.core.errors import Unreachable
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair
@@ -29,6 +19,16 @@ from peerd.messages.encoding import encode
 from peerd.messages.progress import StageProgress, TrainerProgress, encode_progress, progress_key, stage_key
 from peerd.run.runfile import PipelineSection, RunFile
 from peerd.sim.clock import SimClock
+from peerd.status.status_board import RoleState, StatusBoard
+from peerd.status.swarm_status import (
+    ContributionStatus,
+    CountedStatus,
+    SampleCounts,
+    StagePeerStatus,
+    SwarmStatus,
+    TrainerStatus,
+)
+from peerd.status.swarm_view import foretold_by, swarm_view
 
 RUN = RunFile(run="tiny", pipeline=PipelineSection(stages=2))
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from peerd.commands.status import status_view, watch_view
-from peerd.commands.status.status_view import render, render_swarm
-from peerd.control.snapshot import StatusSnapshot, decode_status
-from peerd.control.swarm_status import SwarmStatus
 from peerd.core.errors import PeerdError
+from peerd.status.snapshot import StatusSnapshot, decode_status
+from peerd.status.swarm_status import SwarmStatus
+from peerd.status.view import status_view, watch_view
+from peerd.status.view.status_view import render, render_swarm
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 

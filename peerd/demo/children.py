@@ -18,11 +18,11 @@ from typing import Any, Final
 
 import trio
 
-from peerd.control.role_status import RoleFigures, figures_of
-from peerd.control.snapshot import StatusSnapshot, decode_status
 from peerd.core.errors import PeerdError
 from peerd.demo import tether
 from peerd.run.home import socket_path
+from peerd.status.role_status import RoleFigures, figures_of
+from peerd.status.snapshot import StatusSnapshot, decode_status
 
 STOP_S: Final = 10.0  # between SIGTERM and SIGKILL
 LEFT_S: Final = 5.0  # for processes that killed children have started

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from peerd.control.role_status import MicrobatchFigures, RoleFigures, figures_of
 from peerd.demo.children import Child
 from peerd.screen.units import known
+from peerd.status.role_status import MicrobatchFigures, RoleFigures, figures_of
 
 
 @dataclass(frozen=True, slots=True)

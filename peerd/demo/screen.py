@@ -9,7 +9,6 @@ from typing import Final, Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from peerd.commands.status.watch_view import TRAIN, VALID, console_of_now
 from peerd.demo.expert_scene import ExpertScene
 from peerd.demo.scene import ProcessRow, Scene
 from peerd.screen import units
@@ -17,6 +16,7 @@ from peerd.screen.chart import Curve
 from peerd.screen.columns import Columns, Row, styled
 from peerd.screen.frame import FramePicture, bar, compose
 from peerd.screen.full_screen import FullScreen
+from peerd.status.view.watch_view import TRAIN, VALID, console_of_now
 
 LINE_PERIOD_S: Final = 5.0
 LEFT_LINES: Final = 24  # lines of the last picture that remain on the normal screen

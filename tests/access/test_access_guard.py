@@ -10,7 +10,6 @@ import pytest
 import trio
 
 from peerd.access.access_guard import Present, Presented
-from peerd.commands.status.swarm_view import swarm_view
 from peerd.core.errors import Refused, RemoteError, Untrusted
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
@@ -29,6 +28,7 @@ from peerd.messages.swarm import Position
 from peerd.messages.token import revoked_key
 from peerd.role.run_services import RunServices
 from peerd.screen.units import known
+from peerd.status.swarm_view import swarm_view
 from peerd.swarm.contributions import ContributionOf, ContributionTally
 from peerd.swarm.directory import Directory
 from peerd.swarm.stage_choice import Arrival

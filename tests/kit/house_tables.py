@@ -78,17 +78,17 @@ ROOMS = {
     "registry": "log role run",
     "sim": "dht dht/node messages role rpc run wire wire/host wire/link",
     "state/catchup": "compute compute/model messages role run signals state",
-    "training": "messages role",
+    "status": "dht log messages role rpc run screen swarm/batch swarm/conductor wire/host",
     "averaging/rounds": "averaging compute/codec compute/model core/model messages role rpc run state state/catchup",
     "commands": "access compute compute/export control experts/calls log messages registry role run wire wire/tcp",
     "commands/doctor": (
         "access compute compute/data compute/kernels compute/model core/model dht log reach reach/messages registry "
         "role run wire wire/host wire/tcp"
     ),
-    "commands/status": "control dht log messages role rpc run screen swarm/batch swarm/conductor wire/host",
     "state/checkpoints": "compute compute/model messages role run signals state state/catchup swarm",
-    "daemon": "access commands/status control devices log messages role run wire/host wire/tcp",
-    "demo": "commands/status compute compute/data compute/export compute/model control experts/calls run screen",
+    "status/view": "log screen status",
+    "daemon": "access control devices log messages role run status status/view wire/host wire/tcp",
+    "demo": "compute compute/data compute/export compute/model experts/calls run screen status status/view",
     "pipeline/stage": (
         "averaging averaging/rounds compute compute/codec compute/kernels compute/model core/model experts/model "
         "messages pipeline pipeline/routes placement role rpc run signals state/catchup state/checkpoints swarm "
@@ -104,8 +104,8 @@ ROOMS = {
         "swarm/batch wire/rate"
     ),
     "cli": (
-        "commands commands/doctor commands/plan commands/status compute control daemon demo launch log messages "
-        "registry role run"
+        "commands commands/doctor commands/plan compute control daemon demo launch log messages registry role run "
+        "status status/view"
     ),
     "library": (
         "compute/model compute/user_loop control daemon experts/model launch messages role run training/user_loop"
@@ -122,7 +122,6 @@ DOES_IO = {
     "commands": "*",
     "commands/doctor": "*",
     "commands/plan": "*",
-    "commands/status": "network_view progress_line status_board status_view swarm_view swarm_words waits watch_view",
     "compute": "checkpoint devices file_index flat frozen_state gpu run_record tensors worker",
     "compute/codec": "*",
     "compute/data": (
@@ -133,7 +132,7 @@ DOES_IO = {
     "compute/kernels": "cuda native ops reference",
     "compute/model": "*",
     "compute/user_loop": "*",
-    "control": "company connectivity guest leave_deadlines memory_limit open_hours rester socket",
+    "control": "*",
     "daemon": "*",
     "demo": "*",
     "devices": "*",
@@ -161,10 +160,11 @@ DOES_IO = {
     "state": "piece_fetch snapshot state_room state_server",
     "state/catchup": "*",
     "state/checkpoints": "*",
+    "status": "learning_curve network_view run_monitor status_board swarm_view",
+    "status/view": "progress_line status_view swarm_words waits watch_view",
     "swarm": "contributions dial_trainers directory kept_links peer_links run_view",
     "swarm/batch": "counted_record",
     "swarm/conductor": "*",
-    "training": "*",
     "training/user_loop": "*",
     "wire": "clock faults race tcp_info timer transport",
     "wire/host": "*",
@@ -178,9 +178,9 @@ WITH_TORCH = (
     "training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "averaging compute core experts messages pipeline role rpc run signals state swarm training wire"
+ROLE_IMPORTS = "averaging compute core experts messages pipeline role rpc run signals state status swarm wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
-    "commands commands/doctor commands/plan commands/status compute compute/data compute/model control demo "
-    "experts/trainer launch library log screen"
+    "commands commands/doctor commands/plan compute compute/data compute/model control demo experts/trainer launch "
+    "library log screen status/view"
 )

@@ -22,7 +22,7 @@ from peerd.run.runfile import RunFile, fingerprint
 from peerd.state.checkpoints.keeper import CheckpointKeeper
 from peerd.state.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.state.snapshot import StateServer
-from peerd.training.learning_curve import LearningCurves
+from peerd.status.learning_curve import LearningCurves
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole

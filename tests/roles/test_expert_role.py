@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import trio
 
-from peerd.commands.status.swarm_view import swarm_view
 from peerd.core.errors import ConfigError
 from peerd.core.frame import TensorFrame
 from peerd.experts.calls.expert_client import ExpertClient
@@ -24,6 +23,7 @@ from peerd.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFi
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig
 from peerd.sim.world import Node, World, WorldConfig
+from peerd.status.swarm_view import swarm_view
 from peerd.swarm import contributions
 from roles.expert import ExpertRole
 from tests.kit.runs import changed

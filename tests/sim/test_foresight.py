@@ -11,9 +11,9 @@ import pytest
 import trio
 
 from peerd.averaging.allreduce_service import AllReduceService
-from peerd.commands.status.swarm_view import foretold_by, swarm_view
 from peerd.run.runfile import OptimizerSection, RunFile
 from peerd.sim.world import Node
+from peerd.status.swarm_view import foretold_by, swarm_view
 from roles.trainer import TrainerRole
 from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run

@@ -13,7 +13,7 @@ from peerd.core.ids import PeerId
 from peerd.messages.progress import StageProgress
 from peerd.messages.swarm import MemberInfo, Position
 from peerd.pipeline.stage.final_state import FinalState
-from peerd.training.run_monitor import final_step
+from peerd.status.run_monitor import final_step
 from tests.worlds.network.hosts import keypair
 
 OWN, OTHER, BACKBONE = (keypair(name).peer_id for name in ("own", "other", "backbone"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from peerd.commands.status.metrics import metrics_text
-from peerd.control.snapshot import StatusSnapshot, decode_status
+from peerd.status.snapshot import StatusSnapshot, decode_status
+from peerd.status.view.metrics import metrics_text
 
 LINE = re.compile(r'[a-z][a-z0-9_]*\{([a-z]+="([^"\\\n]|\\.)*")(,[a-z]+="([^"\\\n]|\\.)*")*\} -?[0-9.e+-]+')
 

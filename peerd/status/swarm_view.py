@@ -13,15 +13,6 @@ from typing import Final, TypeVar
 
 from msgspec import Struct, structs
 
-from peerd.control.swarm_status import (
-    ContributionStatus,
-    CountedStatus,
-    SampleCounts,
-    StagePeerStatus,
-    StageStatus,
-    SwarmStatus,
-    TrainerStatus,
-)
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DIRECTORY_READ_BYTES
@@ -41,6 +32,15 @@ from peerd.messages.progress import (
 from peerd.rpc.rpc_types import AccessGuard
 from peerd.run.runfile import RunFile
 from peerd.screen import units
+from peerd.status.swarm_status import (
+    ContributionStatus,
+    CountedStatus,
+    SampleCounts,
+    StagePeerStatus,
+    StageStatus,
+    SwarmStatus,
+    TrainerStatus,
+)
 from peerd.swarm.batch.counted_record import CountedTable, read_counted
 from peerd.swarm.batch.counted_work import PeerWork
 

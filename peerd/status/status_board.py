@@ -16,18 +16,6 @@ from typing import Any, Final
 import trio
 from msgspec import structs, to_builtins
 
-from peerd.commands.status.network_view import network_view
-from peerd.commands.status.run_pulse import ContributionShares, ListedPosts, LossHistory, StandstillDetector
-from peerd.commands.status.swarm_view import FRESH_S, foretold_by, summed, swarm_view
-from peerd.control.swarm_status import (
-    ContributionStatus,
-    CurveStatus,
-    NetworkStatus,
-    PeerStatus,
-    StagePeerStatus,
-    StandstillStatus,
-    SwarmStatus,
-)
 from peerd.core.clock import Clock
 from peerd.core.decoders import convert
 from peerd.core.version import VERSION
@@ -38,6 +26,18 @@ from peerd.role.run_services import RunServices
 from peerd.rpc.rpc import Rpc
 from peerd.run.runfile import BYTES_PER_MBIT, LimitsSection, RunFile
 from peerd.screen.units import known
+from peerd.status.network_view import network_view
+from peerd.status.run_pulse import ContributionShares, ListedPosts, LossHistory, StandstillDetector
+from peerd.status.swarm_status import (
+    ContributionStatus,
+    CurveStatus,
+    NetworkStatus,
+    PeerStatus,
+    StagePeerStatus,
+    StandstillStatus,
+    SwarmStatus,
+)
+from peerd.status.swarm_view import FRESH_S, foretold_by, summed, swarm_view
 from peerd.wire.host.host import Host
 from peerd.wire.host.host_status import budgets_told, faults_told
 

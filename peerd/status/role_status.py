@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
-from peerd.control.swarm_status import Figure, StatusPart
 from peerd.core.decoders import convert
+from peerd.status.swarm_status import Figure, StatusPart
 
 S = TypeVar("S", bound=StatusPart)
 

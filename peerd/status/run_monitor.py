@@ -26,7 +26,7 @@ from peerd.messages.progress import (
 )
 from peerd.role.role import RoleContext
 from peerd.role.run_services import RunServices
-from peerd.training.learning_curve import CurvePoint
+from peerd.status.learning_curve import CurvePoint
 
 MOST_STEPS: Final = 1 << 53  # as in `messages.swarm.StepNumber`
 NEAR_STEPS: Final = 100  # largest distance to the swarm's step; records are a few seconds old

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from peerd.control.snapshot import StatusSnapshot
 from peerd.screen import units
+from peerd.status.snapshot import StatusSnapshot
 
 _SWARM: Final = {
     "step": "global steps completed",

@@ -11,9 +11,9 @@ from typing import Final, Protocol
 
 import trio
 
-from peerd.commands.status.swarm_words import left, own_share, position
-from peerd.control.swarm_status import SwarmStatus
 from peerd.screen import units
+from peerd.status.swarm_status import SwarmStatus
+from peerd.status.view.swarm_words import left, own_share, position
 
 PERIOD_S: Final = 60.0
 

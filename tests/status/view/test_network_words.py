@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from rich.console import Console, Group
 
-from peerd.commands.status.network_view import PAIRS_TOLD, network_status
-from peerd.commands.status.network_words import COLUMNS, network_parts
-from peerd.commands.status.status_view import render_swarm
-from peerd.control.swarm_status import NetworkStatus, SwarmStatus, TrainerStatus
 from peerd.core.keys import Keypair
 from peerd.messages.network import MappedPair
+from peerd.status.network_view import PAIRS_TOLD, network_status
+from peerd.status.swarm_status import NetworkStatus, SwarmStatus, TrainerStatus
+from peerd.status.view.network_words import COLUMNS, network_parts
+from peerd.status.view.status_view import render_swarm
 from peerd.swarm.conductor.link_watch import NamedPair, ReadMap
 
 IDS = [Keypair.from_seed(bytes([n]) * 32).peer_id.text for n in range(40)]

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from rich.text import Text
 
-from peerd.control.swarm_status import ContributionStatus, PeerStatus, SampleCounts, SwarmStatus
 from peerd.screen import units
 from peerd.screen.columns import Columns, Row, styled
+from peerd.status.swarm_status import ContributionStatus, PeerStatus, SampleCounts, SwarmStatus
 
 SILENT_S: Final = 25.0  # a peer with an older record is shown as silent; peers publish at least every 20 s
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from peerd.commands.status.curve_file import CurveFile
-from peerd.commands.status.watch_view import Watcher
 from peerd.run.home import socket_path
 from peerd.screen.frame import compose
+from peerd.status.view.curve_file import CurveFile
+from peerd.status.view.watch_view import Watcher
 from tests.test_view import snapshot
 from tests.worlds.processes.terminal import Grid, terminal
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from peerd.control.swarm_status import StandstillStatus
 from peerd.screen.units import known
+from peerd.status.swarm_status import StandstillStatus
 
 STILL_S: Final = 3.0  # a run that has a reason to wait stands still after this time without a change
 MISSED_S: Final = 2.0  # a post missing from the list for this time is gone; a new conductor's list fills up sooner

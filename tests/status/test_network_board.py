@@ -9,12 +9,12 @@ import pytest
 import torch
 import trio
 
-from peerd.commands.status.status_board import StatusBoard
-from peerd.control.swarm_status import NetworkStatus
 from peerd.log import EventLog
 from peerd.role.run_services import RunServices
 from peerd.run.runfile import OptimizerSection
 from peerd.sim.clock import run_virtual
+from peerd.status.status_board import StatusBoard
+from peerd.status.swarm_status import NetworkStatus
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 

@@ -16,16 +16,16 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from peerd.commands.status import swarm_words
-from peerd.commands.status.curve_file import CurveFile
-from peerd.commands.status.role_words import parts_of
-from peerd.control.snapshot import StatusSnapshot, TrafficStatus, decode_status
-from peerd.control.swarm_status import CurveStatus, SwarmStatus
 from peerd.screen import units
 from peerd.screen.chart import Curve, Point
 from peerd.screen.columns import styled
 from peerd.screen.frame import FramePicture, Parts, bar
 from peerd.screen.full_screen import FullScreen
+from peerd.status.snapshot import StatusSnapshot, TrafficStatus, decode_status
+from peerd.status.swarm_status import CurveStatus, SwarmStatus
+from peerd.status.view import swarm_words
+from peerd.status.view.curve_file import CurveFile
+from peerd.status.view.role_words import parts_of
 
 PERIOD_S: Final = 1.0
 BAR: Final = 16  # columns

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Final
 
-from peerd.commands.status.run_pulse import LossHistory
+from peerd.status.run_pulse import LossHistory
 
 LOOK_BYTES: Final = 4 << 20  # most that one read takes, from the end of the file
 

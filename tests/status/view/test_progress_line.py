@@ -8,11 +8,11 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.commands.status.progress_line import progress_line, tell_progress
-from peerd.control.snapshot import decode_status
-from peerd.control.swarm_status import StandstillStatus, SwarmStatus
 from peerd.daemon import DaemonPlan
 from peerd.run.runfile import RunFile
+from peerd.status.snapshot import decode_status
+from peerd.status.swarm_status import StandstillStatus, SwarmStatus
+from peerd.status.view.progress_line import progress_line, tell_progress
 from roles.backbone import BackboneRole
 
 MOVING: dict[str, Any] = {

@@ -12,11 +12,11 @@ from typing import Final
 
 import trio
 
-from peerd.control.swarm_status import DirectionStatus, NetworkStatus, PairStatus, Spread, SwarmStatus
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.role.run_services import RunServices
 from peerd.run.runfile import BYTES_PER_MBIT
+from peerd.status.swarm_status import DirectionStatus, NetworkStatus, PairStatus, Spread, SwarmStatus
 from peerd.swarm.conductor.link_watch import NamedPair, ReadMap
 
 READ_S: Final = 1.0

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from peerd.control.swarm_status import Figure, StatusPart, SwarmStatus
 from peerd.core.decoders import convert
 from peerd.core.errors import PeerdError
 from peerd.core.version import VERSION
+from peerd.status.swarm_status import Figure, StatusPart, SwarmStatus
 
 
 class OwnPeerStatus(StatusPart, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peerd.commands.status.role_words import details
+from peerd.status.view.role_words import details
 
 
 def said(**experts: Any) -> str:

@@ -14,10 +14,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from peerd.commands.status import swarm_words
-from peerd.commands.status.network_words import network_parts
-from peerd.commands.status.role_words import RolePart, details, parts_of
-from peerd.control.snapshot import (
+from peerd.screen.columns import Columns, Row
+from peerd.screen.units import brief, counted, duration, known, number, short, size
+from peerd.status.snapshot import (
     BudgetStatus,
     FaultsStatus,
     RateStatus,
@@ -26,9 +25,10 @@ from peerd.control.snapshot import (
     TrafficStatus,
     decode_status,
 )
-from peerd.control.swarm_status import SwarmStatus
-from peerd.screen.columns import Columns, Row
-from peerd.screen.units import brief, counted, duration, known, number, short, size
+from peerd.status.swarm_status import SwarmStatus
+from peerd.status.view import swarm_words
+from peerd.status.view.network_words import network_parts
+from peerd.status.view.role_words import RolePart, details, parts_of
 
 EVENTS_SHOWN: Final = 8
 

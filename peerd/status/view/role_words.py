@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from peerd.control.role_status import (
+from peerd.screen import units
+from peerd.status.role_status import (
     AveragingFigures,
     HandoverFigures,
     MicrobatchFigures,
     TrainerExpertFigures,
     figures_of,
 )
-from peerd.control.swarm_status import StatusPart
-from peerd.screen import units
+from peerd.status.swarm_status import StatusPart
 
 Told = Mapping[str, Any]
 

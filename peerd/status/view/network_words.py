@@ -12,9 +12,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from peerd.control.swarm_status import NetworkStatus, PairStatus, Spread
 from peerd.screen import units
 from peerd.screen.columns import Columns, Row
+from peerd.status.swarm_status import NetworkStatus, PairStatus, Spread
 
 COLUMNS: Final = 80
 NAME_CHARS: Final = 14

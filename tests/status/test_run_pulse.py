@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from peerd.commands.status.run_pulse import (
+from peerd.status.run_pulse import (
     MISSED_S,
     PEERS,
     POINTS,

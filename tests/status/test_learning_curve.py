@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import ConfigError
 from peerd.messages.progress import TrainerProgress
-from peerd.training.learning_curve import CurvePoint, LearningCurves
-from peerd.training.run_monitor import NEAR_STEPS, summary
+from peerd.status.learning_curve import CurvePoint, LearningCurves
+from peerd.status.run_monitor import NEAR_STEPS, summary
 
 
 def point(step: int, valid_step: int | None = None) -> CurvePoint:
