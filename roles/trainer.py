@@ -90,7 +90,7 @@ class TrainerRole:
 
     @classmethod
     def check_run(cls, run: RunFile) -> None:
-        """Check the run file before joining (`peerd.role.role.ChecksRun`): the text, and the layers if they are here."""
+        """Check the run file before joining (`role.ChecksRun`): the text, and the layers if they are here."""
         check_text(run)
         if run.experts is not None:
             check_trunk(run)

@@ -213,7 +213,7 @@ async def test_a_hung_member_is_noticed_among_two_hundred_that_nobody_can_reach(
         conductor = hostile.conducting
         for number in range(200):  # as records of whoever wants to hold the conductor up
             nobody: PeerId = Keypair.from_seed(f"nobody {number}".encode().ljust(32, b".")).peer_id
-            conductor._following.note_stage0(nobody, 1.0, False)
+            conductor._reports._following.note_stage0(nobody, 1.0, False)
         silent = next(n for n in world.living() if n.name.startswith("replica") and n.id != conductor._host.id)
         world.partition([silent])
         gone = silent.id.text
