@@ -16,7 +16,7 @@ NONE_CHOSEN := 5
 SLICE ?=
 SECONDS ?= 240
 MEASURED := .durations.tsv
-KERNELS := $(wildcard peerd/compute/kernels/source/*.cpp peerd/compute/kernels/source/*.h)
+KERNELS := $(wildcard peerd/codec/kernels/source/*.cpp peerd/codec/kernels/source/*.h)
 ARGS ?=
 
 .DEFAULT_GOAL := help

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
 import typer
 from msgspec import structs
 
-from peerd.commands import evaluate, export, generate, options, token
+from peerd.commands import evaluate, export, generate, identity, options, token
 from peerd.commands.grouped_help import ORGANIZE, TAKE_PART, USE, GroupedCommands, GroupedOptions
 from peerd.commands.plan import plan
 from peerd.control.guest import GuestFlags, JoinRequest, obey, settled
@@ -226,40 +226,7 @@ def demo(
     raise typer.Exit(code)
 
 
-@app.command(rich_help_panel=TAKE_PART)
-def identity(
-    model: options.RunFileOption = None,
-    run: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run, instead of its file.")] = None,
-    data_dir: options.DataDir = None,
-    as_json: options.AsJson = False,
-) -> None:
-    """Show this machine's peer ids.
-
-    With --model, --run or --data-dir: the id that `peerd join` uses, created if missing.
-    """
-    from peerd.run import home
-
-    name = run or (loaded.run.run if (loaded := _load(model, None, None, None)) is not None else None)
-    if data_dir is not None or name is not None:
-        place = home.make_private_dir(data_dir or home.run_data_dir(name or "", []))
-        if not (place / home.IDENTITY_FILE).exists():
-            with home.locked(place):
-                home.load_identity(place)
-        places = [place] if data_dir is not None else home.run_identities(name or "")
-    else:
-        places = home.known_identities()
-    found = [{"peer_id": home.load_identity(place).peer_id.text, "data_dir": str(place)} for place in places]
-    if as_json:
-        typer.echo(
-            json.dumps(
-                found[0] if data_dir is not None or (len(found) == 1 and name is not None) else {"identities": found}
-            )
-        )
-    elif not found:
-        typer.echo(f"no identity yet under {home.data_root()}; one is created when a peer first starts")
-    else:
-        for entry in found:
-            typer.echo(f"{entry['peer_id']}  {entry['data_dir']}")
+app.command(rich_help_panel=TAKE_PART)(identity.identity)
 
 
 @app.command(rich_help_panel=TAKE_PART)

@@ -17,10 +17,10 @@ from typing import ClassVar
 
 import trio
 
-from peerd.compute.data.corpus_digest import check_text
 from peerd.compute.model.dry_run import try_layers, try_layers_if_here
 from peerd.core.errors import ConfigError
 from peerd.core.limits import MICROBATCHES
+from peerd.data.corpus_digest import check_text
 from peerd.experts.model.trunk import check_trunk
 from peerd.experts.trainer.asynchronous_flights import AsynchronousFlights, FlightPlan, flights_of
 from peerd.experts.trainer.expert_flights import ExpertFlights

@@ -35,9 +35,9 @@ import itertools
 import msgspec
 import torch
 
-from peerd.compute.codec import frames
-from peerd.compute.codec.policy import CodingPlan
-from peerd.compute.kernels import ops, reference
+from peerd.codec import frames
+from peerd.codec.kernels import ops, reference
+from peerd.codec.policy import CodingPlan
 from peerd.compute.model.footprint import footprint
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.blockwise import CODES

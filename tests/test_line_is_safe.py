@@ -25,12 +25,12 @@ from peerd import launch, registry
 from peerd.cli import invoke
 from peerd.commands import joining
 from peerd.compute.checkpoint import Checkpoints
-from peerd.compute.data.stream import cache_of, samples_of
 from peerd.compute.model.footprint import footprint
 from peerd.compute.run_record import write_record
 from peerd.core.errors import PeerdError
 from peerd.core.keys import Keypair
 from peerd.daemon import DaemonPlan
+from peerd.data.stream import cache_of, samples_of
 from peerd.messages.run_link import JoinLink, RunFileAnswer
 from peerd.messages.token import Token, seal, to_text
 from peerd.run.check_line import LINE_BYTES, LINE_RULES, Between, Rule
@@ -136,7 +136,7 @@ class Volunteer:
         patch.setattr(registry, "refuse_foreign", lambda point: None)
         patch.setattr(socket, "getaddrinfo", resolved)
         patch.setattr(socket, "create_connection", dial)
-        patch.setattr("peerd.compute.data.http_fetch.PAUSES_S", ())
+        patch.setattr("peerd.data.files.http_fetch.PAUSES_S", ())
         patch.setattr("peerd.cli.obey", lambda limits: None)
         patch.setattr("signal.signal", lambda *_: None)
         patch.setenv("XDG_CACHE_HOME", str(home.data / "cache"))

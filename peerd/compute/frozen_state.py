@@ -19,8 +19,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from peerd.codec.tensors import dtype_name, raw_bytes
 from peerd.compute.changes import Changes
-from peerd.compute.tensors import dtype_name, raw_bytes
 from peerd.core.errors import NoMemory, WorkCancelled
 from peerd.core.frame import DTYPES
 from peerd.messages.state import TensorSpec

@@ -22,7 +22,7 @@ import outcome
 import torch
 import trio
 
-from peerd.compute import gpu
+from peerd.codec import gpu
 from peerd.compute.allocator import return_large_blocks
 from peerd.core.errors import LocalError, NoMemory
 

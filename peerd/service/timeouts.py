@@ -71,9 +71,9 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.run.runfile.checkpoint_s": SETTING,
     "peerd.run.runfile.grace_s": SETTING,
     # data and devices
-    "peerd.compute.data.http_fetch.READ_TIMEOUT_S": BYTES,
+    "peerd.data.files.http_fetch.READ_TIMEOUT_S": BYTES,
     "peerd.compute.worker.CLOSE_TIMEOUT_S": LEAVING,
-    "peerd.compute.data.remote_files.ABANDONED_S": "an hour without a byte; a fetch fails after minutes",
+    "peerd.data.files.remote_files.ABANDONED_S": "an hour without a byte; a fetch fails after minutes",
     # network
     "peerd.reach.gateway.natpmp.FIRST_WAIT_S": SMALL,
     "peerd.wire.host.failover._DIAL_S": SMALL,

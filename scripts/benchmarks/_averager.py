@@ -29,7 +29,7 @@ from scripts.benchmarks._remote_process import new_stack, obey, reply
 from tests.kit.declared import ANY
 
 if TYPE_CHECKING:
-    from peerd.compute.codec.error_feedback import ErrorFeedback
+    from peerd.codec.error_feedback import ErrorFeedback
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Gloo:
         import torch  # imported here, since processes without gloo do not need it
         import torch.distributed
 
-        from peerd.compute.codec.error_feedback import feedback_of
+        from peerd.codec.error_feedback import feedback_of
 
         self.feedback: Callable[[str], ErrorFeedback | None] = lambda code: feedback_of(AveragingSection(code=code))
         self._torch, self._group = torch, torch.distributed

@@ -16,7 +16,7 @@ import torch
 import trio
 from multiaddr import Multiaddr
 
-from peerd.compute.codec.frames import to_frame
+from peerd.codec.frames import to_frame
 from peerd.compute.worker import DeviceWorker, use_threads
 from peerd.experts.calls.expert_client import ExpertClient
 from peerd.experts.calls.expert_directory import ExpertDirectory

@@ -1,4 +1,4 @@
-"""Errors of codes, and ratios and rates of lossless packing: the numbers in `peerd/compute/codec/policy.py`.
+"""Errors of codes, and ratios and rates of lossless packing: the numbers in `peerd/codec/policy.py`.
 
 Measured on payloads as they are sent, with one CPU thread.
 """
@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peerd.compute.codec import lossless
-from peerd.compute.codec.frames import decode, encode
-from peerd.compute.codec.policy import CodingPlan, PackingSpeed
-from peerd.compute.tensors import dtype_name
+from peerd.codec import lossless
+from peerd.codec.frames import decode, encode
+from peerd.codec.policy import CodingPlan, PackingSpeed
+from peerd.codec.tensors import dtype_name
 from peerd.core.blockwise import CODES
 from scripts.benchmarks._quantize_cpu import Figures, Way, median_seconds, values
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peerd.compute.kernels import native, ops, reference
+from peerd.codec.kernels import native, ops, reference
 from peerd.core.blockwise import CODES, code_bytes, scale_count
 
 Way = Callable[[], object]

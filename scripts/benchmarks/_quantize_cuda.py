@@ -16,8 +16,8 @@ import torch
 import trio
 from torch import Tensor
 
-from peerd.compute.codec.async_codec import AsyncCodec
-from peerd.compute.kernels import ops
+from peerd.codec.async_codec import AsyncCodec
+from peerd.codec.kernels import ops
 from peerd.compute.worker import DeviceWorker
 from peerd.core.blockwise import CODES
 from peerd.core.frame import TensorFrame
@@ -48,7 +48,7 @@ def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
 
 def implementation(device: torch.device) -> str:
     """Name of the implementation: the kernels, or plain torch with the reason."""
-    from peerd.compute.kernels import cuda
+    from peerd.codec.kernels import cuda
 
     return "kernels" if cuda.available(device) else f"plain torch: {cuda.why_not(device)}"
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peerd.compute.data.stream import samples_of
 from peerd.compute.model.served_stage import ServedStage
+from peerd.data.stream import samples_of
 from peerd.messages.swarm import Mb
 from peerd.run.runfile import BatchSection, DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peerd.compute.codec.error_feedback import feedback_of
-from peerd.compute.codec.powersgd import Vector, low_rank_of
-from peerd.compute.data.stream import samples_of
+from peerd.codec.error_feedback import feedback_of
+from peerd.codec.powersgd import Vector, low_rank_of
 from peerd.compute.model.stage_module import StageModule
+from peerd.data.stream import samples_of
 from peerd.run.config import load_run
 from peerd.run.runfile import AveragingSection, RunFile
 from scripts.benchmarks._report import Figure, Report

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from peerd.compute.data.stream import samples_of
+from peerd.data.stream import samples_of
 from peerd.run.runfile import DataSection, ModelSection, RunFile
 from scripts.benchmarks._expert_swarm import FAR, GRIDS, LAYERS, NEAR, Curve, Mixture, Rates, flown, learned, report
 from scripts.benchmarks._report import Figure, Report

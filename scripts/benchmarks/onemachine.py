@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import torch
 
-from peerd.compute.data.stream import samples_of
 from peerd.core.decoders import convert
+from peerd.data.stream import samples_of
 from peerd.run.runfile import RunFile
 from scripts.benchmarks._report import Figure, Report
 from scripts.plain_torch import PlainTraining, median_step_s

@@ -3,7 +3,7 @@
 Rates are GB/s of the input (float32 if not stated otherwise), into buffers that were used before. On the CPU, all runs
 on one thread: with an input larger than the caches, for which the targets hold, and with a smaller one. `copy` is
 torch's copy of the same input. Other libraries and plain torch get the smaller input. The errors of codes and the gains
-of lossless packing are measured too; `peerd/compute/codec/policy.py` uses these numbers.
+of lossless packing are measured too; `peerd/codec/policy.py` uses these numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from peerd.compute.kernels import native
+from peerd.codec.kernels import native
 from peerd.core.blockwise import CODES
 from scripts.benchmarks import _quantize_codes as codes
 from scripts.benchmarks import _quantize_cpu as cpu

@@ -16,8 +16,8 @@ from peerd.averaging.allreduce import AveragingPlan, MemberTerms, RoundFailed, p
 from peerd.averaging.allreduce_service import METHOD, PartCoder, Vector
 from peerd.averaging.topology import GroupTopology
 from peerd.averaging.work_split import WorkSplitter
-from peerd.compute.codec.error_feedback import ErrorFeedback
-from peerd.compute.codec.policy import CodingPlan
+from peerd.codec.error_feedback import ErrorFeedback
+from peerd.codec.policy import CodingPlan
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty

@@ -15,8 +15,8 @@ from trio.testing import MockClock
 
 from peerd.averaging.allreduce import AveragingPlan, Part, RoundFailed
 from peerd.averaging.allreduce_service import METHOD, PartCoder, PlainParts, Vector
-from peerd.compute.codec.error_feedback import ErrorFeedback
-from peerd.compute.codec.policy import CodingPlan
+from peerd.codec.error_feedback import ErrorFeedback
+from peerd.codec.policy import CodingPlan
 from peerd.core.errors import PeerdError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty

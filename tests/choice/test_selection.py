@@ -76,8 +76,8 @@ def test_a_test_that_imports_what_changed_is_nearer_than_one_behind_another_modu
 def test_a_changed_test_a_compiled_source_and_a_page_have_their_tests() -> None:
     tests = [path for path in sources("tests") if path.name.startswith("test_")]
     assert nearness(tests, {tests[0]})[tests[0]] == 0
-    kernels = nearness(tests, {ROOT / "peerd/compute/kernels/source/blockwise_avx2.h"})
-    assert kernels[ROOT / "tests/compute/kernels/test_native.py"] == 1
+    kernels = nearness(tests, {ROOT / "peerd/codec/kernels/source/blockwise_avx2.h"})
+    assert kernels[ROOT / "tests/codec/kernels/test_native.py"] == 1
     assert nearness(tests, {ROOT / "README.md"})[ROOT / "tests/test_readme.py"] == 1
 
 

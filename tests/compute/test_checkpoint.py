@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from peerd.codec.tensors import state_digest
 from peerd.compute.checkpoint import Checkpoints
 from peerd.compute.model.stage_module import StageModule
-from peerd.compute.tensors import state_digest
 from peerd.core.errors import ConfigError
 from peerd.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile, fingerprint
 

@@ -10,10 +10,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from peerd.codec.tensors import TORCH_DTYPES, state_digest
 from peerd.compute.changes import Changes
 from peerd.compute.checkpoint import Checkpoints
 from peerd.compute.frozen_state import PIECE_BYTES, FrozenState, write_state
-from peerd.compute.tensors import TORCH_DTYPES, state_digest
 from peerd.core.errors import NoMemory, WorkCancelled
 
 

@@ -23,7 +23,7 @@ RAW_BYTES_MAX = 1 << 22
 
 def receive(data: bytes) -> None:
     """A header, then as much payload as it asks for, made of the same hostile bytes."""
-    from peerd.compute.codec.frames import from_frame
+    from peerd.codec.frames import from_frame
 
     data = mended(data)
     header, end = frame.decode_header(data)
@@ -47,8 +47,8 @@ def coded_frames() -> Sequence[bytes]:
     """Headers with the payloads that belong to them, in every coding, packed and not."""
     import torch
 
-    from peerd.compute.codec.frames import encode
-    from peerd.compute.codec.policy import CodingPlan
+    from peerd.codec.frames import encode
+    from peerd.codec.policy import CodingPlan
 
     tensor = torch.randn(5, 60, generator=torch.Generator().manual_seed(1))
     made = [
@@ -62,7 +62,7 @@ def coded_frames() -> Sequence[bytes]:
 
 def receive_whole(data: bytes) -> None:
     """A frame with its own payload, of whatever length that has now; every second time its scales are vouched for."""
-    from peerd.compute.codec.frames import decode
+    from peerd.codec.frames import decode
 
     data = mended(data)
     header, end = frame.decode_header(data)

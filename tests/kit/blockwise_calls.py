@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peerd.compute.kernels import native
+from peerd.codec.kernels import native
 from peerd.core.blockwise import CODES, code_bytes, scale_count
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCES = [ROOT / "tests/kit/blockwise_calls.cpp", ROOT / "peerd/compute/kernels/source/blockwise.cpp"]
+SOURCES = [ROOT / "tests/kit/blockwise_calls.cpp", ROOT / "peerd/codec/kernels/source/blockwise.cpp"]
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-fast-math"]
 FUNCTIONS = ("quantize", "dequantize", "scales", "quantize_missing", "dequantize_onto")
 INPUTS, OUTPUTS = 3, 4

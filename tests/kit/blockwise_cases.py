@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peerd.compute.kernels import tables
+from peerd.codec.kernels import tables
 from peerd.core.blockwise import CODES, code_bytes, scale_count
 
 NAMES = tuple(CODES)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Final
 
-from peerd.compute.kernels import tables
+from peerd.codec.kernels import tables
 
 SIGN: Final = 0x80000000
 FORMATS: Final = {"float32": (24, -126), "bfloat16": (8, -126), "float16": (11, -14)}  # precision, smallest exponent

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from peerd.compute.codec.frames import from_frame
+from peerd.codec.frames import from_frame
 from peerd.compute.model.partition import whole_model
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import StageModule

@@ -36,6 +36,6 @@ def values(*shape: int, seed: int = 0, dtype: torch.dtype | None = None) -> Tens
 
 def frame(*shape: int, seed: int = 0, dtype: torch.dtype | None = None) -> TensorFrame:
     """The same as a frame."""
-    from peerd.compute.codec.frames import to_frame
+    from peerd.codec.frames import to_frame
 
     return to_frame(values(*shape, seed=seed, dtype=dtype))

@@ -13,18 +13,22 @@ ROOMS = {
     "screen": "",
     "service": "",
     "signals": "",
-    "compute/kernels": "",
+    "codec/kernels": "",
     "log": "screen",
     "reach/gateway": "",
     "wire/rate": "",
     "run": "log",
     "wire/budget": "wire/rate",
+    "codec": "codec/kernels run",
     "core/model": "run",
+    "data/files": "run",
     "devices": "run",
     "dht/node": "wire/budget wire/rate",
     "messages": "run",
     "wire": "signals wire/budget",
-    "compute": "messages run",
+    "compute": "codec messages run",
+    "compute/user_loop": "codec run",
+    "data": "data/files run",
     "experts/rules": "messages run wire/rate",
     "placement/network": "messages wire/rate",
     "reach/messages": "wire",
@@ -32,21 +36,18 @@ ROOMS = {
     "wire/noise": "wire",
     "wire/tcp": "run wire wire/budget wire/rate",
     "wire/yamux": "wire wire/rate",
-    "commands/plan": "compute core/model log placement run screen",
-    "compute/codec": "compute compute/kernels run",
-    "compute/data": "compute run",
-    "compute/user_loop": "compute run",
+    "commands/plan": "core/model data log placement run screen",
+    "compute/model": "codec compute compute/user_loop core/model data messages run",
     "experts/owners": "experts/rules messages run",
     "pipeline/routes": "messages rpc/methods run wire/budget wire/rate",
     "rpc": "messages rpc/methods wire/budget wire/rate",
     "wire/link": "wire wire/budget wire/noise wire/rate wire/yamux",
-    "compute/model": "compute compute/codec compute/user_loop core/model messages run",
+    "experts/model": "codec compute/model core/model messages run",
     "state": "messages rpc rpc/methods wire wire/rate",
     "wire/host": "signals wire wire/budget wire/link wire/noise wire/rate wire/tcp wire/yamux",
     "averaging": "messages rpc rpc/methods run signals wire/host",
-    "experts/model": "compute compute/codec compute/model core/model messages run",
+    "compute/export": "codec compute compute/model core/model data experts/model run",
     "reach": "reach/gateway reach/messages wire wire/host wire/link wire/rate wire/tcp",
-    "compute/export": "compute compute/data compute/model core/model experts/model run",
     "dht": "dht/node messages reach rpc rpc/methods wire wire/host wire/link wire/rate",
     "reach/relay": "reach reach/messages wire wire/host wire/link wire/rate wire/tcp",
     "access": "dht messages rpc rpc/methods run wire/host wire/rate",
@@ -72,31 +73,29 @@ ROOMS = {
     ),
     "control": "dht log reach reach/gateway reach/relay role rpc run wire/host",
     "experts/hosting": "experts/calls experts/owners experts/rules messages role rpc rpc/methods run signals wire/rate",
-    "pipeline/trainer": (
-        "compute compute/codec compute/data messages pipeline pipeline/routes role signals swarm/batch swarm/steps"
-    ),
+    "pipeline/trainer": "codec data data/files messages pipeline pipeline/routes role signals swarm/batch swarm/steps",
     "registry": "log role run",
     "sim": "dht dht/node messages role rpc run wire wire/host wire/link",
-    "state/catchup": "compute compute/model messages role run signals state",
+    "state/catchup": "codec compute compute/model messages role run signals state",
     "status": "dht log messages role rpc run screen swarm/batch swarm/conductor wire/host",
-    "averaging/rounds": "averaging compute/codec compute/model core/model messages role rpc run state state/catchup",
+    "averaging/rounds": "averaging codec compute/model core/model messages role rpc run state state/catchup",
     "commands": "access compute compute/export control experts/calls log messages registry role run wire wire/tcp",
     "commands/doctor": (
-        "access compute compute/data compute/kernels compute/model core/model dht log reach reach/messages registry "
-        "role run wire wire/host wire/tcp"
+        "access codec/kernels compute compute/model core/model data data/files dht log reach reach/messages "
+        "registry role run wire wire/host wire/tcp"
     ),
     "state/checkpoints": "compute compute/model messages role run signals state state/catchup swarm",
     "status/view": "log screen status",
     "daemon": "access control devices log messages role run status status/view wire/host wire/tcp",
-    "demo": "compute compute/data compute/export compute/model experts/calls run screen status status/view",
+    "demo": "compute/export compute/model data experts/calls run screen status status/view",
     "pipeline/stage": (
-        "averaging averaging/rounds compute compute/codec compute/kernels compute/model core/model experts/model "
+        "averaging averaging/rounds codec codec/kernels compute compute/model core/model data experts/model "
         "messages pipeline pipeline/routes placement role rpc run signals state/catchup state/checkpoints swarm "
         "swarm/batch swarm/conductor swarm/rebalance swarm/steps wire/budget"
     ),
     "experts/trainer": (
-        "compute/codec compute/model core/model experts/model log messages pipeline pipeline/routes pipeline/stage "
-        "role run signals swarm/batch wire/rate"
+        "codec compute/model core/model experts/model log messages pipeline pipeline/routes pipeline/stage role run "
+        "signals swarm/batch wire/rate"
     ),
     "launch": "access control daemon log role run wire wire/tcp",
     "training/user_loop": (
@@ -119,21 +118,19 @@ DOES_IO = {
     "averaging": "allreduce_service line_speeds open_round",
     "averaging/rounds": "*",
     "cli": "*",
+    "codec": "*",
+    "codec/kernels": "cuda native ops reference",
     "commands": "*",
     "commands/doctor": "*",
     "commands/plan": "*",
-    "compute": "checkpoint devices file_index flat frozen_state gpu run_record tensors worker",
-    "compute/codec": "*",
-    "compute/data": (
-        "corpus corpus_digest file_fetch http_fetch public_connection readers remote_files shuffled_source stream "
-        "text_stream user_dataset"
-    ),
+    "compute": "*",
     "compute/export": "*",
-    "compute/kernels": "cuda native ops reference",
     "compute/model": "*",
     "compute/user_loop": "*",
     "control": "*",
     "daemon": "*",
+    "data": "corpus corpus_digest readers shuffled_source stream text_stream user_dataset",
+    "data/files": "*",
     "demo": "*",
     "devices": "*",
     "dht": "bootstrap dht requests",
@@ -173,14 +170,13 @@ DOES_IO = {
 }
 # Rooms that may import torch.
 WITH_TORCH = (
-    "compute compute/codec compute/data compute/export compute/kernels compute/model compute/user_loop "
-    "experts/model experts/trainer library pipeline/stage pipeline/trainer run state/catchup state/checkpoints "
-    "training/user_loop"
+    "codec codec/kernels compute compute/export compute/model compute/user_loop data experts/model experts/trainer "
+    "library pipeline/stage pipeline/trainer run state/catchup state/checkpoints training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "averaging compute core experts messages pipeline role rpc run signals state status swarm wire"
+ROLE_IMPORTS = "averaging compute core data experts messages pipeline role rpc run signals state status swarm wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
-    "commands commands/doctor commands/plan compute compute/data compute/model control demo experts/trainer launch "
+    "commands commands/doctor commands/plan compute compute/model control data/files demo experts/trainer launch "
     "library log screen status/view"
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import peerd
-from peerd.compute.flat import FlatLayout
+from peerd.codec.flat import FlatLayout
 from peerd.compute.model.optimizer import Optimizer, learning_rate
 from peerd.run.runfile import OptimizerSection
 

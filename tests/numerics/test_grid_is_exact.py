@@ -15,7 +15,7 @@ import trio
 
 from peerd.averaging.allreduce import AveragingPlan
 from peerd.averaging.allreduce_service import AllReduceService
-from peerd.compute.codec.frames import from_frame
+from peerd.codec.frames import from_frame
 from peerd.compute.model.stage_module import StageModule
 from peerd.messages.swarm import Mb
 from peerd.pipeline import direct

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from peerd.codec.tensors import state_digest
 from peerd.compute.model.stage_module import StageModule
-from peerd.compute.tensors import state_digest
 from peerd.messages.swarm import Position
 from peerd.run.runfile import AveragingSection, CheckpointSection, OptimizerSection, RunFile
 from roles.aggregator import AuxAggregatorRole

@@ -16,8 +16,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.compute.data import corpus_digest
 from peerd.core.errors import ConfigError
+from peerd.data import corpus_digest
 from peerd.messages.settings import PublishedSettings
 from peerd.pipeline.trainer.trainer_data import TrainerData
 from peerd.role.settings_check import SettingsCheck

@@ -21,8 +21,8 @@ import trio
 
 from peerd.averaging.allreduce import AveragingPlan, MemberTerms, RoundFailed, plan_of
 from peerd.averaging.rounds.line_info import own_line
-from peerd.compute.codec.error_feedback import RoundResidual, feedback_of
-from peerd.compute.codec.powersgd import PowerSgd
+from peerd.codec.error_feedback import RoundResidual, feedback_of
+from peerd.codec.powersgd import PowerSgd
 from peerd.compute.model.served_stage import Model, Vector
 from peerd.core.blockwise import BLOCKS, CODES
 from peerd.core.errors import ProtocolViolation, Refused

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from peerd.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.averaging.stats import explained
-from peerd.compute.codec.error_feedback import feedback_of
+from peerd.codec.error_feedback import feedback_of
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.work import Worker
 from peerd.messages.swarm import Mbs, Prepare, Prepared

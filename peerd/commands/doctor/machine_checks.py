@@ -43,8 +43,8 @@ def version_checks() -> Iterator[CheckResult]:
 def device_checks(device: str) -> Iterator[CheckResult]:
     """Check that the device computes, and which implementation quantizes tensors on it."""
     try:
+        from peerd.codec.kernels import ops
         from peerd.compute.devices import describe
-        from peerd.compute.kernels import ops
 
         facts = describe(device)
     except ModuleNotFoundError as error:

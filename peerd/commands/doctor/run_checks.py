@@ -111,7 +111,7 @@ def visiting_as(needs: RunNeeds) -> tuple[Keypair | None, CredentialFiles | None
 
 
 def _vocabulary(run: RunFile) -> CheckResult:
-    from peerd.compute.tokenizer import load_vocabulary
+    from peerd.data.tokenizer import load_vocabulary
 
     try:
         vocabulary = load_vocabulary(run.model.vocab)
@@ -122,16 +122,16 @@ def _vocabulary(run: RunFile) -> CheckResult:
 
 def _is_at_ends(run: RunFile, files: int) -> bool:
     """True if the held-out text is at the ends of remote files, which would have to be fetched as a whole."""
-    from peerd.compute.data.corpus import FEW_FILES
-    from peerd.compute.data.remote_files import is_remote
+    from peerd.data.corpus import FEW_FILES
+    from peerd.data.files.remote_files import is_remote
 
     return files < FEW_FILES and any(is_remote(source.path) for _, source in sources_of(run.data))
 
 
 def _text(run: RunFile) -> Iterator[CheckResult]:
     """Check that the sources open, that indexes over http(s) match their digests, and that samples can be read."""
-    from peerd.compute.data.http_fetch import DataUnavailable
-    from peerd.compute.data.stream import samples_of
+    from peerd.data.files.http_fetch import DataUnavailable
+    from peerd.data.stream import samples_of
 
     paths = ", ".join(source.path for _, source in sources_of(run.data))
     splits = [("text", "train"), *([("text to validate", "valid")] if run.evaluate.every_steps else [])]

@@ -117,6 +117,6 @@ def _run(path: Path) -> RunFile:
 
 
 def _sizes(run: RunFile) -> list[StageSize]:
-    from peerd.compute.tokenizer import load_vocabulary
+    from peerd.data.tokenizer import load_vocabulary
 
     return stage_sizes(run, load_vocabulary(run.model.vocab).size)

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peerd.compute.data.readers import Field, TextPiece, read_jsonl, read_parquet, read_text
-from peerd.compute.data.skipped_rows import RefusedRows
-from peerd.compute.data.text_stream import DataFile, FilePart
 from peerd.compute.export.loaded_model import LoadedModel
-from peerd.compute.tokenizer import Tokenizer
 from peerd.core.errors import ConfigError
+from peerd.data.readers import Field, TextPiece, read_jsonl, read_parquet, read_text
+from peerd.data.skipped_rows import RefusedRows
+from peerd.data.text_stream import DataFile, FilePart
+from peerd.data.tokenizer import Tokenizer
 
 BATCH_TOKENS: Final = 16_384  # of the windows in one batch
 LARGEST_BATCH: Final = 64

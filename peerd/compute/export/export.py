@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from peerd.codec.tensors import all_finite
 from peerd.compute.export.experts import ExportedExperts, SavedExpert, gather_experts
 from peerd.compute.export.folder import (
     CODE,
@@ -28,7 +29,6 @@ from peerd.compute.export.folder import (
 )
 from peerd.compute.export.gather import DEPTH, Choice, choose_run, choose_set, find_runs, load_set
 from peerd.compute.export.names import architecture, plainly_named
-from peerd.compute.tensors import all_finite
 from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError
 from peerd.run.runfile import RunFile

@@ -22,10 +22,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from peerd.codec.tensors import all_finite, dtype_name
 from peerd.compute.export import standalone, standalone_experts
 from peerd.compute.export.experts import ExportedExperts, fault_of
 from peerd.compute.model.partition import DTYPES
-from peerd.compute.tensors import all_finite, dtype_name
 from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError, PeerdError
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from peerd.compute.model.partition import spans
 from peerd.compute.run_record import settings_of
-from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.model.model_shapes import feed_forward_width
+from peerd.data.tokenizer import load_vocabulary
 from peerd.run.runfile import RunFile
 
 _PREFIXES: Final = ("param/", "buffer/")  # of a stage's state; the rest is the optimizer's

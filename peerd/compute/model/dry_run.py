@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from peerd.codec.tensors import dtype_name
 from peerd.compute.model.partition import DTYPES, own_layers, own_parts
-from peerd.compute.tensors import dtype_name
-from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
+from peerd.data.tokenizer import load_vocabulary
 from peerd.run.contents import is_function, source_of
 from peerd.run.local_code import guarded
 from peerd.run.runfile import RunFile

@@ -17,15 +17,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from peerd.compute.codec.powersgd import rights_outline
-from peerd.compute.flat import FlatLayout
-from peerd.compute.gpu import free_bytes
+from peerd.codec.flat import FlatLayout
+from peerd.codec.gpu import free_bytes
+from peerd.codec.powersgd import rights_outline
+from peerd.codec.tensors import dtype_name
 from peerd.compute.model.offload import offloads
 from peerd.compute.model.partition import DTYPES, ModelPiece, build, outline
 from peerd.compute.model.precision import Precision
 from peerd.compute.model.shared_buffers import buffers_of
-from peerd.compute.tensors import dtype_name
-from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.model.averaged_vector import check_vector, vector_sizes
 from peerd.core.model.stage_memory import (
@@ -38,6 +37,7 @@ from peerd.core.model.stage_memory import (
     layer_counts,
     moment_names,
 )
+from peerd.data.tokenizer import load_vocabulary
 from peerd.messages.state import TensorSpec
 from peerd.run.local_code import guarded
 from peerd.run.runfile import RunFile

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from peerd.compute.gpu import free_bytes
+from peerd.codec.gpu import free_bytes
 
 _FREE_SHARE: Final = 0.25  # of a GPU's usable memory that stays free of graphs
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from peerd.compute.flat import FlatLayout
-from peerd.compute.gpu import is_gpu
+from peerd.codec.flat import FlatLayout
+from peerd.codec.gpu import is_gpu
 from peerd.compute.model.layers import Embedding
 from peerd.compute.model.partition import ModelPiece
 from peerd.run.runfile import RunFile

@@ -25,7 +25,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from peerd.compute.flat import FlatLayout
+from peerd.codec.flat import FlatLayout
 from peerd.core.model.stage_memory import moment_names
 from peerd.run.runfile import OptimizerSection
 

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from peerd.compute.model.layers import Block, Embedding, ExpertBlock, Head
-from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.model.model_shapes import even_parts, first_with_experts, stage_spans
+from peerd.data.tokenizer import load_vocabulary
 from peerd.run.grid import grid_of
 from peerd.run.local_code import guarded
 from peerd.run.runfile import RunFile

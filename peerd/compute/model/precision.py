@@ -18,7 +18,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from peerd.compute.tensors import all_finite
+from peerd.codec.tensors import all_finite
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LARGEST: Final = 64.0  # scaled size of the largest incoming value; fp16 ends at 65504

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peerd.compute.codec.frames import decode
-from peerd.compute.codec.powersgd import PowerSgd
+from peerd.codec.frames import decode
+from peerd.codec.powersgd import PowerSgd
+from peerd.codec.tensors import TORCH_DTYPES, dtype_name, largest_in, raw_bytes, values_of
 from peerd.compute.frozen_state import FrozenState, MakeRoom
 from peerd.compute.model.kept_graph import KeptGraph
 from peerd.compute.model.microbatch_books import KeptMicrobatch, MicrobatchBook, MicrobatchBooks, StageOutcome, Stale
 from peerd.compute.model.stage_module import ResultNotFinite, StageModule
-from peerd.compute.tensors import TORCH_DTYPES, dtype_name, largest_in, raw_bytes, values_of
 from peerd.core.errors import PeerdError
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER, HELD_PADDING_BYTES

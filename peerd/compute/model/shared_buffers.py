@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name
+from peerd.codec.tensors import TORCH_DTYPES, all_finite, dtype_name
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.run.runfile import AveragingSection
 

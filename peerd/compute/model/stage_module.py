@@ -31,21 +31,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from peerd.codec.flat import FlatLayout, FlatSums
+from peerd.codec.gpu import settle
+from peerd.codec.powersgd import low_rank_of
+from peerd.codec.tensors import all_finite, all_finite_in, dtype_name, largest_in, state_digest
 from peerd.compute.allocator import give_back
 from peerd.compute.changes import Changes
-from peerd.compute.codec.powersgd import low_rank_of
-from peerd.compute.flat import FlatLayout, FlatSums
 from peerd.compute.frozen_state import FrozenState, MakeRoom
-from peerd.compute.gpu import settle
 from peerd.compute.model.kept_graph import GraphBytes, KeptGraph, has_room
 from peerd.compute.model.offload import ParameterOffload, offloads
 from peerd.compute.model.optimizer import Optimizer
 from peerd.compute.model.partition import DTYPES, build
 from peerd.compute.model.precision import Precision
 from peerd.compute.model.shared_buffers import GradientNotFinite, SharedBuffers, buffers_of
-from peerd.compute.tensors import all_finite, all_finite_in, dtype_name, largest_in, state_digest
-from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.model.stage_memory import moment_names
+from peerd.data.tokenizer import load_vocabulary
 from peerd.run.runfile import RunFile
 
 _CACHE_LINE_BYTES: Final = 64

@@ -24,13 +24,13 @@ import outcome
 import torch
 from torch import Tensor
 
-from peerd.compute.codec.powersgd import low_rank_of
-from peerd.compute.flat import FlatLayout, FlatSums
+from peerd.codec.flat import FlatLayout, FlatSums
+from peerd.codec.powersgd import low_rank_of
+from peerd.codec.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.frozen_state import FrozenState, MakeRoom
 from peerd.compute.model.microbatch_books import KeptMicrobatch
 from peerd.compute.model.served_stage import Model, Vector
 from peerd.compute.model.shared_buffers import GradientNotFinite, Live, SharedBuffers
-from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.user_loop.batch_tail import BatchTail
 from peerd.compute.user_loop.optimizer_outline import DIMS, outline_of, plain
 from peerd.compute.user_loop.schedule import Made, Schedule

@@ -18,7 +18,7 @@ import outcome
 import torch
 from torch import Tensor
 
-from peerd.compute.tensors import TORCH_DTYPES, dtype_name
+from peerd.codec.tensors import TORCH_DTYPES, dtype_name
 from peerd.core.errors import ConfigError
 
 DIMS: Final = 8  # maximum dimensions of a tensor that is sent

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peerd.compute.codec.frames import decode, encode
-from peerd.compute.codec.policy import CodingPlan
-from peerd.compute.tensors import TORCH_DTYPES, all_finite
+from peerd.codec.frames import decode, encode
+from peerd.codec.policy import CodingPlan
+from peerd.codec.tensors import TORCH_DTYPES, all_finite
 from peerd.core.errors import ProtocolViolation, TooFewExperts
 from peerd.core.frame import TensorFrame
 from peerd.experts.model.expert_mixture import ChosenColumns, choice_of

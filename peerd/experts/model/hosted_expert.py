@@ -20,13 +20,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from peerd.compute.codec.frames import decode, encode
-from peerd.compute.codec.layout import NotFinite
-from peerd.compute.codec.policy import CodingPlan
-from peerd.compute.flat import FlatLayout
+from peerd.codec.flat import FlatLayout
+from peerd.codec.frames import decode, encode
+from peerd.codec.layout import NotFinite
+from peerd.codec.policy import CodingPlan
+from peerd.codec.tensors import TORCH_DTYPES, all_finite
 from peerd.compute.model.optimizer import Optimizer
 from peerd.compute.model.precision import Precision
-from peerd.compute.tensors import TORCH_DTYPES, all_finite
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import TensorFrame
 from peerd.experts.model.blocks import build_block

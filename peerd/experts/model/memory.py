@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from peerd.compute.gpu import free_bytes
+from peerd.codec.gpu import free_bytes
 from peerd.core.model.stage_memory import moment_names
 from peerd.experts.model.blocks import block_outline
 from peerd.experts.model.hosted_expert import optimizer_section

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peerd.compute.gpu import free_bytes, is_gpu
+from peerd.codec.gpu import free_bytes, is_gpu
+from peerd.codec.tensors import all_finite, largest_in
 from peerd.compute.model.footprint import spare_bytes
 from peerd.compute.model.layers import ExpertBlock
 from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.stage_module import ResultNotFinite, StageModule
-from peerd.compute.tensors import all_finite, largest_in
 from peerd.core.errors import ConfigError
 from peerd.core.model.model_shapes import first_with_experts
 from peerd.experts.model.earlier_parameters import EarlierParameters, Era, Snapshot, TooOld, new_load

@@ -17,8 +17,8 @@ from typing import Final, TypeVar
 import trio
 from torch import Tensor
 
-from peerd.compute.codec.frames import from_frame
-from peerd.compute.codec.layout import NotFinite
+from peerd.codec.frames import from_frame
+from peerd.codec.layout import NotFinite
 from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, RemoteError

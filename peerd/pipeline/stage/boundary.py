@@ -14,9 +14,9 @@ from typing import Final
 import trio
 from torch import Tensor
 
-from peerd.compute.codec.async_codec import AsyncCodec
-from peerd.compute.codec.frames import decode
-from peerd.compute.kernels.ops import described
+from peerd.codec.async_codec import AsyncCodec
+from peerd.codec.frames import decode
+from peerd.codec.kernels.ops import described
 from peerd.compute.model.microbatch_books import StageOutcome
 from peerd.core.blockwise import CODES
 from peerd.core.errors import ProtocolViolation

@@ -14,13 +14,13 @@ import torch
 import trio
 from torch import Tensor
 
-from peerd.compute.codec.frames import to_frame
-from peerd.compute.data.corpus_digest import FileDigests, corpus_digests, takes_long
-from peerd.compute.data.http_fetch import DataUnavailable
-from peerd.compute.data.stream import SampleStream, cache_of, samples_of
-from peerd.compute.tokenizer import load_vocabulary
+from peerd.codec.frames import to_frame
 from peerd.core.errors import ConfigError
 from peerd.core.work import Worker
+from peerd.data.corpus_digest import FileDigests, corpus_digests, takes_long
+from peerd.data.files.http_fetch import DataUnavailable
+from peerd.data.stream import SampleStream, cache_of, samples_of
+from peerd.data.tokenizer import load_vocabulary
 from peerd.pipeline.microbatch import Microbatch
 from peerd.role.role import RoleContext
 

@@ -8,9 +8,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from peerd.codec.tensors import all_finite
 from peerd.compute.frozen_state import MappedRoom
 from peerd.compute.model.served_stage import state_of
-from peerd.compute.tensors import all_finite
 from peerd.messages.swarm import Position
 from peerd.state.snapshot import StateItem
 

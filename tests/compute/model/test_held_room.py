@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from peerd.compute.codec.frames import to_frame
+from peerd.codec.frames import to_frame
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.limits import HELD_BATCHES
 from peerd.messages.swarm import Mb

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.compute.codec.powersgd import sort_out
-from peerd.compute.flat import FlatLayout
+from peerd.codec.flat import FlatLayout
+from peerd.codec.powersgd import sort_out
 from peerd.compute.model.footprint import footprint
 from peerd.compute.model.partition import build, outline
 from peerd.core.model.averaged_vector import vector_sizes

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from peerd.codec.frames import to_frame
+from peerd.codec.gpu import wake
 from peerd.commands.doctor.check_result import CheckVerdict
 from peerd.commands.doctor.run_checks import RunNeeds, run_checks
 from peerd.commands.plan.size_report import size_object
-from peerd.compute.codec.frames import to_frame
-from peerd.compute.gpu import wake
 from peerd.compute.model import offload
 from peerd.compute.model.footprint import footprint, lacking, recomputes
 from peerd.compute.model.offload import ParameterOffload, offloads

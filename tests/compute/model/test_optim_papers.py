@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.compute.flat import FlatLayout
+from peerd.codec.flat import FlatLayout
 from peerd.compute.model.optimizer import Optimizer, learning_rate
 from peerd.run.runfile import OptimizerSection
 from tests.kit.amount import examples

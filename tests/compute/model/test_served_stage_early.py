@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peerd.compute.codec.frames import to_frame
+from peerd.codec.frames import to_frame
 from peerd.compute.model.microbatch_books import Stale
 from peerd.compute.model.served_stage import ServedStage
 from peerd.messages.swarm import Mb

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peerd.compute.codec.frames import to_frame
+from peerd.codec.frames import to_frame
 from peerd.compute.model.assemble import load_whole_model
 from peerd.compute.model.partition import whole_model
 from peerd.compute.model.served_stage import ServedStage, items_of, state_of

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from peerd.codec.gpu import wake
 from peerd.compute.changes import ParametersLost
-from peerd.compute.gpu import wake
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import ConfigError
 from peerd.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peerd.compute.codec.frames import CodingPlan, decode, encode
+from peerd.codec.frames import CodingPlan, decode, encode
 from peerd.compute.model.user_model import UserModel
 from peerd.core.blockwise import CODES
 from peerd.core.errors import ConfigError

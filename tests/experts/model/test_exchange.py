@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from peerd.compute.codec.frames import to_frame
+from peerd.codec.frames import to_frame
 from peerd.core.errors import TooFewExperts
 from peerd.experts.model.exchange import Exchange
 from peerd.run.expert_network import ExpertReply, ServedBy

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from peerd.compute.codec.frames import from_frame, to_frame
+from peerd.codec.frames import from_frame, to_frame
 from peerd.experts.model.blocks import build_block
 from peerd.experts.model.hosted_expert import BadRequest, HostedExpert, optimizer_section
 from peerd.run.grid import Uid

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import trio
 from torch import Tensor
 
-from peerd.compute.codec.frames import to_frame
+from peerd.codec.frames import to_frame
 from peerd.compute.model.microbatch_books import Stale
 from peerd.core.errors import ConfigError, TooFewExperts
 from peerd.experts.model.expert_mixture import imbalance

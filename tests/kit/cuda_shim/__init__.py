@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peerd.compute.kernels import cuda
+from peerd.codec.kernels import cuda
 from peerd.core.blockwise import code_bytes, scale_count
 
 HERE = Path(__file__).parent

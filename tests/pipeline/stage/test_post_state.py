@@ -16,7 +16,7 @@ import trio
 import trio.testing
 
 from peerd.averaging.rounds.averaging_rounds import Total
-from peerd.compute.tensors import state_digest
+from peerd.codec.tensors import state_digest
 from peerd.core.errors import ConfigError
 from peerd.log import EventLog
 from peerd.messages.swarm import Position

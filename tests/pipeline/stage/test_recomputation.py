@@ -11,9 +11,9 @@ import pytest
 import torch
 import trio
 
+from peerd.codec.tensors import state_digest
 from peerd.compute.model import footprint as footprint_file
 from peerd.compute.model.served_stage import ServedStage
-from peerd.compute.tensors import state_digest
 from peerd.core.decoders import convert
 from peerd.log import EventLog
 from peerd.pipeline.stage.post_state import PostState

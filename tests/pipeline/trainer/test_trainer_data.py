@@ -14,9 +14,9 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from peerd.compute.data.http_fetch import DataUnavailable
 from peerd.core.errors import ConfigError
 from peerd.core.work import read_at_once
+from peerd.data.files.http_fetch import DataUnavailable
 from peerd.log import EventLog
 from peerd.pipeline.microbatch import Microbatch
 from peerd.pipeline.trainer.trainer_data import LONGEST_RETRY_S, RETRY_S, TrainerData

@@ -20,8 +20,8 @@ import pytest
 import torch
 import trio
 
+from peerd.codec.tensors import state_digest
 from peerd.compute.model.served_stage import ServedStage
-from peerd.compute.tensors import state_digest
 from peerd.log import EventLog
 from peerd.messages.state import TensorSpec
 from peerd.messages.swarm import MemberInfo, Position

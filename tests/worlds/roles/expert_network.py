@@ -12,7 +12,7 @@ import torch
 import trio
 from torch import Tensor, nn
 
-from peerd.compute.codec.frames import from_frame, to_frame
+from peerd.codec.frames import from_frame, to_frame
 from peerd.core.errors import TooFewExperts
 from peerd.run.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.run.grid import Uid, grid_of

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
-from peerd.compute.codec.frames import from_frame
+from peerd.codec.frames import from_frame
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import StageModule
 from peerd.messages.swarm import Mb, Position, Prepare, Prepared

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import trio
 
-from peerd.compute.codec.frames import from_frame
+from peerd.codec.frames import from_frame
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import Refused
 from peerd.core.frame import TensorFrame

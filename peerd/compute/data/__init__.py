@@ -1,1 +1,0 @@
-"""Training data: files, streams and mixtures."""

@@ -1,0 +1,1 @@
+"""Training data: corpora, token streams, mixtures, tokenizers."""

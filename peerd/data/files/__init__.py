@@ -1,0 +1,1 @@
+"""Files of training data: on this machine, compressed, or on a server."""
