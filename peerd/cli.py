@@ -296,7 +296,7 @@ def _start(flags: Flags) -> None:
         _tell_of_files(loaded, any(cls.needs_run for cls in classes))
         _check_run(classes, loaded.run)
     if flags.device != "cpu":
-        from peerd.compute.devices import describe
+        from peerd.model.devices import describe
 
         describe(flags.device)
 

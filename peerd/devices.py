@@ -26,7 +26,7 @@ class Devices:
 
     def __init__(self, limits: LimitsSection | None = None) -> None:
         self._limits = limits or LimitsSection()
-        self._pace: Any = None  # a compute.worker.CpuPace, once torch is imported
+        self._pace: Any = None  # a model.worker.CpuPace, once torch is imported
         self._open: dict[str, Worker] = {}
         self._lock = trio.Lock()
         self._stack = contextlib.AsyncExitStack()
@@ -44,7 +44,7 @@ class Devices:
     async def _get(self, device: str) -> Worker:
         async with self._lock:
             if device not in self._open:
-                module = await trio.to_thread.run_sync(importlib.import_module, "peerd.compute.worker")
+                module = await trio.to_thread.run_sync(importlib.import_module, "peerd.model.worker")
                 worker = await trio.to_thread.run_sync(self._bounded, module, device)
                 self._open[device] = await self._stack.enter_async_context(worker)
             return self._open[device]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from peerd.compute.model.dry_run import try_layers
 from peerd.core.errors import ConfigError
+from peerd.model.stage.dry_run import try_layers
 from peerd.pipeline.stage.member import StageMember
 from peerd.run.runfile import RunFile
 

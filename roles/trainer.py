@@ -17,7 +17,6 @@ from typing import ClassVar
 
 import trio
 
-from peerd.compute.model.dry_run import try_layers, try_layers_if_here
 from peerd.core.errors import ConfigError
 from peerd.core.limits import MICROBATCHES
 from peerd.data.corpus_digest import check_text
@@ -26,6 +25,7 @@ from peerd.experts.trainer.asynchronous_flights import AsynchronousFlights, Flig
 from peerd.experts.trainer.expert_flights import ExpertFlights
 from peerd.messages.progress import TrainerProgress
 from peerd.messages.swarm import MemberInfo, TrainerAnswer
+from peerd.model.stage.dry_run import try_layers, try_layers_if_here
 from peerd.pipeline.microbatch import Microbatch
 from peerd.pipeline.routes.in_flight import LIMITED, InFlight
 from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite

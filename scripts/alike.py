@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from peerd.compute.model.assemble import load_whole_model
+from peerd.model.stage.assemble import load_whole_model
 from peerd.run.runfile import RunFile
 from scripts.plain_torch import PlainTraining
 

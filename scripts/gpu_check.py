@@ -38,11 +38,11 @@ import torch
 from peerd.codec import frames
 from peerd.codec.kernels import ops, reference
 from peerd.codec.policy import CodingPlan
-from peerd.compute.model.footprint import footprint
-from peerd.compute.model.stage_module import StageModule
 from peerd.core.blockwise import CODES
 from peerd.core.decoders import convert
-from peerd.core.model.model_size import stage_sizes
+from peerd.model.shapes.model_size import stage_sizes
+from peerd.model.stage.footprint import footprint
+from peerd.model.stage.stage_module import StageModule
 from peerd.run.runfile import LimitsSection, RunFile
 from scripts.alike import CONTEXT, alike_run, difference, write_text
 from scripts.check_report import add_json, data_folder, show
@@ -169,7 +169,7 @@ def one_stage(run: RunFile, stage: int, device: torch.device, limits: dict[str, 
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-    with patch("peerd.compute.model.offload.has_own_memory", return_value=True):
+    with patch("peerd.model.stage.offload.has_own_memory", return_value=True):
         module = StageModule(run, stage, str(device))
     if run.limits.recompute:
         module.recompute()

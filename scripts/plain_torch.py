@@ -23,10 +23,10 @@ import yaml
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from peerd.compute.model.partition import build
-from peerd.compute.model.precision import Precision
 from peerd.core.decoders import convert
 from peerd.data.stream import samples_of
+from peerd.model.precision import Precision
+from peerd.model.stage.partition import build
 from peerd.run.runfile import RunFile
 from scripts.process_usage import look_at, resident_peak
 

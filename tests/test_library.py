@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 import peerd
-from peerd.compute.checkpoint import Checkpoints
 from peerd.control import leave_deadlines
 from peerd.core.errors import ConfigError, PeerdError, Unreachable
 from peerd.library import background
+from peerd.model.checkpoint import Checkpoints
 from peerd.run.config import load_run
 from peerd.run.runfile import LimitsSection, fingerprint
 from tests.kit.amount import thorough
@@ -401,7 +401,7 @@ def test_the_last_loop_saves_its_state_on_a_disk_that_is_slower_than_closing(
 
 STUCK = """
 import threading, torch, peerd
-from peerd.compute.checkpoint import Checkpoints
+from peerd.model.checkpoint import Checkpoints
 from peerd.control import leave_deadlines
 leave_deadlines.LEAVE_S = 0.0
 Checkpoints.save = lambda *args, **more: threading.Event().wait()

@@ -24,15 +24,15 @@ from hypothesis import strategies as st
 from peerd import launch, registry
 from peerd.cli import invoke
 from peerd.commands import joining
-from peerd.compute.checkpoint import Checkpoints
-from peerd.compute.model.footprint import footprint
-from peerd.compute.run_record import write_record
 from peerd.core.errors import PeerdError
 from peerd.core.keys import Keypair
 from peerd.daemon import DaemonPlan
 from peerd.data.stream import cache_of, samples_of
 from peerd.messages.run_link import JoinLink, RunFileAnswer
 from peerd.messages.token import Token, seal, to_text
+from peerd.model.checkpoint import Checkpoints
+from peerd.model.run_record import write_record
+from peerd.model.stage.footprint import footprint
 from peerd.run.check_line import LINE_BYTES, LINE_RULES, Between, Rule
 from peerd.run.public_ip import is_public
 from peerd.run.runfile import RunFile, disk_bytes, fingerprint, sources_of

@@ -73,8 +73,8 @@ def generate(
 
 def load(folder: Path, device: str, model: Path | None) -> LoadedModel:
     """Load the exported model in `folder` to `device`. Raises ConfigError if either cannot be used."""
-    from peerd.compute.devices import describe
     from peerd.compute.export.loaded_model import load_export
+    from peerd.model.devices import describe
     from peerd.run.config import load_run
 
     run = load_run(model).run if model is not None else None

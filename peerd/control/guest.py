@@ -1,7 +1,7 @@
 """A volunteer's limits on its own machine: merges command line options with the run file, and applies them.
 
 The limits are local and never sent. This module sets the priority and the libraries' number of threads, and reads the
-memory in use. `wire/tcp/rate_limit` limits the network, `control/open_hours` the hours, `compute/worker` the processor
+memory in use. `wire/tcp/rate_limit` limits the network, `control/open_hours` the hours, `model/worker` the processor
 time. Imports no torch, since `obey` must be called before any library starts threads.
 """
 

@@ -1,6 +1,6 @@
 """Enforces a volunteer's memory limit: ends a process that stays above `limits.memory_gb`.
 
-Before a stage is built, `compute/model/footprint` rejects what cannot fit. The memory of activations and libraries is
+Before a stage is built, `model/stage/footprint` rejects what cannot fit. The memory of activations and libraries is
 known only at run time, so `keep` polls the memory that the process holds. Near the limit, freed memory is returned to
 the system at once; not earlier, because that costs time. A process that stays more than 5 % above the limit is ended
 with an error message. On systems that do not report a process' memory, only the check before a stage is built applies.

@@ -24,9 +24,6 @@ import trio
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from peerd.compute.model.shared_buffers import GradientNotFinite
-from peerd.compute.model.user_model import UserModel
-from peerd.compute.user_loop.schedule import Made
 from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
 from peerd.daemon import Daemon
@@ -41,6 +38,9 @@ from peerd.library.loop_run import (
     named_of,
     shared_yaml,
 )
+from peerd.model.stage.shared_buffers import GradientNotFinite
+from peerd.model.stage.user_model import UserModel
+from peerd.model.user_loop.schedule import Made
 from peerd.run.runfile import RANK
 from peerd.training.user_loop.averager import UserPart, role_for
 from peerd.training.user_loop.handoff import GradientHandoff

@@ -13,7 +13,7 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor
 
-from peerd.compute.model.optimizer import lamb_move, lamb_update, lars_scale
+from peerd.model.optimizer import lamb_move, lamb_update, lars_scale
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):

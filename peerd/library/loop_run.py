@@ -10,13 +10,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from peerd.compute.model.shared_buffers import Live, buffers_of
-from peerd.compute.model.user_model import UserModel
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import ConfigError
 from peerd.messages.run_link import best_link, plain_tree
 from peerd.messages.state import StateLayout
 from peerd.messages.swarm import MAX_MICROBATCHES
+from peerd.model.stage.shared_buffers import Live, buffers_of
+from peerd.model.stage.user_model import UserModel
 from peerd.run.check import check
 from peerd.run.config import section_of
 from peerd.run.runfile import (

@@ -72,7 +72,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.run.runfile.grace_s": SETTING,
     # data and devices
     "peerd.data.files.http_fetch.READ_TIMEOUT_S": BYTES,
-    "peerd.compute.worker.CLOSE_TIMEOUT_S": LEAVING,
+    "peerd.model.worker.CLOSE_TIMEOUT_S": LEAVING,
     "peerd.data.files.remote_files.ABANDONED_S": "an hour without a byte; a fetch fails after minutes",
     # network
     "peerd.reach.gateway.natpmp.FIRST_WAIT_S": SMALL,

@@ -105,7 +105,7 @@ Named = Callable[[Position], Awaitable[tuple[Position, list[StateItem]] | None]]
 
 
 class Frozen(Protocol):
-    """A state that is read once, from its first tensor to its last, such as `compute.frozen_state.FrozenState`."""
+    """A state that is read once, from its first tensor to its last, such as `model.frozen_state.FrozenState`."""
 
     @property
     def specs(self) -> Sequence[TensorSpec]: ...

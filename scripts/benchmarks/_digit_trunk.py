@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerd.compute.model import stage_module
-from peerd.compute.model.layers import ExpertBlock
-from peerd.compute.model.partition import ModelPiece
 from peerd.experts.model.expert_mixture import mixed
 from peerd.experts.model.hosted_expert import HostedExpert
 from peerd.experts.model.trunk import TrunkModule
+from peerd.model.layers import ExpertBlock
+from peerd.model.stage import stage_module
+from peerd.model.stage.partition import ModelPiece
 from peerd.pipeline.trainer.trainer_data import TrainerData
 from peerd.role.role import RoleContext
 from peerd.run.grid import Uid, grid_of

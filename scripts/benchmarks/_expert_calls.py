@@ -17,10 +17,10 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.codec.frames import to_frame
-from peerd.compute.worker import DeviceWorker, use_threads
 from peerd.experts.calls.expert_client import ExpertClient
 from peerd.experts.calls.expert_directory import ExpertDirectory
 from peerd.experts.model.hosted_expert import HostedExpert
+from peerd.model.worker import DeviceWorker, use_threads
 from peerd.role.peer_stack import PeerStack
 from peerd.run.expert_network import ExpertCall
 from peerd.run.grid import Uid

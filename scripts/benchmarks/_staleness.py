@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peerd.compute.model.served_stage import ServedStage
 from peerd.data.stream import samples_of
 from peerd.messages.swarm import Mb
+from peerd.model.stage.served_stage import ServedStage
 from peerd.run.runfile import BatchSection, DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 
 BATCH = 64  # samples, one microbatch

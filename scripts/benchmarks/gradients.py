@@ -21,8 +21,8 @@ from torch import Tensor
 
 from peerd.codec.error_feedback import feedback_of
 from peerd.codec.powersgd import Vector, low_rank_of
-from peerd.compute.model.stage_module import StageModule
 from peerd.data.stream import samples_of
+from peerd.model.stage.stage_module import StageModule
 from peerd.run.config import load_run
 from peerd.run.runfile import AveragingSection, RunFile
 from scripts.benchmarks._report import Figure, Report

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from peerd.core.decoders import convert
-from peerd.core.model.model_size import stage_sizes
+from peerd.model.shapes.model_size import stage_sizes
 from peerd.run.runfile import RunFile
 from scripts.benchmarks._report import Figure, Report
 from scripts.plain_torch import alone

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from peerd.compute.model.partition import build
+from peerd.model.stage.partition import build
 from peerd.placement.cost import CostKind
 from peerd.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
 from peerd.placement.search import SearchOptions, plan

@@ -17,10 +17,10 @@ from peerd.codec.async_codec import AsyncCodec
 from peerd.codec.frames import encode, to_frame
 from peerd.codec.layout import NotFinite
 from peerd.codec.policy import CodingPlan
-from peerd.compute.worker import DeviceWorker
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.frame import TensorFrame
 from peerd.core.work import Worker
+from peerd.model.worker import DeviceWorker
 from peerd.run.runfile import BoundarySection
 from tests.worlds.machines.workers import InlineWorker
 

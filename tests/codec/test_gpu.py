@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from peerd.codec import gpu
-from peerd.compute.worker import DeviceWorker
 from peerd.core.errors import NoMemory
+from peerd.model.worker import DeviceWorker
 
 GB = 1_000_000_000
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from peerd.codec.powersgd import PowerSgd
-from peerd.compute.model.served_stage import ServedStage, items_of, state_of
-from peerd.compute.model.user_model import UserModel
 from peerd.messages.state import TensorSpec
+from peerd.model.stage.served_stage import ServedStage, items_of, state_of
+from peerd.model.stage.user_model import UserModel
 from peerd.run.runfile import AveragingSection, ModelSection, OptimizerSection, PipelineSection, RunFile, fingerprint
 
 AVERAGING = AveragingSection(code="powersgd", rank=2)

@@ -10,10 +10,10 @@ import pytest
 
 from peerd.commands.doctor.check_result import CheckResult, CheckVerdict
 from peerd.commands.doctor.run_checks import RunNeeds, precision_checks, run_checks
-from peerd.compute.model.footprint import footprint, measured_footprint, refuse_if_too_large
 from peerd.core.decoders import convert
 from peerd.core.errors import ConfigError
 from peerd.data.files.file_index import INDEX_NAME, make_index
+from peerd.model.stage.footprint import footprint, measured_footprint, refuse_if_too_large
 from peerd.run.runfile import LoopSection, RunFile, precision_text
 from tests.worlds.processes.webserver import serving
 

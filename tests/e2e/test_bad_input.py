@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from peerd.cli import invoke
-from peerd.compute.checkpoint import Checkpoints
-from peerd.compute.model.stage_module import StageModule
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.messages.token import Token, seal, to_text
+from peerd.model.checkpoint import Checkpoints
+from peerd.model.stage.stage_module import StageModule
 from peerd.run import home
 from peerd.run.config import load_run
 from peerd.run.runfile import fingerprint

@@ -9,7 +9,6 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from peerd.compute.model.served_stage import ServedStage, items_of
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key
 from peerd.core.record import Record
@@ -64,6 +63,7 @@ from peerd.messages.swarm import (
     WhichPosts,
     WhoConducts,
 )
+from peerd.model.stage.served_stage import ServedStage, items_of
 from peerd.sim.clock import EPOCH_S
 from peerd.swarm.roster import START
 from tests.fuzz.bodies import Pool

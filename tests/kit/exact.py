@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from peerd.codec.frames import from_frame
-from peerd.compute.model.partition import whole_model
-from peerd.compute.model.served_stage import ServedStage
-from peerd.compute.model.stage_module import StageModule
 from peerd.messages.swarm import Mb
+from peerd.model.stage.partition import whole_model
+from peerd.model.stage.served_stage import ServedStage
+from peerd.model.stage.stage_module import StageModule
 from peerd.run.runfile import (
     BatchSection,
     CheckpointSection,

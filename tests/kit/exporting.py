@@ -13,9 +13,9 @@ import msgspec
 import safetensors
 import torch
 
-from peerd.compute.checkpoint import Checkpoints
-from peerd.compute.model.stage_module import StageModule
-from peerd.compute.run_record import write_record
+from peerd.model.checkpoint import Checkpoints
+from peerd.model.run_record import write_record
+from peerd.model.stage.stage_module import StageModule
 from peerd.run.runfile import ModelSection, PipelineSection, RunFile, fingerprint
 
 MODEL = ModelSection(d_model=16, heads=2, layers=4, context=12)

@@ -20,33 +20,33 @@ ROOMS = {
     "run": "log",
     "wire/budget": "wire/rate",
     "codec": "codec/kernels run",
-    "core/model": "run",
     "data/files": "run",
     "devices": "run",
     "dht/node": "wire/budget wire/rate",
     "messages": "run",
+    "model/shapes": "run",
     "wire": "signals wire/budget",
-    "compute": "codec messages run",
-    "compute/user_loop": "codec run",
     "data": "data/files run",
     "experts/rules": "messages run wire/rate",
+    "model": "codec messages model/shapes run",
+    "model/user_loop": "codec run",
     "placement/network": "messages wire/rate",
     "reach/messages": "wire",
     "rpc/methods": "messages wire/budget",
     "wire/noise": "wire",
     "wire/tcp": "run wire wire/budget wire/rate",
     "wire/yamux": "wire wire/rate",
-    "commands/plan": "core/model data log placement run screen",
-    "compute/model": "codec compute compute/user_loop core/model data messages run",
+    "commands/plan": "data log model/shapes placement run screen",
     "experts/owners": "experts/rules messages run",
+    "model/stage": "codec data messages model model/shapes model/user_loop run",
     "pipeline/routes": "messages rpc/methods run wire/budget wire/rate",
     "rpc": "messages rpc/methods wire/budget wire/rate",
     "wire/link": "wire wire/budget wire/noise wire/rate wire/yamux",
-    "experts/model": "codec compute/model core/model messages run",
+    "experts/model": "codec messages model model/shapes model/stage run",
     "state": "messages rpc rpc/methods wire wire/rate",
     "wire/host": "signals wire wire/budget wire/link wire/noise wire/rate wire/tcp wire/yamux",
     "averaging": "messages rpc rpc/methods run signals wire/host",
-    "compute/export": "codec compute compute/model core/model data experts/model run",
+    "compute/export": "codec data experts/model model model/shapes model/stage run",
     "reach": "reach/gateway reach/messages wire wire/host wire/link wire/rate wire/tcp",
     "dht": "dht/node messages reach rpc rpc/methods wire wire/host wire/link wire/rate",
     "reach/relay": "reach reach/messages wire wire/host wire/link wire/rate wire/tcp",
@@ -76,38 +76,38 @@ ROOMS = {
     "pipeline/trainer": "codec data data/files messages pipeline pipeline/routes role signals swarm/batch swarm/steps",
     "registry": "log role run",
     "sim": "dht dht/node messages role rpc run wire wire/host wire/link",
-    "state/catchup": "codec compute compute/model messages role run signals state",
+    "state/catchup": "codec messages model model/stage role run signals state",
     "status": "dht log messages role rpc run screen swarm/batch swarm/conductor wire/host",
-    "averaging/rounds": "averaging codec compute/model core/model messages role rpc run state state/catchup",
-    "commands": "access compute compute/export control experts/calls log messages registry role run wire wire/tcp",
+    "averaging/rounds": "averaging codec messages model/shapes model/stage role rpc run state state/catchup",
+    "commands": "access compute/export control experts/calls log messages model registry role run wire wire/tcp",
     "commands/doctor": (
-        "access codec/kernels compute compute/model core/model data data/files dht log reach reach/messages "
-        "registry role run wire wire/host wire/tcp"
+        "access codec/kernels data data/files dht log model model/shapes model/stage reach reach/messages registry "
+        "role run wire wire/host wire/tcp"
     ),
-    "state/checkpoints": "compute compute/model messages role run signals state state/catchup swarm",
+    "state/checkpoints": "messages model model/stage role run signals state state/catchup swarm",
     "status/view": "log screen status",
     "daemon": "access control devices log messages role run status status/view wire/host wire/tcp",
-    "demo": "compute/export compute/model data experts/calls run screen status status/view",
+    "demo": "compute/export data experts/calls model/stage run screen status status/view",
     "pipeline/stage": (
-        "averaging averaging/rounds codec codec/kernels compute compute/model core/model data experts/model "
-        "messages pipeline pipeline/routes placement role rpc run signals state/catchup state/checkpoints swarm "
-        "swarm/batch swarm/conductor swarm/rebalance swarm/steps wire/budget"
+        "averaging averaging/rounds codec codec/kernels data experts/model messages model model/shapes model/stage "
+        "pipeline pipeline/routes placement role rpc run signals state/catchup state/checkpoints swarm swarm/batch "
+        "swarm/conductor swarm/rebalance swarm/steps wire/budget"
     ),
     "experts/trainer": (
-        "codec compute/model core/model experts/model log messages pipeline pipeline/routes pipeline/stage role run "
+        "codec experts/model log messages model/shapes model/stage pipeline pipeline/routes pipeline/stage role run "
         "signals swarm/batch wire/rate"
     ),
     "launch": "access control daemon log role run wire wire/tcp",
     "training/user_loop": (
-        "compute/model experts/calls messages pipeline/routes pipeline/stage pipeline/trainer role signals "
+        "experts/calls messages model/stage pipeline/routes pipeline/stage pipeline/trainer role signals "
         "swarm/batch wire/rate"
     ),
     "cli": (
-        "commands commands/doctor commands/plan compute control daemon demo launch log messages registry role run "
+        "commands commands/doctor commands/plan control daemon demo launch log messages model registry role run "
         "status status/view"
     ),
     "library": (
-        "compute/model compute/user_loop control daemon experts/model launch messages role run training/user_loop"
+        "control daemon experts/model launch messages model model/stage model/user_loop role run training/user_loop"
     ),
     "__main__": "cli",
 }
@@ -123,10 +123,7 @@ DOES_IO = {
     "commands": "*",
     "commands/doctor": "*",
     "commands/plan": "*",
-    "compute": "*",
     "compute/export": "*",
-    "compute/model": "*",
-    "compute/user_loop": "*",
     "control": "*",
     "daemon": "*",
     "data": "corpus corpus_digest readers shuffled_source stream text_stream user_dataset",
@@ -141,6 +138,9 @@ DOES_IO = {
     "launch": "*",
     "library": "*",
     "log": "*",
+    "model": "*",
+    "model/stage": "*",
+    "model/user_loop": "*",
     "pipeline": "*",
     "pipeline/stage": "*",
     "pipeline/trainer": "*",
@@ -170,13 +170,13 @@ DOES_IO = {
 }
 # Rooms that may import torch.
 WITH_TORCH = (
-    "codec codec/kernels compute compute/export compute/model compute/user_loop data experts/model experts/trainer "
-    "library pipeline/stage pipeline/trainer run state/catchup state/checkpoints training/user_loop"
+    "codec codec/kernels compute/export data experts/model experts/trainer library model model/stage "
+    "model/user_loop pipeline/stage pipeline/trainer run state/catchup state/checkpoints training/user_loop"
 )
 # What a role (a file of roles/) may import of peerd.
-ROLE_IMPORTS = "averaging compute core data experts messages pipeline role rpc run signals state status swarm wire"
+ROLE_IMPORTS = "averaging core data experts messages model pipeline role rpc run signals state status swarm wire"
 # Rooms that may read the wall clock; all others get the time from a Clock.
 WALL_CLOCK = (
-    "commands commands/doctor commands/plan compute compute/model control data/files demo experts/trainer launch "
-    "library log screen status/view"
+    "commands commands/doctor commands/plan control data/files demo experts/trainer launch library log model "
+    "model/stage screen status/view"
 )

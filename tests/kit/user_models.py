@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import peerd
-from peerd.compute.model.user_model import UserModel
+from peerd.model.stage.user_model import UserModel
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -11,7 +11,7 @@ import torch
 
 import peerd
 from peerd.codec.flat import FlatLayout
-from peerd.compute.model.optimizer import Optimizer, learning_rate
+from peerd.model.optimizer import Optimizer, learning_rate
 from peerd.run.runfile import OptimizerSection
 
 SHAPES = (torch.Size([3, 4]), torch.Size([5]), torch.Size([]))

@@ -15,8 +15,8 @@ import pytest
 import torch
 import trio
 
-from peerd.compute.model.served_stage import ServedStage
 from peerd.messages.swarm import Mb, Prepare
+from peerd.model.stage.served_stage import ServedStage
 from peerd.pipeline.stage.orders import PostOrders
 from peerd.run.runfile import RunFile
 from tests.kit.amount import few

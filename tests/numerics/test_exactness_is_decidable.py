@@ -12,7 +12,7 @@ from random import Random
 import pytest
 import torch
 
-from peerd.compute.model.partition import whole_model
+from peerd.model.stage.partition import whole_model
 from tests.kit.amount import few
 from tests.kit.exact import OPTIMIZERS, STEPS, TOLERANCE, distance, run_file, stepping, write_texts
 

@@ -16,8 +16,8 @@ import trio
 from peerd.averaging.allreduce import AveragingPlan
 from peerd.averaging.allreduce_service import AllReduceService
 from peerd.codec.frames import from_frame
-from peerd.compute.model.stage_module import StageModule
 from peerd.messages.swarm import Mb
+from peerd.model.stage.stage_module import StageModule
 from peerd.pipeline import direct
 from peerd.rpc.call_stream import CallStream
 from peerd.run.runfile import AveragingSection, BatchSection, RunFile

@@ -17,9 +17,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import Unreachable
 from peerd.messages.handover import PassRequest
+from peerd.model.stage.stage_module import StageModule
 from peerd.pipeline import direct
 from peerd.pipeline.hedging import Hedged
 from peerd.pipeline.next_stage import NextStage

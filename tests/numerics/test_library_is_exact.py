@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import peerd
-from peerd.compute.model.user_model import UserModel
 from peerd.messages.swarm import Mb
+from peerd.model.stage.user_model import UserModel
 from tests.kit.amount import some
 from tests.worlds.processes.user_loops import UserLoop, own_runtime
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.compute.model.served_stage import ServedStage
 from peerd.messages.swarm import Mb
+from peerd.model.stage.served_stage import ServedStage
 from peerd.run.runfile import RunFile
 from tests.kit.amount import few
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerd.compute.model.optimizer import learning_rate
-from peerd.compute.model.partition import whole_model
-from peerd.compute.model.stage_module import StageModule
+from peerd.model.optimizer import learning_rate
+from peerd.model.stage.partition import whole_model
+from peerd.model.stage.stage_module import StageModule
 from peerd.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}

@@ -15,11 +15,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.compute.model import offload
-from peerd.compute.model.partition import ModelPiece, whole_model
-from peerd.compute.model.served_stage import ServedStage
-from peerd.compute.model.stage_module import StageModule
 from peerd.messages.swarm import Mb
+from peerd.model.stage import offload
+from peerd.model.stage.partition import ModelPiece, whole_model
+from peerd.model.stage.served_stage import ServedStage
+from peerd.model.stage.stage_module import StageModule
 from peerd.pipeline import direct
 from peerd.run.runfile import AveragingSection, BoundarySection, RunFile
 from tests.kit.amount import few, thorough

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.compute.checkpoint import Checkpoints
 from peerd.core.errors import ConfigError
 from peerd.messages.encoding import Empty
 from peerd.messages.state import StatePiece
+from peerd.model.checkpoint import Checkpoints
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile, fingerprint
 from peerd.state.checkpoints.keeper import CheckpointKeeper

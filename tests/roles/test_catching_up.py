@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.compute.model.footprint import spare_bytes
 from peerd.core.errors import Refused
 from peerd.messages.encoding import Empty
 from peerd.messages.state import StateManifest, StatePiece, StateRequest
+from peerd.model.stage.footprint import spare_bytes
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile
 from peerd.state.catchup import catch_up

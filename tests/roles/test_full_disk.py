@@ -10,8 +10,8 @@ import pytest
 import trio
 
 from peerd.cli import invoke
-from peerd.compute import checkpoint
-from peerd.compute.frozen_state import FrozenState
+from peerd.model import checkpoint
+from peerd.model.frozen_state import FrozenState
 from peerd.run.runfile import RunFile
 from peerd.state.checkpoints import stage_checkpoints
 from tests.worlds.processes.processes import run_file

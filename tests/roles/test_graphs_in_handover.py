@@ -9,7 +9,7 @@ from weakref import WeakSet
 import pytest
 import trio
 
-from peerd.compute.model.kept_graph import KeptGraph
+from peerd.model.stage.kept_graph import KeptGraph
 from tests.worlds.roles.handscene import HandScene, in_scene
 
 MICROBATCHES = 3

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import trio
 
-from peerd.compute.model import footprint
 from peerd.core.errors import Overloaded, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Message
 from peerd.messages.proof import grant
 from peerd.messages.swarm import Grant, GrantStatement, Seqs, StageAnswer, StageForward, StageLoss
+from peerd.model.stage import footprint
 from peerd.pipeline.stage_client import StageClient
 from peerd.rpc import inbound
 from peerd.rpc.inbound import Inbound

@@ -12,10 +12,10 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.compute.model.served_stage import ServedStage, items_of
 from peerd.core.errors import ConfigError
 from peerd.messages.state import StateLayout
 from peerd.messages.swarm import Position
+from peerd.model.stage.served_stage import ServedStage, items_of
 from peerd.role.role import RoleContext
 from peerd.role.run_services import RunServices
 from peerd.run.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
@@ -165,7 +165,7 @@ async def test_a_set_lies_in_files_while_it_is_fetched_checked_and_written(
             return found
 
         monkeypatch.setattr(fetcher, "fetch", fetch)
-    monkeypatch.setattr("peerd.compute.model.stage_module.build", None)  # the outline needs no stage to be built
+    monkeypatch.setattr("peerd.model.stage.stage_module.build", None)  # the outline needs no stage to be built
     peer: Any = object()
     assert await kept._attempt(4, [[peer], [peer]]) == at(4)
     assert kept.kept == [at(4)]

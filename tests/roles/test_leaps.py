@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from peerd.codec.tensors import state_digest
-from peerd.compute.model.served_stage import Model, ServedStage
-from peerd.compute.model.user_model import UserModel
 from peerd.messages.swarm import Position
+from peerd.model.stage.served_stage import Model, ServedStage
+from peerd.model.stage.user_model import UserModel
 from peerd.run.runfile import AveragingSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.state.catchup.step_totals import StepTotal
 

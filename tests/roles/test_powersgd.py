@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from peerd.codec.tensors import state_digest
-from peerd.compute.model.stage_module import StageModule
 from peerd.messages.swarm import Position
+from peerd.model.stage.stage_module import StageModule
 from peerd.run.runfile import AveragingSection, CheckpointSection, OptimizerSection, RunFile
 from roles.aggregator import AuxAggregatorRole
 from roles.trainer import TrainerRole

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from peerd.commands.doctor.run_checks import RunNeeds, run_checks
-from peerd.compute.run_record import read_record, write_record
 from peerd.messages.settings import differences
+from peerd.model.run_record import read_record, write_record
 from peerd.run.check import check
 from peerd.run.runfile import (
     ExpertsSection,

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import trio
 
-from peerd.compute.model import optimizer
-from peerd.compute.model.served_stage import ServedStage
-from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import ConfigError
+from peerd.model import optimizer
+from peerd.model.stage.served_stage import ServedStage
+from peerd.model.stage.stage_module import ResultNotFinite
 from peerd.run.runfile import CheckpointSection, OptimizerSection, RunFile
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
 from tests.worlds.machines.fakehost import leaves

@@ -23,14 +23,14 @@ from peerd.averaging.allreduce import AveragingPlan, MemberTerms, RoundFailed, p
 from peerd.averaging.rounds.line_info import own_line
 from peerd.codec.error_feedback import RoundResidual, feedback_of
 from peerd.codec.powersgd import PowerSgd
-from peerd.compute.model.served_stage import Model, Vector
 from peerd.core.blockwise import BLOCKS, CODES
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.frame import DTYPES
 from peerd.core.ids import PeerId
-from peerd.core.model.averaged_vector import check_vector
 from peerd.core.work import Worker
 from peerd.messages.swarm import LineInfo, Position, Prepare
+from peerd.model.shapes.averaged_vector import check_vector
+from peerd.model.stage.served_stage import Model, Vector
 from peerd.role.run_services import RunServices
 from peerd.run.runfile import RunFile
 from peerd.state.catchup.copy_room import room_for_residual

@@ -44,7 +44,7 @@ def device_checks(device: str) -> Iterator[CheckResult]:
     """Check that the device computes, and which implementation quantizes tensors on it."""
     try:
         from peerd.codec.kernels import ops
-        from peerd.compute.devices import describe
+        from peerd.model.devices import describe
 
         facts = describe(device)
     except ModuleNotFoundError as error:

@@ -16,7 +16,7 @@ from peerd.access.token_files import CredentialFiles, own_papers
 from peerd.commands.doctor.check_result import CheckResult, CheckVerdict, failed
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
-from peerd.core.model.stage_memory import StageFootprint
+from peerd.model.shapes.stage_memory import StageFootprint
 from peerd.run.home import IDENTITY_FILE, load_identity, locked
 from peerd.run.runfile import RunFile, disk_bytes, precision_text, sources_of, unused_precision
 
@@ -48,7 +48,7 @@ def run_checks(needs: RunNeeds) -> Iterator[CheckResult]:
     yield token_check(needs)
     yield from precision_checks(needs)
     try:
-        importlib.import_module("peerd.compute.devices")
+        importlib.import_module("peerd.model.devices")
     except ImportError:
         yield CheckResult("model", CheckVerdict.UNKNOWN, "not checked: torch is not installed", "pip install torch")
         return
@@ -154,7 +154,7 @@ def _text(run: RunFile) -> Iterator[CheckResult]:
 
 def _model(needs: RunNeeds) -> Iterator[CheckResult]:
     """Check that the model can be built, that a stage's gradient can be averaged, and that memory and disk suffice."""
-    from peerd.compute.model.footprint import footprint, refuse_if_not_averaged
+    from peerd.model.stage.footprint import footprint, refuse_if_not_averaged
 
     run = needs.run
     stages = run.limits.stages or list(range(run.pipeline.stages))
@@ -182,7 +182,7 @@ def _measured(needs: RunNeeds, taken: list[StageFootprint]) -> list[StageFootpri
 
     Raises ConfigError if a layer cannot be built, or fails.
     """
-    from peerd.compute.model.footprint import measured_footprint
+    from peerd.model.stage.footprint import measured_footprint
 
     lacks = _lacks(needs, taken)
     return [one if one.stage in lacks else measured_footprint(needs.run, one.stage) for one in taken]
@@ -193,7 +193,7 @@ def _lacks(needs: RunNeeds, taken: list[StageFootprint], least: bool = True) -> 
 
     Raises RuntimeError if the device is missing.
     """
-    from peerd.compute.model.footprint import lacking
+    from peerd.model.stage.footprint import lacking
 
     allowed = needs.run.limits.memory_gb * 1e9
     lacks = ((one.stage, lacking(one, needs.device, allowed, least)) for one in taken)
@@ -262,7 +262,7 @@ def _room_to_keep(needs: RunNeeds) -> CheckResult:
 
     Counts one more set that is being written, and the fetched states that it is written from.
     """
-    from peerd.compute.model.footprint import footprint
+    from peerd.model.stage.footprint import footprint
 
     check, keep = "room for kept checkpoints", needs.run.checkpoint.keep
     try:

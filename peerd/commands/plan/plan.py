@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from peerd.core.errors import ConfigError
-from peerd.core.model.model_size import StageSize, stage_sizes
+from peerd.model.shapes.model_size import StageSize, stage_sizes
 from peerd.run.runfile import RunFile
 
 TERA: Final = 1e12

@@ -24,8 +24,8 @@ from peerd.commands.plan.links_file import LoadedLinks, load_links
 from peerd.commands.plan.placement_file import load_placement
 from peerd.commands.plan.plan_report import SolvedPlan
 from peerd.core.errors import ConfigError
-from peerd.core.model.model_size import StageSize, microbatches
 from peerd.log import clean
+from peerd.model.shapes.model_size import StageSize, microbatches
 from peerd.placement.cost import CostKind
 from peerd.placement.problem import NoPlacement, PlacementProblem, StagePlacement, StageWork
 from peerd.placement.search import SearchOptions, cost_of, plan

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from peerd.core.model.model_shapes import first_with_experts
-from peerd.core.model.model_size import StageSize, boundary_bytes, microbatches
+from peerd.model.shapes.model_shapes import first_with_experts
+from peerd.model.shapes.model_size import StageSize, boundary_bytes, microbatches
 from peerd.run.runfile import BYTES_PER_MBIT, RunFile, precision_text
 from peerd.screen.columns import Columns
 from peerd.screen.units import counted, number, size

@@ -19,10 +19,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from peerd.compute.model.partition import DTYPES
 from peerd.core.errors import ConfigError
-from peerd.core.model.model_shapes import first_with_experts
 from peerd.experts.model.blocks import block_outline
+from peerd.model.shapes.model_shapes import first_with_experts
+from peerd.model.stage.partition import DTYPES
 from peerd.run.grid import Grid, Uid, grid_of, parse_uid
 from peerd.run.runfile import ExpertsSection, RunFile
 

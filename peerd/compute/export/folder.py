@@ -25,9 +25,9 @@ from torch import Tensor
 from peerd.codec.tensors import all_finite, dtype_name
 from peerd.compute.export import standalone, standalone_experts
 from peerd.compute.export.experts import ExportedExperts, fault_of
-from peerd.compute.model.partition import DTYPES
 from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError, PeerdError
+from peerd.model.stage.partition import DTYPES
 
 FORMAT: Final = "peerd-export-1"
 CONFIG: Final = "config.json"

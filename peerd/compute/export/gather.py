@@ -18,10 +18,10 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from peerd.compute.checkpoint import Checkpoints, read_manifest
 from peerd.compute.export.names import parameters_in
-from peerd.compute.run_record import read_record
 from peerd.core.errors import ConfigError
+from peerd.model.checkpoint import Checkpoints, read_manifest
+from peerd.model.run_record import read_record
 from peerd.run.runfile import RunFile, fingerprint
 
 DEPTH: Final = 6  # FOLDER/peer/role/checkpoints/run/stage-N, and one level more

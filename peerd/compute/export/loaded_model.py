@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from peerd.compute.export.export import need_gpt_or_run
 from peerd.compute.export.folder import TOKENIZER, ExportConfig, load_gpt, load_weights, read_config
 from peerd.compute.export.standalone import generate
-from peerd.compute.model.partition import whole_model
 from peerd.core.errors import ConfigError
 from peerd.data.tokenizer import ByteTokenizer, Tokenizer, load_vocabulary
+from peerd.model.stage.partition import whole_model
 from peerd.run.runfile import RunFile
 
 

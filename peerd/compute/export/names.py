@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from peerd.compute.model.partition import spans
-from peerd.compute.run_record import settings_of
 from peerd.core.errors import ConfigError
-from peerd.core.model.model_shapes import feed_forward_width
 from peerd.data.tokenizer import load_vocabulary
+from peerd.model.run_record import settings_of
+from peerd.model.shapes.model_shapes import feed_forward_width
+from peerd.model.stage.partition import spans
 from peerd.run.runfile import RunFile
 
 _PREFIXES: Final = ("param/", "buffer/")  # of a stage's state; the rest is the optimizer's

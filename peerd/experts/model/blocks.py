@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerd.compute.model.layers import Attention, RMSNorm
 from peerd.core.errors import ConfigError
+from peerd.model.layers import Attention, RMSNorm
 from peerd.run.contents import is_function
 from peerd.run.grid import Uid, sample_shapes
 from peerd.run.local_code import guarded

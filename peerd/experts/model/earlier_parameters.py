@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from peerd.compute.model.microbatch_books import Stale
+from peerd.model.stage.microbatch_books import Stale
 
 new_load = itertools.count(1).__next__  # numbers the states that trunks load, uniquely in this process
 

@@ -25,11 +25,11 @@ from peerd.codec.frames import decode, encode
 from peerd.codec.layout import NotFinite
 from peerd.codec.policy import CodingPlan
 from peerd.codec.tensors import TORCH_DTYPES, all_finite
-from peerd.compute.model.optimizer import Optimizer
-from peerd.compute.model.precision import Precision
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import TensorFrame
 from peerd.experts.model.blocks import build_block
+from peerd.model.optimizer import Optimizer
+from peerd.model.precision import Precision
 from peerd.run.grid import Uid, sample_shapes
 from peerd.run.runfile import ExpertOptimizerSection, ExpertsSection, OptimizerSection, RunFile
 

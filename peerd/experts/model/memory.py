@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from peerd.codec.gpu import free_bytes
-from peerd.core.model.stage_memory import moment_names
 from peerd.experts.model.blocks import block_outline
 from peerd.experts.model.hosted_expert import optimizer_section
+from peerd.model.shapes.stage_memory import moment_names
 from peerd.run.grid import grid_of, sample_shapes
 from peerd.run.runfile import ExpertsSection, RunFile
 

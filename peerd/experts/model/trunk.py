@@ -24,14 +24,14 @@ from torch import Tensor
 
 from peerd.codec.gpu import free_bytes, is_gpu
 from peerd.codec.tensors import all_finite, largest_in
-from peerd.compute.model.footprint import spare_bytes
-from peerd.compute.model.layers import ExpertBlock
-from peerd.compute.model.microbatch_books import Stale
-from peerd.compute.model.stage_module import ResultNotFinite, StageModule
 from peerd.core.errors import ConfigError
-from peerd.core.model.model_shapes import first_with_experts
 from peerd.experts.model.earlier_parameters import EarlierParameters, Era, Snapshot, TooOld, new_load
 from peerd.experts.model.expert_mixture import imbalance, mixed
+from peerd.model.layers import ExpertBlock
+from peerd.model.shapes.model_shapes import first_with_experts
+from peerd.model.stage.footprint import spare_bytes
+from peerd.model.stage.microbatch_books import Stale
+from peerd.model.stage.stage_module import ResultNotFinite, StageModule
 from peerd.run.grid import grid_of, sample_shapes
 from peerd.run.runfile import ExpertsSection, RunFile
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from peerd.compute.model.microbatch_books import KeptMicrobatch, Stale
-from peerd.compute.model.served_stage import ServedStage
 from peerd.experts.model.landing_queue import GradientQueue, LandedFlights
 from peerd.experts.model.trunk import TrunkModule
 from peerd.experts.model.trunk_microbatch import TrunkMicrobatch
 from peerd.messages.swarm import Mb
+from peerd.model.stage.microbatch_books import KeptMicrobatch, Stale
+from peerd.model.stage.served_stage import ServedStage
 from peerd.run.runfile import RunFile
 
 

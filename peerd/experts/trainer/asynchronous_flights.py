@@ -18,14 +18,14 @@ from typing import Final
 
 import trio
 
-from peerd.compute.model.microbatch_books import Stale
 from peerd.core.frame import TensorFrame
-from peerd.core.model.trunk_memory import IN_FLIGHT, gradients_in_memory, places_at_once
 from peerd.experts.model.earlier_parameters import TooOld
 from peerd.experts.model.landing_queue import GradientQueue
 from peerd.experts.model.trunk_microbatch import TrunkMicrobatch
 from peerd.experts.trainer.expert_flights import ExpertFlights
 from peerd.messages.swarm import Mb, MemberInfo
+from peerd.model.shapes.trunk_memory import IN_FLIGHT, gradients_in_memory, places_at_once
+from peerd.model.stage.microbatch_books import Stale
 from peerd.pipeline.microbatch import Microbatch
 from peerd.pipeline.routes.in_flight import LIMITED
 from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite

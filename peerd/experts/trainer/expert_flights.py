@@ -19,15 +19,15 @@ from torch import Tensor
 
 from peerd.codec.frames import from_frame
 from peerd.codec.layout import NotFinite
-from peerd.compute.model.microbatch_books import Stale
-from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, RemoteError
 from peerd.core.frame import TensorFrame
-from peerd.core.model.trunk_memory import flights_at_once
 from peerd.experts.model.earlier_parameters import TooOld
 from peerd.experts.model.trunk_microbatch import Scores, TrunkMicrobatch
 from peerd.experts.trainer.flight_counts import FlightCounts
 from peerd.messages.swarm import Mb, MemberInfo
+from peerd.model.shapes.trunk_memory import flights_at_once
+from peerd.model.stage.microbatch_books import Stale
+from peerd.model.stage.stage_module import ResultNotFinite
 from peerd.pipeline.microbatch import Microbatch
 from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
 from peerd.pipeline.stage.member import StageMember

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from peerd.compute.model.user_model import UserModel
+from peerd.model.stage.user_model import UserModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,6 @@ from typing import Final, Protocol
 import trio
 from msgspec import structs
 
-from peerd.compute.model.footprint import room_for_activations
-from peerd.compute.model.kept_graph import KeptGraph
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
@@ -35,6 +33,8 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import MICROBATCHES
 from peerd.messages.handover import Hop, PassAnswer, PassRequest
 from peerd.messages.swarm import Mb, MemberInfo, Receipt
+from peerd.model.stage.footprint import room_for_activations
+from peerd.model.stage.kept_graph import KeptGraph
 from peerd.pipeline.next_stage import HandOnResult, NextStage
 from peerd.pipeline.routes.tickets import Tickets
 from peerd.pipeline.stage.admissions import Admissions

@@ -14,13 +14,13 @@ from peerd.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.averaging.rounds.averaging_rounds import AveragingRounds, SumAbsent, Total
 from peerd.averaging.rounds.helper_rounds import HelperRounds
 from peerd.averaging.stats import explained
-from peerd.compute.model.microbatch_books import Stale
-from peerd.compute.model.served_stage import Unusable, Vector
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.ids import is_peer_text
 from peerd.core.work import Worker
 from peerd.messages.proof import commit_signature
 from peerd.messages.swarm import Commit, Mb, Mbs, Moved, Position, Prepare, Prepared, Restore
+from peerd.model.stage.microbatch_books import Stale
+from peerd.model.stage.served_stage import Unusable, Vector
 from peerd.pipeline.stage.post_state import PostState
 from peerd.pipeline.stage.serving import ServingCalls
 from peerd.role.role import RoleContext

@@ -19,7 +19,6 @@ import trio
 
 from peerd.averaging.rounds.averaging_rounds import AveragingRounds
 from peerd.averaging.rounds.line_info import rest_text
-from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.limits import MICROBATCHES, SLOW_DISK_BYTES_PER_S
 from peerd.messages.contributions import Rest
@@ -27,6 +26,7 @@ from peerd.messages.encoding import Empty
 from peerd.messages.progress import StageProgress
 from peerd.messages.proof import receipt
 from peerd.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, PostLoad, Receipt, Relocate
+from peerd.model.stage.served_stage import ServedStage
 from peerd.pipeline.stage.admissions import Admissions
 from peerd.pipeline.stage.announcement import announce_now_and_then
 from peerd.pipeline.stage.external_model import ExternalModel

@@ -21,14 +21,14 @@ import trio
 from torch import Tensor
 
 from peerd.averaging.rounds.averaging_rounds import Total
-from peerd.compute.changes import ParametersLost
-from peerd.compute.model.footprint import recomputes, refuse_if_too_large
-from peerd.compute.model.offload import offloads
-from peerd.compute.model.served_stage import Model, ServedStage
-from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError, NoMemory, PeerdError, Refused
 from peerd.experts.model.trunk_stage import TrunkStage
 from peerd.messages.swarm import Position
+from peerd.model.changes import ParametersLost
+from peerd.model.stage.footprint import recomputes, refuse_if_too_large
+from peerd.model.stage.offload import offloads
+from peerd.model.stage.served_stage import Model, ServedStage
+from peerd.model.stage.user_model import UserModel
 from peerd.pipeline.stage.external_model import ExternalModel
 from peerd.role.role import RoleContext
 from peerd.run.runfile import RunFile

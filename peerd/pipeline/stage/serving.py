@@ -22,16 +22,16 @@ from typing import Any, Final, Protocol
 
 import trio
 
-from peerd.compute.model.footprint import lacking_for_call
-from peerd.compute.model.kept_graph import KeptGraph
-from peerd.compute.model.microbatch_books import StageOutcome, Stale
-from peerd.compute.model.served_stage import ServedStage
-from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, NotFiniteHere, Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import HELD_PADDING_BYTES
 from peerd.messages.swarm import Mb, StageAnswer, StageForward, StageLoss
+from peerd.model.stage.footprint import lacking_for_call
+from peerd.model.stage.kept_graph import KeptGraph
+from peerd.model.stage.microbatch_books import StageOutcome, Stale
+from peerd.model.stage.served_stage import ServedStage
+from peerd.model.stage.stage_module import ResultNotFinite
 from peerd.pipeline.routes.fair_turns import Turn
 from peerd.pipeline.routes.wiring import BACKWARD_COST
 from peerd.pipeline.stage.admissions import Admissions

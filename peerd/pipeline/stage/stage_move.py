@@ -17,10 +17,10 @@ from typing import Final, Protocol
 
 import trio
 
-from peerd.compute.model.footprint import footprint, lacking
 from peerd.core.errors import PeerdError, Refused
 from peerd.core.limits import SLOW_LINE_BYTES_PER_S
-from peerd.core.model.stage_memory import StageFootprint
+from peerd.model.shapes.stage_memory import StageFootprint
+from peerd.model.stage.footprint import footprint, lacking
 from peerd.pipeline.stage.post import Post
 from peerd.role.role import RoleContext
 from peerd.role.run_services import RunServices

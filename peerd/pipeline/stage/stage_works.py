@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from peerd.compute.model.footprint import footprint
-from peerd.core.model.model_size import FLOPS_OF_TRAINING, boundary_bytes, stage_sizes
-from peerd.core.model.stage_memory import ITEM_BYTES
 from peerd.data.tokenizer import load_vocabulary
+from peerd.model.shapes.model_size import FLOPS_OF_TRAINING, boundary_bytes, stage_sizes
+from peerd.model.shapes.stage_memory import ITEM_BYTES
+from peerd.model.stage.footprint import footprint
 from peerd.placement.problem import StageWork
 from peerd.run.runfile import RunFile
 

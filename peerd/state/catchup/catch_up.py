@@ -22,15 +22,15 @@ from typing import Protocol, TypeVar
 import trio
 from torch import Tensor
 
-from peerd.compute.frozen_state import FrozenState
-from peerd.compute.model.footprint import spare_bytes
-from peerd.compute.model.microbatch_books import Stale
-from peerd.compute.model.served_stage import Model
 from peerd.core.errors import NoMemory, PeerdError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.work import Worker
 from peerd.messages.state import StateRequest, TensorSpec
 from peerd.messages.swarm import MemberInfo, Position
+from peerd.model.frozen_state import FrozenState
+from peerd.model.stage.footprint import spare_bytes
+from peerd.model.stage.microbatch_books import Stale
+from peerd.model.stage.served_stage import Model
 from peerd.role.role import RoleContext
 from peerd.role.run_services import RunServices
 from peerd.signals import Signal

@@ -12,9 +12,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from peerd.compute.model.footprint import lacking_for_call, spare_bytes
 from peerd.core.errors import NoMemory
 from peerd.core.limits import WORTH_A_FILE_BYTES
+from peerd.model.stage.footprint import lacking_for_call, spare_bytes
 from peerd.run.runfile import RunFile
 from peerd.state.state_room import StateRoom
 

@@ -19,11 +19,11 @@ import numpy as np
 from torch import Tensor
 
 from peerd.codec.tensors import all_finite, dtype_name
-from peerd.compute.model.served_stage import Model, Vector, items_of, state_of
 from peerd.core.limits import STATE_TOTALS, WORTH_A_FILE_BYTES
 from peerd.core.work import Worker
 from peerd.messages.state import TensorSpec
 from peerd.messages.swarm import Position
+from peerd.model.stage.served_stage import Model, Vector, items_of, state_of
 from peerd.state.snapshot import StateItem
 from peerd.state.state_room import StateRoom
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from peerd.codec.tensors import all_finite
-from peerd.compute.frozen_state import MappedRoom
-from peerd.compute.model.served_stage import state_of
 from peerd.messages.swarm import Position
+from peerd.model.frozen_state import MappedRoom
+from peerd.model.stage.served_stage import state_of
 from peerd.state.snapshot import StateItem
 
 _PIECE_VALUES: Final = 1 << 20

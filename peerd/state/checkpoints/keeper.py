@@ -17,13 +17,13 @@ from functools import partial
 import trio
 from torch import Tensor
 
-from peerd.compute.frozen_state import FrozenState
-from peerd.compute.model.footprint import state_outline
-from peerd.compute.model.served_stage import items_of
 from peerd.core.errors import ConfigError, NoMemory, RemoteError
 from peerd.core.ids import PeerId
 from peerd.messages.state import StateRequest, TensorSpec
 from peerd.messages.swarm import Position
+from peerd.model.frozen_state import FrozenState
+from peerd.model.stage.footprint import state_outline
+from peerd.model.stage.served_stage import items_of
 from peerd.role.role import RoleContext
 from peerd.role.run_services import RunServices
 from peerd.run.runfile import LoopSection

@@ -1,6 +1,6 @@
 """Checkpoints of a stage peer: their schedule, their folder, and the positions that the peer can return to.
 
-A thin layer over `peerd.compute.checkpoint` that knows positions (step and lineage) and keeps file access off the
+A thin layer over `peerd.model.checkpoint` that knows positions (step and lineage) and keeps file access off the
 device's worker. Not a role. Training never waits for the disk: a queued state is read and written in the background,
 piece by piece, one checkpoint at a time; a newer state replaces one that is still waiting. A full or hanging disk, or a
 lack of memory, costs only checkpoints: `problem` reports it, and the next checkpoint that is due is tried again.
@@ -15,12 +15,12 @@ from pathlib import Path
 import trio
 from torch import Tensor
 
-from peerd.compute.checkpoint import Checkpoints, Manifest
-from peerd.compute.frozen_state import FrozenState
-from peerd.compute.run_record import write_record
 from peerd.core.errors import ConfigError, NoMemory, PeerdError, WorkCancelled
 from peerd.core.limits import SAVED_TOLD, SLOW_DISK_BYTES_PER_S
 from peerd.messages.swarm import Position
+from peerd.model.checkpoint import Checkpoints, Manifest
+from peerd.model.frozen_state import FrozenState
+from peerd.model.run_record import write_record
 from peerd.role.role import RoleContext
 from peerd.run.runfile import disk_bytes
 from peerd.signals import Signal

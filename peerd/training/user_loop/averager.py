@@ -18,12 +18,12 @@ from typing import ClassVar, Final
 
 import trio
 
-from peerd.compute.model.microbatch_books import Stale
-from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
 from peerd.messages.progress import TrainerProgress
 from peerd.messages.run_link import RunFileAnswer, shared_file
 from peerd.messages.swarm import Mb, MemberInfo, TrainerAnswer
+from peerd.model.stage.microbatch_books import Stale
+from peerd.model.stage.user_model import UserModel
 from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
 from peerd.pipeline.stage.external_model import ExternalModel
 from peerd.pipeline.stage.final_state import FinalState

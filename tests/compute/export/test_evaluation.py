@@ -14,10 +14,10 @@ from peerd.compute.export import evaluation
 from peerd.compute.export.evaluation import Evaluation, evaluate
 from peerd.compute.export.export import ExportRequest, export
 from peerd.compute.export.loaded_model import LoadedModel, load_export
-from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import ConfigError
 from peerd.data.stream import SampleStream
 from peerd.data.tokenizer import load_vocabulary
+from peerd.model.stage.stage_module import StageModule
 from peerd.run.runfile import DataSection
 from tests.kit.exporting import make_run, save_all
 

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: igno
 
 from peerd.compute.export.export import ExportRequest, export
 from peerd.compute.export.loaded_model import SamplingOptions, TextPieces, Uncached, load_export, write_text
-from peerd.compute.model.partition import whole_model
 from peerd.core.errors import ConfigError
 from peerd.data.tokenizer import ByteTokenizer, FileTokenizer
+from peerd.model.stage.partition import whole_model
 from tests.kit.exporting import make_run, save_all
 
 

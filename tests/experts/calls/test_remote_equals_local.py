@@ -9,7 +9,6 @@ import torch
 import trio
 from torch import Tensor
 
-from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import tcp_addr
 from peerd.core.keys import Keypair
 from peerd.experts.calls.blocking import BlockingExperts
@@ -20,6 +19,7 @@ from peerd.experts.hosting.host import Hosted
 from peerd.experts.model.dmoe import DMoE
 from peerd.experts.model.hosted_expert import HostedExpert
 from peerd.experts.rules.claims import ClaimingHost, announcements
+from peerd.model.worker import DeviceWorker
 from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import ExpertsSection, ModelSection, RunFile

@@ -11,14 +11,14 @@ import torch
 import trio
 from tests.compute.experts.test_trunk import fly, run_with, text
 
-from peerd.compute.model import footprint
-from peerd.compute.model.microbatch_books import Stale
 from peerd.experts.model import trunk as trunk_file
 from peerd.experts.model.earlier_parameters import TooOld
 from peerd.experts.model.landing_queue import GradientQueue
 from peerd.experts.model.trunk_microbatch import TrunkMicrobatch
 from peerd.experts.model.trunk_stage import TrunkStage
 from peerd.messages.swarm import Mb
+from peerd.model.stage import footprint
+from peerd.model.stage.microbatch_books import Stale
 from peerd.run.runfile import LimitsSection, OptimizerSection, RunFile
 from tests.worlds.roles.expert_network import NearExperts
 

@@ -12,11 +12,11 @@ from tests.compute.experts.test_asynchronous_trunk import step
 from tests.compute.experts.test_trunk import run_with, text
 from torch import Tensor
 
-from peerd.compute.model.footprint import footprint, lacking
-from peerd.core.model.trunk_memory import GRADIENT_BYTES, NO_FLIGHTS, FlightMemory, flight_memory
 from peerd.experts.model.landing_queue import GradientQueue
 from peerd.experts.model.trunk_microbatch import TrunkMicrobatch
 from peerd.experts.model.trunk_stage import TrunkStage
+from peerd.model.shapes.trunk_memory import GRADIENT_BYTES, NO_FLIGHTS, FlightMemory, flight_memory
+from peerd.model.stage.footprint import footprint, lacking
 from peerd.run.expert_network import ExpertCall, ExpertReply
 from peerd.run.runfile import BatchSection, ExpertsSection, LimitsSection, ModelSection, OptimizerSection, RunFile
 from tests.worlds.roles.expert_network import NearExperts

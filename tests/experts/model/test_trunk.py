@@ -12,13 +12,13 @@ import trio
 from torch import Tensor
 
 from peerd.codec.frames import to_frame
-from peerd.compute.model.microbatch_books import Stale
 from peerd.core.errors import ConfigError, TooFewExperts
 from peerd.experts.model.expert_mixture import imbalance
 from peerd.experts.model.trunk import TrunkModule
 from peerd.experts.model.trunk_microbatch import TrunkMicrobatch
 from peerd.experts.model.trunk_stage import TrunkStage
 from peerd.messages.swarm import Mb
+from peerd.model.stage.microbatch_books import Stale
 from peerd.run.expert_network import ExpertCall, ExpertReply
 from peerd.run.grid import Uid
 from peerd.run.runfile import BatchSection, ExpertsSection, ModelSection, OptimizerSection, PipelineSection, RunFile

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from peerd.compute.export.export import ExportRequest, export
-from peerd.compute.model.footprint import footprint
-from peerd.compute.run_record import read_record, write_record
 from peerd.core.errors import ConfigError
 from peerd.experts.model.trunk import TrunkModule
+from peerd.model.run_record import read_record, write_record
+from peerd.model.stage.footprint import footprint
 from peerd.run.runfile import ExpertsSection, ModelSection, RunFile
 from tests.kit.exporting import save_all
 

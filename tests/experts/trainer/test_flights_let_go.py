@@ -12,11 +12,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import TooFewExperts
 from peerd.experts.model.earlier_parameters import Snapshot
 from peerd.experts.trainer.expert_flights import ExpertFlights
 from peerd.log import EventLog
+from peerd.model.stage.stage_module import ResultNotFinite
 from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
 from peerd.pipeline.stage.member import StageMember
 from peerd.run.expert_network import ExpertNetwork

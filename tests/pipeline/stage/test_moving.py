@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Refused
 from peerd.core.keys import Keypair
-from peerd.core.model.stage_memory import StageFootprint
+from peerd.model.shapes.stage_memory import StageFootprint
 from peerd.pipeline.stage.post import Post
 from peerd.pipeline.stage.stage_move import StageMove
 from peerd.run.runfile import PipelineSection, PlanSection

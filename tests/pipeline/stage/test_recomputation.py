@@ -12,10 +12,10 @@ import torch
 import trio
 
 from peerd.codec.tensors import state_digest
-from peerd.compute.model import footprint as footprint_file
-from peerd.compute.model.served_stage import ServedStage
 from peerd.core.decoders import convert
 from peerd.log import EventLog
+from peerd.model.stage import footprint as footprint_file
+from peerd.model.stage.served_stage import ServedStage
 from peerd.pipeline.stage.post_state import PostState
 from peerd.run.runfile import RunFile
 from peerd.sim.clock import SimClock

@@ -14,13 +14,13 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from peerd.compute.frozen_state import MakeRoom
-from peerd.compute.model.microbatch_books import Stale
 from peerd.core.errors import NoMemory
 from peerd.core.keys import Keypair
 from peerd.log import EventLog
 from peerd.messages.state import TensorSpec
 from peerd.messages.swarm import MemberInfo, Position
+from peerd.model.frozen_state import MakeRoom
+from peerd.model.stage.microbatch_books import Stale
 from peerd.run.runfile import LimitsSection, RunFile
 from peerd.sim.clock import SimClock
 from peerd.state.catchup.catch_up import CatchUp

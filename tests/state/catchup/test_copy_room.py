@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from peerd.compute.model import footprint
 from peerd.core.errors import NoMemory
+from peerd.model.stage import footprint
 from peerd.run.runfile import LimitsSection, RunFile
 from peerd.state.catchup.copy_room import room_for_copy, room_for_residual
 

@@ -21,10 +21,10 @@ import torch
 import trio
 
 from peerd.codec.tensors import state_digest
-from peerd.compute.model.served_stage import ServedStage
 from peerd.log import EventLog
 from peerd.messages.state import TensorSpec
 from peerd.messages.swarm import MemberInfo, Position
+from peerd.model.stage.served_stage import ServedStage
 from peerd.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.sim.clock import SimClock
 from peerd.state.catchup import catch_up, step_totals

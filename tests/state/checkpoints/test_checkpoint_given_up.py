@@ -12,8 +12,8 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from peerd.compute.frozen_state import FrozenState
 from peerd.messages.swarm import Position
+from peerd.model.frozen_state import FrozenState
 from peerd.run.runfile import RunFile
 from peerd.state.checkpoints.stage_checkpoints import StageCheckpoints
 

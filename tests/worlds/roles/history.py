@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from peerd.codec.frames import from_frame
-from peerd.compute.model.served_stage import ServedStage
-from peerd.compute.model.stage_module import StageModule
 from peerd.messages.swarm import Mb, Position, Prepare, Prepared
+from peerd.model.stage.served_stage import ServedStage
+from peerd.model.stage.stage_module import StageModule
 from peerd.pipeline.stage.orders import PostOrders
 from peerd.pipeline.stage.post_state import PostState
 from peerd.run.runfile import RunFile

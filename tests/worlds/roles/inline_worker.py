@@ -15,8 +15,8 @@ from typing import TypeVar
 import outcome
 import trio
 
-from peerd.compute.model.microbatch_books import StageOutcome
-from peerd.compute.worker import _ORDINARY, _URGENT, _within_memory
+from peerd.model.stage.microbatch_books import StageOutcome
+from peerd.model.worker import _ORDINARY, _URGENT, _within_memory
 
 T = TypeVar("T")
 

@@ -16,12 +16,12 @@ import torch
 import trio
 
 from peerd.codec.frames import from_frame
-from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import Refused
 from peerd.core.frame import TensorFrame
 from peerd.messages.handover import Hop, PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import grant, signed_ticket
 from peerd.messages.swarm import Grant, GrantStatement, Mb, Mbs, MemberInfo, Party, Prepare, Prepared, Seqs
+from peerd.model.stage.served_stage import ServedStage
 from peerd.pipeline.next_stage import PASS
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import RunFile, fingerprint

@@ -18,10 +18,10 @@ import trio
 from multiaddr import Multiaddr
 from trio.testing import MockClock
 
-from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import parse_addr
 from peerd.core.work import Worker
 from peerd.log import EventLog
+from peerd.model.worker import DeviceWorker
 from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.role.role import Role
 from peerd.run.runfile import (

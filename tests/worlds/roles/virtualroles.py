@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 import trio
 
-from peerd.compute.changes import ParametersLost
 from peerd.core.errors import ConfigError, NoMemory
 from peerd.core.work import Worker
 from peerd.daemon import RESTART_PAUSES_S
 from peerd.log import EventLog
+from peerd.model.changes import ParametersLost
 from peerd.role.role import RoleContext
 from peerd.role.run_services import RunServices
 from peerd.run.runfile import (

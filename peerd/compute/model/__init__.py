@@ -1,1 +1,0 @@
-"""The model, its division into stages, and the optimizer."""

@@ -1,0 +1,1 @@
+"""The model of a run: its layers, optimizer, precision, checkpoints, and the worker that computes."""

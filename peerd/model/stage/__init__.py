@@ -1,0 +1,1 @@
+"""A stage of the model: its part of the layers, forward and backward passes, and the memory that they take."""
