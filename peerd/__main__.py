@@ -9,6 +9,6 @@ ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if not sys.flags.safe_path and sys.path[0] == os.getcwd() != ours:
     del sys.path[0]
 
-from peerd.cli import main  # noqa: E402
+from peerd.cli.cli import main  # noqa: E402
 
 main()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import trio
 
 from peerd.core.errors import ConfigError, RemoteError, missing_package
+from peerd.core.signals import Signal
 from peerd.core.work import Worker
 from peerd.experts.calls.vault import Vault
 from peerd.experts.calls.vault_disk import VaultDisk
@@ -27,7 +28,6 @@ from peerd.role.role import RoleContext
 from peerd.role.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.role.run_services import RunServices
 from peerd.run.runfile import RunFile
-from peerd.signals import Signal
 from peerd.state.checkpoints.kept_list import KeptList
 from peerd.status.learning_curve import LearningCurves
 from peerd.status.run_monitor import RunMonitor, RunObservation

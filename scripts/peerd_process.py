@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from peerd.control import socket
+from peerd.daemon.control import socket
 from peerd.run.home import socket_path
 
 

@@ -12,9 +12,9 @@ from random import Random
 from rich.console import Console
 from rich.text import Text
 
-from peerd.commands.plan import plan_search
-from peerd.commands.plan.link_matrix import link_matrix
-from peerd.commands.plan.plan_report import link_seconds
+from peerd.cli.plan import plan_search
+from peerd.cli.plan.link_matrix import link_matrix
+from peerd.cli.plan.plan_report import link_seconds
 from peerd.placement.cost import CostKind
 from peerd.placement.problem import PlacementProblem, StagePlacement
 from peerd.placement.search import cost_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from peerd import __version__
-from peerd.cli import home_of, invoke
+from peerd.cli.cli import home_of, invoke
 from peerd.run.runfile import RunFile
 
 
@@ -79,7 +79,7 @@ def test_the_identity_of_a_run_is_the_one_that_join_uses(
 
 @pytest.mark.slow
 def test_a_bug_leaves_one_line_and_a_file_with_the_details() -> None:
-    code = "import peerd.cli as cli, sys\ncli.invoke = lambda argv: 1 / 0\ncli.main()"
+    code = "import peerd.cli.cli as cli, sys\ncli.invoke = lambda argv: 1 / 0\ncli.main()"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
@@ -92,7 +92,9 @@ def test_a_bug_leaves_one_line_and_a_file_with_the_details() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
 def test_output_that_the_disk_does_not_take_is_told() -> None:
-    code = "import sys, torch, peerd.cli as cli; cli.app.command('say')(lambda: sys.stdout.write('words')); cli.main()"
+    code = (
+        "import sys, torch, peerd.cli.cli as cli; cli.app.command('say')(lambda: sys.stdout.write('words')); cli.main()"
+    )
     buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", code, "say"]
     with Path("/dev/full").open("w") as full:
@@ -109,7 +111,7 @@ def test_python_m_peerd_is_the_peerd_command() -> None:
 
 RUNS_A_JOB = """
 import atexit, functools, sys, threading, torch, trio
-import peerd.cli as cli
+import peerd.cli.cli as cli
 from peerd.compute import worker
 
 atexit.register(print, "unloads torch")

@@ -16,11 +16,11 @@ import pytest
 import trio
 import trio.testing
 
-from peerd import daemon
-from peerd.control.company import CompanyConfig
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import Unreachable
 from peerd.core.keys import Keypair
+from peerd.daemon import daemon
+from peerd.daemon.control.company import CompanyConfig
 from peerd.run.runfile import RunFile
 from peerd.sim.simnet import SimNet
 from peerd.status.snapshot import StatusSnapshot, decode_status

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.control import socket
 from peerd.core.errors import ConfigError, PeerdError
+from peerd.daemon.control import socket
 from peerd.run import home
 
 pytestmark = pytest.mark.socket

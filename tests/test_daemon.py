@@ -13,12 +13,12 @@ import pytest
 import trio
 import trio.testing
 
-from peerd import daemon, launch
-from peerd.control import socket
-from peerd.control.connectivity import relaying
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
-from peerd.daemon import Daemon, DaemonPlan, LocalResources
+from peerd.daemon import daemon, launch
+from peerd.daemon.control import socket
+from peerd.daemon.control.connectivity import relaying
+from peerd.daemon.daemon import Daemon, DaemonPlan, LocalResources
 from peerd.log import EventLog
 from peerd.role.peer_stack import peer_stack
 from peerd.role.role import RoleContext

@@ -11,8 +11,8 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.control import socket
-from peerd.daemon import Daemon
+from peerd.daemon.control import socket
+from peerd.daemon.daemon import Daemon
 from peerd.run.home import socket_path
 from tests.test_daemon import Quiet, peer
 

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from peerd.cli.demo import children as children_module
+from peerd.cli.demo import tether
+from peerd.cli.demo.children import Child, Children
+from peerd.cli.demo.expert_scene import ExpertScene, handed_on
+from peerd.cli.demo.scene import ProcessRow, Scene
+from peerd.cli.demo.screen import LineScreen, picture
+from peerd.cli.demo.setting import DemoConfig, prepare
 from peerd.core.errors import ConfigError
-from peerd.demo import children as children_module
-from peerd.demo import tether
-from peerd.demo.children import Child, Children
-from peerd.demo.expert_scene import ExpertScene, handed_on
-from peerd.demo.scene import ProcessRow, Scene
-from peerd.demo.screen import LineScreen, picture
-from peerd.demo.setting import DemoConfig, prepare
 from peerd.run.config import load_run
 from peerd.screen.frame import compose
 from peerd.status.role_status import RoleFigures

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.cli import invoke
-from peerd.commands.doctor.network_checks import NetworkTarget, bootstrap_checks
+from peerd.cli.cli import invoke
+from peerd.cli.doctor.network_checks import NetworkTarget, bootstrap_checks
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair

@@ -66,7 +66,7 @@ def test_a_data_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_daemon_cannot_take_the_same_data_directory(tmp_path: Path) -> None:
-    code = f"from pathlib import Path; from peerd import home\nwith home.locked(Path({str(tmp_path)!r})): pass"
+    code = f"from pathlib import Path; from peerd.run import home\nwith home.locked(Path({str(tmp_path)!r})): pass"
     with home.locked(tmp_path):
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"is in use by process {os.getpid()}" in ended.stderr

@@ -39,7 +39,7 @@ SUPERVISORS = {
     Path("peerd/wire/faults.py"): 1,  # one link, stream, call, connection in or out: whoever hands over its work
     Path("peerd/wire/link/link.py"): 1,  # one stream, for what runs in the link's own task: no task of its own to end
     Path("peerd/rpc/inbound.py"): 1,  # one stream's messages in the link's own task: its reader gets the error
-    Path("peerd/daemon.py"): 1,  # one role
+    Path("peerd/daemon/daemon.py"): 1,  # one role
 }
 
 VALUES_ONLY = {"messages", "protobuf"}  # folders whose modules hold many small values, and no main class
@@ -379,7 +379,7 @@ def test_every_file_keeps_the_rule(folders: tuple[str, ...], look: Rule) -> None
 def test_the_command_line_does_not_grow() -> None:
     import typer
 
-    from peerd.cli import app
+    from peerd.cli.cli import app
 
     root = typer.main.get_command(app)
     commands = {"": root, **getattr(root, "commands", {})}
@@ -409,7 +409,7 @@ LIGHT = {
     "doctor": "invoke(['doctor', '--help'])",
     "plan": "invoke(['plan', '--help'])",
     "export": "invoke(['export', '--help']); invoke(['generate', '--help']); invoke(['evaluate', '--help'])",
-    "backbone": "import peerd.daemon; from peerd import registry; registry.load('backbone')",
+    "backbone": "import peerd.daemon.daemon; from peerd.daemon import registry; registry.load('backbone')",
 }
 
 
@@ -417,7 +417,7 @@ LIGHT = {
 @pytest.mark.parametrize("command", sorted(LIGHT))
 def test_light_commands_never_import_torch(command: str, tmp_path: Path) -> None:
     code = (
-        f"import sys; from peerd.cli import invoke; FOLDER = {str(tmp_path)!r}\n{LIGHT[command]}\n"
+        f"import sys; from peerd.cli.cli import invoke; FOLDER = {str(tmp_path)!r}\n{LIGHT[command]}\n"
         "heavy = {'torch', 'numpy', 'scipy'} & set(sys.modules); sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

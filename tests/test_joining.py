@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from peerd.cli import invoke
-from peerd.commands import joining
-from peerd.control.guest import JoinRequest
+from peerd.cli import joining
+from peerd.cli.cli import invoke
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
+from peerd.daemon.control.guest import JoinRequest
 from peerd.messages.run_link import JoinLink, RunFileAnswer, shared_run
 from peerd.messages.token import Token, seal, to_text
 from peerd.run.config import load_run

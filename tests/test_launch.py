@@ -15,13 +15,13 @@ import trio
 import trio.testing
 from rich.console import Console
 
-from peerd import daemon
-from peerd.control import socket
-from peerd.control.open_hours import OpenHours
-from peerd.control.rester import Rester
 from peerd.core.keys import Keypair
-from peerd.daemon import DaemonPlan
-from peerd.launch import grounded, in_its_hours
+from peerd.daemon import daemon
+from peerd.daemon.control import socket
+from peerd.daemon.control.open_hours import OpenHours
+from peerd.daemon.control.rester import Rester
+from peerd.daemon.daemon import DaemonPlan
+from peerd.daemon.launch import grounded, in_its_hours
 from peerd.log import EventLog
 from peerd.run import home
 from peerd.run.runfile import LimitsSection

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import peerd
-from peerd.control import leave_deadlines
 from peerd.core.errors import ConfigError, PeerdError, Unreachable
+from peerd.daemon.control import leave_deadlines
 from peerd.library import background
 from peerd.model.checkpoint import Checkpoints
 from peerd.run.config import load_run

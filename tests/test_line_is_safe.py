@@ -21,12 +21,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd import launch, registry
-from peerd.cli import invoke
-from peerd.commands import joining
+from peerd.cli import joining
+from peerd.cli.cli import invoke
 from peerd.core.errors import PeerdError
 from peerd.core.keys import Keypair
-from peerd.daemon import DaemonPlan
+from peerd.daemon import launch, registry
+from peerd.daemon.daemon import DaemonPlan
 from peerd.data.stream import cache_of, samples_of
 from peerd.messages.run_link import JoinLink, RunFileAnswer
 from peerd.messages.token import Token, seal, to_text
@@ -137,7 +137,7 @@ class Volunteer:
         patch.setattr(socket, "getaddrinfo", resolved)
         patch.setattr(socket, "create_connection", dial)
         patch.setattr("peerd.data.files.http_fetch.PAUSES_S", ())
-        patch.setattr("peerd.cli.obey", lambda limits: None)
+        patch.setattr("peerd.cli.cli.obey", lambda limits: None)
         patch.setattr("signal.signal", lambda *_: None)
         patch.setenv("XDG_CACHE_HOME", str(home.data / "cache"))
         patch.setenv("XDG_RUNTIME_DIR", str(home.data))

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from peerd import registry
+from peerd.daemon import registry
 from peerd.run.runfile import ExpertsSection, RunFile
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from peerd import registry
 from peerd.core.errors import ConfigError
+from peerd.daemon import registry
 
 ROLE = """
 class Quiet:

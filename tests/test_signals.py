@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from peerd.signals import Signal
+from peerd.core.signals import Signal
 
 
 async def test_all_who_wait_are_woken_each_time() -> None:

@@ -12,7 +12,7 @@ import trio
 
 from peerd.access import token_files as membership
 from peerd.access.members import RunMembers
-from peerd.cli import invoke
+from peerd.cli.cli import invoke
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.messages.token import Revoked, Token, from_text, signed_by, unseal

@@ -42,12 +42,12 @@ from peerd.averaging.stats import RoundStats
 from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, RemoteError, TooSlow
 from peerd.core.ids import PeerId
 from peerd.core.limits import FRAME_ELEMENTS, RPC_ROUND_DEADLINE_S
+from peerd.core.signals import Signal
 from peerd.core.work import Worker
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import AverageAlive, AverageKey
 from peerd.rpc.methods.declaration import Declaration, Shows
 from peerd.rpc.rpc import Answer, CallStream, Encoded, Incoming, Rpc
-from peerd.signals import Signal
 
 __all__ = ["METHOD", "AllReduceService", "PartCoder", "PlainParts", "Vector"]
 

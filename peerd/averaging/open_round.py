@@ -20,9 +20,9 @@ from peerd.averaging.allreduce import AllReduceRound, AveragingPlan, Part, PartP
 from peerd.averaging.pacing import RoundPacing
 from peerd.averaging.reduce import PartCoder, PlainParts, Vector, VectorMemory, Version, check_form, is_plain
 from peerd.core.frame import FrameHeader, TensorFrame
+from peerd.core.signals import Signal
 from peerd.core.work import Worker
 from peerd.rpc.rpc import CallStream, Encoded
-from peerd.signals import Signal
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """peerd in a user's own training loop: an optimizer that steps with the average over all peers.
 
 `AveragingOptimizer` runs one peer, with a trio loop of its own, in a background thread, which exchanges gradients with
-the user's thread (`training/user_loop/handoff`). The user's model and optimizer are only accessed while the user's
+the user's thread (`library/roles/handoff`). The user's model and optimizer are only accessed while the user's
 thread is inside `start`, `step` or `close`. Errors in the background are raised there, unchanged, once they occur. The
 thread is a daemon thread, and peers that are still open are closed when the interpreter exits, so nothing hangs.
 """
@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
-from peerd.daemon import Daemon
+from peerd.daemon.daemon import Daemon
 from peerd.library.background import BackgroundConfig, Closed, failure_of, wait_until_left
 from peerd.library.loop_run import (
     LoopSettings,
@@ -38,12 +38,12 @@ from peerd.library.loop_run import (
     named_of,
     shared_yaml,
 )
+from peerd.library.roles.averager import UserPart, role_for
+from peerd.library.roles.handoff import GradientHandoff
 from peerd.model.stage.shared_buffers import GradientNotFinite
 from peerd.model.stage.user_model import UserModel
 from peerd.model.user_loop.schedule import Made
 from peerd.run.runfile import RANK
-from peerd.training.user_loop.averager import UserPart, role_for
-from peerd.training.user_loop.handoff import GradientHandoff
 
 _PATIENCE_S: Final = 10.0  # that a step waits for the user's thread to call `step`
 _DELAYED_PATIENCE_S: Final = 45.0  # in delayed runs, where it computes the next step; others wait a minute

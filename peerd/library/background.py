@@ -19,10 +19,10 @@ from typing import Final
 
 import outcome
 
-from peerd.control.company import CompanyConfig
 from peerd.core.errors import ConfigError, PeerdError
-from peerd.daemon import Daemon, DaemonPlan, leaf
-from peerd.launch import assembled
+from peerd.daemon.control.company import CompanyConfig
+from peerd.daemon.daemon import Daemon, DaemonPlan, leaf
+from peerd.daemon.launch import assembled
 from peerd.role.role import Role
 from peerd.run.config import check_addresses
 from peerd.run.runfile import RunFile

@@ -23,14 +23,14 @@ import outcome
 import trio
 
 from peerd.core.errors import ConfigError
-from peerd.daemon import Daemon
+from peerd.daemon.daemon import Daemon
 from peerd.experts.model.dmoe import DMoE
 from peerd.library.background import BackgroundConfig, Closed, failure_of, wait_until_left
+from peerd.library.roles.expert_calls import CallerPart, calls_role_for
 from peerd.run.config import load_run
 from peerd.run.expert_network import ExpertCall, ExpertCaller, ExpertReply
 from peerd.run.grid import Uid
 from peerd.run.runfile import RunFile
-from peerd.training.user_loop.expert_calls import CallerPart, calls_role_for
 
 if TYPE_CHECKING:
     import numpy as np

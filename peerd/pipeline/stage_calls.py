@@ -20,13 +20,13 @@ import trio
 from peerd.core.errors import LocalError, PeerdError, Refused, other_run_file
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_ROUND_DEADLINE_S, STREAMS_INBOUND
+from peerd.core.signals import Signal
 from peerd.messages.handover import PassRequest
 from peerd.messages.swarm import Commit, Prepare, Relocate, Restore, StageForward, StageLoss
 from peerd.pipeline.routes.microbatch_shapes import MicrobatchShapes
 from peerd.rpc.methods.declaration import Declaration, Needs, Shows
 from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.signals import Signal
 
 Handler = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]
 Objection = Callable[[PeerId, Any], PeerdError | None]

@@ -22,13 +22,13 @@ from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError, TooSlow, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_DEADLINE_S
+from peerd.core.signals import Signal
 from peerd.messages.swarm import MemberInfo
 from peerd.pipeline.hedging import Hedged
 from peerd.pipeline.routes.call_times import LATE, CallTimes
 from peerd.pipeline.routes.cut_off import CutOff
 from peerd.pipeline.routes.priors import usual_s
 from peerd.pipeline.routes.wiring import StochasticWiring
-from peerd.signals import Signal
 
 A = TypeVar("A")
 

@@ -19,6 +19,7 @@ from peerd.core.addr import parse_addr
 from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, DIRECTORY_READ_BYTES, JOINER_STAGES, KEPT_SETS
+from peerd.core.signals import Signal
 from peerd.dht.dht import Dht
 from peerd.messages.encoding import decode, encode
 from peerd.messages.progress import (
@@ -36,7 +37,6 @@ from peerd.messages.progress import (
 from peerd.messages.settings import PublishedSettings, read_settings
 from peerd.messages.swarm import MemberInfo, Position
 from peerd.rpc.rpc_types import AccessGuard
-from peerd.signals import Signal
 from peerd.swarm.stage_choice import CHOOSING_S, TAKING_S, Arrival
 from peerd.wire.host.host import Host
 

@@ -13,7 +13,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import is_relayed
 from peerd.core.errors import Unreachable
-from peerd.signals import Signal
+from peerd.core.signals import Signal
 from peerd.wire.happy_eyeballs import GIVE_WAY_S, DropAttempt, HappyEyeballs, Try
 
 Attempt = Callable[[Multiaddr], Awaitable[None]]

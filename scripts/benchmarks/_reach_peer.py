@@ -22,10 +22,10 @@ from typing import Any
 
 import trio
 
-from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
+from peerd.daemon.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.wire.path_selection import PathKind
 from scripts.benchmarks._remote_process import ECHO, Blob, new_stack, obey, reply, serve_echo
 

@@ -92,7 +92,7 @@ def files_imported(file: Path) -> frozenset[Path]:
 def files_used(file: Path) -> frozenset[Path]:
     """Files that a file imports, and those of the modules that it starts as processes or loads as roles."""
     started = {file_of(module) for module in STARTED.findall(file.read_text("utf-8"))}
-    if file == ROOT / "peerd/registry.py":
+    if file == ROOT / "peerd/daemon/registry.py":
         started |= {file_of(target.partition(":")[0]) for target in entry_points().values()}
     main = ROOT / "peerd/__main__.py"
     return files_imported(file) | {main if other == ROOT / "peerd/__init__.py" else other for other in started if other}

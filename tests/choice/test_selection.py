@@ -83,7 +83,7 @@ def test_a_changed_test_a_compiled_source_and_a_page_have_their_tests() -> None:
 
 def test_processes_that_a_test_starts_count_as_used() -> None:
     used = distances(ROOT / "tests/e2e/test_processes.py")
-    assert {ROOT / "peerd/cli.py", ROOT / "roles/stage.py", ROOT / "roles/backbone.py"} <= used.keys()
+    assert {ROOT / "peerd/cli/cli.py", ROOT / "roles/stage.py", ROOT / "roles/backbone.py"} <= used.keys()
 
 
 def test_files_changed_in_the_repository_exist(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from peerd.cli import invoke
+from peerd.cli.cli import invoke
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.messages.token import Token, seal, to_text

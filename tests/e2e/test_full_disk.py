@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from peerd.cli import invoke
+from peerd.cli.cli import invoke
 from peerd.state.state_room import StateRoom
 from tests.worlds.processes.processes import processes, run_file
 

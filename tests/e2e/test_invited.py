@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peerd.cli import invoke
+from peerd.cli.cli import invoke
 from peerd.run import home
 from tests.e2e.test_processes import assert_ends_well
 from tests.worlds.processes.processes import Process, Processes, processes, run_file

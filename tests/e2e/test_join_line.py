@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peerd.cli import invoke
+from peerd.cli.cli import invoke
 from tests.worlds.processes.processes import LISTEN, Process, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]

@@ -68,7 +68,7 @@ def test_a_role_of_ones_own_is_found_beside_such_files_and_its_mistakes_have_a_l
     ],
 )
 def test_where_torch_is_missing_the_message_says_what_to_type(argv: list[str], what: str, tmp_path: Path) -> None:
-    code = f"import sys; sys.modules['torch'] = None\nfrom peerd.cli import invoke\nsys.exit(invoke({argv!r}))"
+    code = f"import sys; sys.modules['torch'] = None\nfrom peerd.cli.cli import invoke\nsys.exit(invoke({argv!r}))"
     data = {**os.environ, "XDG_DATA_HOME": str(tmp_path)}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=data)
     told = f"peerd: {what} the package torch, which is not installed; type: pip install torch\n"

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import nn
 
-from peerd.cli import invoke
+from peerd.cli.cli import invoke
 from scripts.waiting import eventually
 from tests.numerics.test_library_is_exact import OPTIMIZERS, Books, User, check
 from tests.worlds.processes.processes import LISTEN, Process, Processes, processes

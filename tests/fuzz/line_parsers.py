@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from peerd.commands.joining import accept
-from peerd.control.guest import JoinRequest
+from peerd.cli.joining import accept
 from peerd.core.errors import ConfigError
+from peerd.daemon.control.guest import JoinRequest
 from peerd.messages.run_link import DOMAIN, JoinLink, RunFileAnswer, plain_tree, shared_file, shared_run
 from peerd.run.check_line import line_faults
 from peerd.run.config import load_run

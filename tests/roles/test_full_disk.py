@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.cli import invoke
+from peerd.cli.cli import invoke
 from peerd.model import checkpoint
 from peerd.model.frozen_state import FrozenState
 from peerd.run.runfile import RunFile

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from peerd.commands.doctor.run_checks import RunNeeds, run_checks
+from peerd.cli.doctor.run_checks import RunNeeds, run_checks
 from peerd.messages.settings import differences
 from peerd.model.run_record import read_record, write_record
 from peerd.run.check import check

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from peerd.cli import invoke
+from peerd.cli.cli import invoke
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.limits import PLAN_BYTES, RUN_FILE_BYTES

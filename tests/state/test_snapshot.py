@@ -17,11 +17,11 @@ from trio.testing import MockClock
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import STATE_COPIES, STATE_PIECE_BYTES
+from peerd.core.signals import Signal
 from peerd.messages.encoding import Empty
 from peerd.messages.state import StateDigests, StateManifest, StatePiece, StateRequest, TensorSpec
 from peerd.messages.swarm import Position
 from peerd.rpc.rpc import Answer, Incoming, Rpc
-from peerd.signals import Signal
 from peerd.state.snapshot import Donors, Snapshots, StateItem
 from peerd.state.state_server import StateServer
 from tests.worlds.machines.fakehost import FakeNet, TrioClock, fake_net

@@ -37,6 +37,7 @@ from peerd.core.errors import (
 )
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_RESTS, EXPERT_TOP_K
+from peerd.core.signals import Signal
 from peerd.core.work import Worker
 from peerd.experts.calls.answer_check import AnswerCheck
 from peerd.experts.calls.call_figures import CallFigures, reason_of
@@ -49,7 +50,6 @@ from peerd.rpc.rpc import Answer, Rpc
 from peerd.run.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.run.grid import Uid, grid_of, sample_shapes
 from peerd.run.runfile import ExpertsSection, RunFile, fingerprint
-from peerd.signals import Signal
 
 if TYPE_CHECKING:
     import numpy as np

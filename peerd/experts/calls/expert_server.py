@@ -27,6 +27,7 @@ from peerd.core.errors import NoMemory, Overloaded, PeerdError, ProtocolViolatio
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_QUEUED, EXPERT_QUEUED_PER_CALLER, RPC_MESSAGE_FRAME_BYTES
+from peerd.core.signals import Signal
 from peerd.core.work import Worker
 from peerd.experts.calls.expert_batch import BatchPart, ExpertModel, Frames, Result, compute_batch, too_old
 from peerd.experts.rules.kept_answers import KeptAnswers, Known
@@ -36,7 +37,6 @@ from peerd.rpc.methods.declaration import Declaration, Needs, Shows
 from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.run.grid import Uid, grid_of, sample_shapes
 from peerd.run.runfile import ExpertsSection, RunFile, fingerprint
-from peerd.signals import Signal
 from peerd.wire.rate.quota import LogLimit
 
 __all__ = ["ExpertModel", "ExpertServer", "HostedModel", "ServerConfig"]

@@ -31,6 +31,7 @@ from peerd.core.limits import (
     STATE_PIECE_BYTES,
     STATE_PIECES_PER_DONOR,
 )
+from peerd.core.signals import Signal
 from peerd.core.work import Worker
 from peerd.experts.calls.kept_directory import GET, KeptDirectory, VaultPeer
 from peerd.experts.calls.vault_disk import VaultDisk
@@ -45,7 +46,6 @@ from peerd.rpc.methods.declaration import Declaration, Shows
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.signals import Signal
 
 log = logging.getLogger("peerd.experts.calls.vault")
 

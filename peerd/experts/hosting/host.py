@@ -22,6 +22,7 @@ import trio
 
 from peerd.core.errors import ConfigError, LocalError, Refused, RemoteError
 from peerd.core.ids import PeerId
+from peerd.core.signals import Signal
 from peerd.experts.calls.expert_server import ExpertModel, ExpertServer, ServerConfig, ServingStats
 from peerd.experts.rules.claims import ClaimingHost, announcements, candidates, capacity, last_prefixes, to_take
 from peerd.experts.rules.host_share import HostShare
@@ -30,7 +31,6 @@ from peerd.messages.experts import Announced
 from peerd.role.role import RoleContext
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import ExpertsSection, RunFile
-from peerd.signals import Signal
 
 _PARTS: Final = 4  # parts of the capacity, taken one at a time
 _SPARE: Final = 8  # 1/8 of the capacity is reserved for orphans, unless the whole grid fits

@@ -19,6 +19,7 @@ from typing import Final
 import trio
 
 from peerd.core.frame import TensorFrame
+from peerd.core.signals import Signal
 from peerd.experts.model.earlier_parameters import TooOld
 from peerd.experts.model.landing_queue import GradientQueue
 from peerd.experts.model.trunk_microbatch import TrunkMicrobatch
@@ -32,7 +33,6 @@ from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
 from peerd.pipeline.stage.member import StageMember
 from peerd.role.role import RoleContext
 from peerd.run.expert_network import ExpertNetwork
-from peerd.signals import Signal
 from peerd.swarm.batch.trainer_ledger import Holding
 
 _NOTHING: Final = TensorFrame("uint8", (0,), b"")

@@ -43,7 +43,7 @@ from peerd.run.local_code import guarded
 from peerd.run.runfile import RunFile
 from peerd.run.user_code import torchs_random_numbers
 
-_TOLERATED = 1.05  # times limits.memory_gb, as in `control/memory_limit`
+_TOLERATED = 1.05  # times limits.memory_gb, as in `daemon/control/memory_limit`
 _CPU: Final = torch.device("cpu")
 _LEAST_ROOM_BYTES = 16 << 20  # for activations: a stage needs room for a few microbatches
 
@@ -248,7 +248,7 @@ def room_for_activations(run: RunFile, kept_bytes: int = 0) -> int:
 def lacking_for_call(run: RunFile, needed_bytes: int) -> str | None:
     """Explain which memory is too small for one more microbatch of `needed_bytes`, or return None if it fits now.
 
-    Like `control/memory_limit`, it tolerates slightly more than limits.memory_gb, because freed memory may not be
+    Like `daemon/control/memory_limit`, it tolerates slightly more than limits.memory_gb: freed memory may not be
     returned to the system yet.
     """
     if not needed_bytes:

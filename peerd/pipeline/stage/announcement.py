@@ -8,10 +8,10 @@ from typing import Final
 import trio
 
 from peerd.core.errors import RemoteError
+from peerd.core.signals import Signal
 from peerd.messages.progress import StageProgress, pause_s
 from peerd.role.role import RoleContext
 from peerd.role.run_services import RunServices
-from peerd.signals import Signal
 
 _ANNOUNCE_S: Final = 5.0
 _ANNOUNCE_RARELY_S: Final = 20.0  # a third of a record's life

@@ -16,6 +16,7 @@ import trio
 
 from peerd.core.errors import LocalError
 from peerd.core.limits import POSTS
+from peerd.core.signals import Signal
 from peerd.messages.swarm import MemberInfo, Position
 from peerd.pipeline.stage.external_model import ExternalModel
 from peerd.pipeline.stage.post import Post
@@ -23,7 +24,6 @@ from peerd.pipeline.stage.stage_move import StageMove
 from peerd.role.role import RoleContext
 from peerd.run.runfile import RunFile
 from peerd.run.stage_plan import planned_stage
-from peerd.signals import Signal
 from peerd.state.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.swarm.roster import START
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from peerd.averaging.rounds.averaging_rounds import Total
 from peerd.core.errors import ConfigError, NoMemory, PeerdError, Refused
+from peerd.core.signals import Signal
 from peerd.experts.model.trunk_stage import TrunkStage
 from peerd.messages.swarm import Position
 from peerd.model.changes import ParametersLost
@@ -32,7 +33,6 @@ from peerd.model.stage.user_model import UserModel
 from peerd.pipeline.stage.external_model import ExternalModel
 from peerd.role.role import RoleContext
 from peerd.run.runfile import RunFile
-from peerd.signals import Signal
 from peerd.state.catchup.catch_up import PositionChanged
 from peerd.state.catchup.copy_room import room_for_copy
 from peerd.state.catchup.step_totals import StepTotal

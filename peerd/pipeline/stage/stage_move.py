@@ -19,13 +19,13 @@ import trio
 
 from peerd.core.errors import PeerdError, Refused
 from peerd.core.limits import SLOW_LINE_BYTES_PER_S
+from peerd.core.signals import Signal
 from peerd.model.shapes.stage_memory import StageFootprint
 from peerd.model.stage.footprint import footprint, lacking
 from peerd.pipeline.stage.post import Post
 from peerd.role.role import RoleContext
 from peerd.role.run_services import RunServices
 from peerd.run.runfile import RunFile
-from peerd.signals import Signal
 from peerd.swarm.conductor.stage_finder import StageFinder
 from peerd.swarm.rebalance.ordered_moves import AGAIN_S
 

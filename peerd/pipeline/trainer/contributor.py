@@ -17,12 +17,12 @@ from typing import Generic, Protocol, TypeVar
 import trio
 
 from peerd.core.errors import RemoteError
+from peerd.core.signals import Signal
 from peerd.messages.progress import TrainerProgress, encode_progress, pause_s, progress_key
 from peerd.messages.swarm import MAX_MICROBATCHES, Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
 from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
 from peerd.role.role import RoleContext
 from peerd.role.run_services import RunServices
-from peerd.signals import Signal
 from peerd.swarm.batch.trainer_ledger import (
     Begun,
     DropMicrobatch,

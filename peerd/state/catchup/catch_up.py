@@ -24,6 +24,7 @@ from torch import Tensor
 
 from peerd.core.errors import NoMemory, PeerdError, RemoteError
 from peerd.core.ids import PeerId
+from peerd.core.signals import Signal
 from peerd.core.work import Worker
 from peerd.messages.state import StateRequest, TensorSpec
 from peerd.messages.swarm import MemberInfo, Position
@@ -33,7 +34,6 @@ from peerd.model.stage.microbatch_books import Stale
 from peerd.model.stage.served_stage import Model
 from peerd.role.role import RoleContext
 from peerd.role.run_services import RunServices
-from peerd.signals import Signal
 from peerd.state.catch_up_pace import CatchUpPace, Sizes
 from peerd.state.catchup.copy_room import room_for_copy
 from peerd.state.catchup.step_totals import StepTotal, StepTotals

@@ -15,8 +15,8 @@ import trio
 
 from peerd.core.errors import NoMemory, Refused, RemoteError
 from peerd.core.limits import STATE_TRAIL
+from peerd.core.signals import Signal
 from peerd.messages.swarm import Position
-from peerd.signals import Signal
 from peerd.state.catchup.step_totals import StepTotal
 
 _PAUSE_S = 0.3  # before a total is requested again

@@ -33,11 +33,11 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import ConfigError, NoMemory, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import SUSPECTS
+from peerd.core.signals import Signal
 from peerd.messages.state import StateRequest
 from peerd.messages.swarm import Position
 from peerd.role.role import RoleContext
 from peerd.role.run_services import RunServices
-from peerd.signals import Signal
 from peerd.state.catchup.catch_up import CatchingMember, ConductorReports
 from peerd.state.catchup.validate import checked
 from peerd.state.checkpoints.stage_checkpoints import StageCheckpoints

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from peerd.core.errors import ConfigError, NoMemory, PeerdError, WorkCancelled
 from peerd.core.limits import SAVED_TOLD, SLOW_DISK_BYTES_PER_S
+from peerd.core.signals import Signal
 from peerd.messages.swarm import Position
 from peerd.model.checkpoint import Checkpoints, Manifest
 from peerd.model.frozen_state import FrozenState
 from peerd.model.run_record import write_record
 from peerd.role.role import RoleContext
 from peerd.run.runfile import disk_bytes
-from peerd.signals import Signal
 
 _HANGS_S = 30.0  # duration of a write, plus the time for its bytes, after which `problem` reports it
 

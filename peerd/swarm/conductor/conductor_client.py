@@ -23,10 +23,10 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Cause, Refused, RemoteError, TooSlow
 from peerd.core.ids import PeerId
 from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S, SUSPECTS
+from peerd.core.signals import Signal
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import Forecast, Leave, ListMembers, MemberInfo, MembersListed
 from peerd.rpc.rpc import Answer, Rpc
-from peerd.signals import Signal
 from peerd.swarm.directory import Directory
 from peerd.swarm.posts import peer_of, post_name
 from peerd.swarm.steps.member_list import KnownMembers

@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 from peerd.core.ids import PeerId
-from peerd.signals import Signal
+from peerd.core.signals import Signal
 from peerd.swarm.conductor.orders import OrderContext, Orders
 from peerd.swarm.conductor.tenure import Tenure
 from peerd.swarm.conductor.waiting_reports import WaitingReports

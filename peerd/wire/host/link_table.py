@@ -23,7 +23,7 @@ import trio
 
 from peerd.core import limits
 from peerd.core.ids import PeerId
-from peerd.signals import Signal
+from peerd.core.signals import Signal
 from peerd.wire.budget.book import EVERYBODY, REGION, Book, Resource, User
 from peerd.wire.faults import Faults
 from peerd.wire.host.dial_quota import blocks_of

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from peerd.compute.export.export import ExportRequest, export
 from peerd.core.errors import ConfigError
 from peerd.experts.model.trunk import TrunkModule
+from peerd.export.export import ExportRequest, export
 from peerd.model.run_record import read_record, write_record
 from peerd.model.stage.footprint import footprint
 from peerd.run.runfile import ExpertsSection, ModelSection, RunFile

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from peerd.cli.doctor.check_result import CheckVerdict
+from peerd.cli.doctor.run_checks import RunNeeds, run_checks
+from peerd.cli.plan.size_report import size_object
 from peerd.codec.frames import to_frame
 from peerd.codec.gpu import wake
-from peerd.commands.doctor.check_result import CheckVerdict
-from peerd.commands.doctor.run_checks import RunNeeds, run_checks
-from peerd.commands.plan.size_report import size_object
 from peerd.core.decoders import convert
 from peerd.messages.swarm import Mb
 from peerd.model.shapes.model_size import stage_sizes

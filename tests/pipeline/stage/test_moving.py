@@ -13,11 +13,11 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Refused
 from peerd.core.keys import Keypair
+from peerd.core.signals import Signal
 from peerd.model.shapes.stage_memory import StageFootprint
 from peerd.pipeline.stage.post import Post
 from peerd.pipeline.stage.stage_move import StageMove
 from peerd.run.runfile import PipelineSection, PlanSection
-from peerd.signals import Signal
 
 STATE_BYTES = 1_000_000_000  # 8,000 s on a line of 1 Mb/s
 

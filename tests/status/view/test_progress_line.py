@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.daemon import DaemonPlan
+from peerd.daemon.daemon import DaemonPlan
 from peerd.run.runfile import RunFile
 from peerd.status.snapshot import decode_status
 from peerd.status.swarm_status import StandstillStatus, SwarmStatus

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import trio
 
-from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import tcp_addr
+from peerd.daemon.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.role.peer_stack import peer_stack
 from peerd.sim.memory import MemoryLink
 from peerd.sim.nat import Internet, Kind, NatHome, SimRouter

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from multiaddr import Multiaddr
 
-from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import parse_addr, tcp_addr, with_peer
+from peerd.daemon.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.dht.dht import Dht
 from peerd.reach.autonat import AutoNat
 from peerd.rpc.rpc import Rpc

@@ -26,7 +26,13 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[3]
-IMPORTED: Final = ("torch", "peerd.cli", "peerd.daemon", "peerd.launch", *map("roles.{}".format, ("stage", "trainer")))
+IMPORTED: Final = (
+    "torch",
+    "peerd.cli.cli",
+    "peerd.daemon.daemon",
+    "peerd.daemon.launch",
+    *map("roles.{}".format, ("stage", "trainer")),
+)
 MESSAGE_BYTES: Final = 1 << 17
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork takes one thread along
 PEERD: Final = [sys.executable, "-m", "peerd"]

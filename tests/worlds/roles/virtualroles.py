@@ -13,7 +13,7 @@ import trio
 
 from peerd.core.errors import ConfigError, NoMemory
 from peerd.core.work import Worker
-from peerd.daemon import RESTART_PAUSES_S
+from peerd.daemon.daemon import RESTART_PAUSES_S
 from peerd.log import EventLog
 from peerd.model.changes import ParametersLost
 from peerd.role.role import RoleContext

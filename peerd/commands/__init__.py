@@ -1,1 +1,0 @@
-"""Larger commands of the command line."""

@@ -1,1 +1,0 @@
-"""Parts of the daemon around its roles: control socket, connectivity, token files, and a guest's limits."""

@@ -1,1 +1,0 @@
-"""The parts of a peer in a run, from which the roles are built."""

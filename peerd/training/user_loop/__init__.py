@@ -1,1 +1,0 @@
-"""A user's own training loop as a member of a run."""
