@@ -36,9 +36,9 @@ import msgspec
 import torch
 
 from peerd.codec import frames
+from peerd.codec.format.blockwise import CODES
 from peerd.codec.kernels import ops, reference
 from peerd.codec.policy import CodingPlan
-from peerd.core.blockwise import CODES
 from peerd.core.decoders import convert
 from peerd.model.shapes.model_size import stage_sizes
 from peerd.model.stage.footprint import footprint

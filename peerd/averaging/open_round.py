@@ -19,7 +19,7 @@ import trio
 from peerd.averaging.allreduce import AllReduceRound, AveragingPlan, Part, PartPace, RoundFailed
 from peerd.averaging.pacing import RoundPacing
 from peerd.averaging.reduce import PartCoder, PlainParts, Vector, VectorMemory, Version, check_form, is_plain
-from peerd.core.frame import FrameHeader, TensorFrame
+from peerd.codec.format.frame import FrameHeader, TensorFrame
 from peerd.core.signals import Signal
 from peerd.core.work import Worker
 from peerd.rpc.rpc import CallStream, Encoded

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from peerd.codec.format.frame import FrameHeader, TensorFrame
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
-from peerd.core.frame import FrameHeader, TensorFrame
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 Version = Vector | TensorFrame  # a frame if it is not decoded yet

@@ -15,11 +15,11 @@ from typing import Final, TypeVar
 import trio
 from torch import Tensor
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.frames import FrameEncoder, begin, decode, sample_of
 from peerd.codec.policy import choose
 from peerd.codec.tensors import dtype_name
 from peerd.core.errors import LocalError, PeerdError
-from peerd.core.frame import TensorFrame
 from peerd.core.work import Worker
 from peerd.run.runfile import BoundarySection
 
@@ -30,7 +30,7 @@ _AT_ONCE: Final = 4  # small frames of a message that the trio loop decodes
 
 
 class Progress:
-    """Tracks how many bytes of a frame's payload are final: a `core.frame.ReadyBytes`."""
+    """Tracks how many bytes of a frame's payload are final: a `codec.format.frame.ReadyBytes`."""
 
     def __init__(self, ready_bytes: int) -> None:
         self.ready_bytes = ready_bytes

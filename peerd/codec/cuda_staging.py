@@ -22,11 +22,11 @@ from typing import Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from peerd.codec.format.blockwise import CODES, SCALE_BYTES, code_bytes, scale_count
+from peerd.codec.format.frame import CRC_BYTES
 from peerd.codec.layout import FP16_MAX, ROUNDED, seal_scales
 from peerd.codec.policy import CodingPlan
 from peerd.codec.tensors import values_of
-from peerd.core.blockwise import CODES, SCALE_BYTES, code_bytes, scale_count
-from peerd.core.frame import CRC_BYTES
 
 T = TypeVar("T")
 

@@ -19,10 +19,10 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.frames import decode, decode_onto, encode_missing
 from peerd.codec.kernels.reference import CodingOutputs
 from peerd.codec.policy import CodingPlan
-from peerd.core.frame import TensorFrame
 from peerd.run.runfile import AveragingSection
 
 Vector = np.ndarray[Any, np.dtype[Any]]

@@ -25,14 +25,22 @@ import torch
 from torch import Tensor
 
 from peerd.codec import lossless
+from peerd.codec.format.blockwise import BLOCKS, CODES, SCALE_BYTES, scale_count
+from peerd.codec.format.frame import (
+    CODINGS,
+    CRC_BYTES,
+    DTYPES,
+    ReadyBytes,
+    TensorFrame,
+    expected_bytes,
+    lossless_bounds,
+)
 from peerd.codec.kernels import ops, tables
 from peerd.codec.kernels.reference import CodingOutputs
 from peerd.codec.layout import FP16_MAX, ROUNDED, seal_scales
 from peerd.codec.policy import CodingPlan, TensorSummary
 from peerd.codec.tensors import TORCH_DTYPES, all_finite, dtype_name, fits, raw_bytes, values_of
-from peerd.core.blockwise import BLOCKS, CODES, SCALE_BYTES, scale_count
 from peerd.core.errors import LocalError, ProtocolViolation
-from peerd.core.frame import CODINGS, CRC_BYTES, DTYPES, ReadyBytes, TensorFrame, expected_bytes, lossless_bounds
 
 __all__ = ["FrameEncoder", "begin", "decode", "encode", "from_frame", "sample_of", "to_frame"]
 

@@ -7,10 +7,10 @@ from typing import Final
 
 import torch
 
+from peerd.codec.format.frame import CRC_BYTES
 from peerd.codec.kernels import ops, tables
 from peerd.codec.tensors import values_of
 from peerd.core.errors import PeerdError
-from peerd.core.frame import CRC_BYTES
 
 ROUNDED: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_MAX: Final = 65504.0

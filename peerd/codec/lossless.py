@@ -19,8 +19,8 @@ from typing import Any, Final
 import numpy as np
 import zstandard
 
+from peerd.codec.format.frame import LOSSLESS_CHUNK_BYTES
 from peerd.core.errors import ProtocolViolation
-from peerd.core.frame import LOSSLESS_CHUNK_BYTES
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

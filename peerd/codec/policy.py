@@ -14,8 +14,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from peerd.core.blockwise import CODES
-from peerd.core.frame import CODINGS, DTYPES
+from peerd.codec.format.blockwise import CODES
+from peerd.codec.format.frame import CODINGS, DTYPES
 from peerd.run.runfile import BoundarySection
 
 
@@ -23,7 +23,7 @@ from peerd.run.runfile import BoundarySection
 class CodingPlan:
     """How one tensor is encoded."""
 
-    coding: str = "none"  # one of core.frame.CODINGS
+    coding: str = "none"  # one of codec.format.frame.CODINGS
     block: int = 0  # values that share a scale; 0: the code's default, or no blocks
     lossless: bool = False  # also packed by zstandard
 

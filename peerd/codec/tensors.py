@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from peerd.codec.format.frame import DTYPES
 from peerd.core.errors import LocalError
-from peerd.core.frame import DTYPES
 
 if sys.byteorder != "little":
     raise LocalError("peerd needs a little-endian machine: tensors are sent as they are in memory")

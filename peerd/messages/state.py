@@ -22,7 +22,7 @@ from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
-from peerd.core.frame import DTYPES
+from peerd.codec.format.frame import DTYPES
 from peerd.core.limits import STATE_PIECE_BYTES, STATE_PIECES
 from peerd.messages.encoding import Message
 from peerd.messages.swarm import Fingerprint, Position, StageNumber, StepNumber

@@ -19,9 +19,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from peerd.codec.format.frame import DTYPES
 from peerd.codec.tensors import dtype_name, raw_bytes
 from peerd.core.errors import NoMemory, WorkCancelled
-from peerd.core.frame import DTYPES
 from peerd.messages.state import TensorSpec
 from peerd.model.changes import Changes
 

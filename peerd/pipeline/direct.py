@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.clock import Clock
 from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, Refused, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.messages.handover import NotFiniteAt, PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import signed_ticket

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from peerd.core.frame import TensorFrame
+from peerd.codec.format.frame import TensorFrame
 from peerd.swarm.batch.trainer_ledger import Holding
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.clock import Clock
 from peerd.core.errors import (
     NotFiniteHere,
@@ -28,7 +29,6 @@ from peerd.core.errors import (
     TooSlow,
     Unreachable,
 )
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.limits import BROKEN_CHARS
 from peerd.messages.handover import Broken, Hop, NotFiniteAt, PassAnswer, PassRequest, RelayRequest, Ticket, Way

@@ -15,8 +15,8 @@ from functools import partial
 
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.messages.proof import Sign
 from peerd.messages.swarm import Grant, StageAnswer, StageForward, StageLoss

@@ -13,8 +13,8 @@ from typing import TypeVar
 import msgspec
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import LocalError, Overloaded, RemoteError, Unreachable
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_BUDGET_WAIT_S, RPC_PARTS_AHEAD
 from peerd.messages.encoding import decode, encode

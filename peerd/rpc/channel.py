@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import outcome
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, TooSlow, Unreachable
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.rpc.inbound import Inbound, Slot, renewed
 from peerd.rpc.methods import message_codec as wire

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 import outcome
 import trio
 
+from peerd.codec.format.frame import FrameHeader, TensorFrame
 from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, TooSlow
-from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.limits import (
     RPC_FREE_STREAM_BYTES,
     RPC_LEAST_BYTES_PER_S,

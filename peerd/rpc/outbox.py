@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import trio
 
+from peerd.codec.format.frame import ReadyBytes, TensorFrame
 from peerd.core.errors import LocalError, PeerdError, RemoteError
-from peerd.core.frame import ReadyBytes, TensorFrame
 from peerd.core.limits import RPC_FREE_STREAM_BYTES, RPC_OUTBOX_BYTES
 from peerd.rpc.methods.message_codec import Buffer, encode_frames
 from peerd.rpc.rpc_types import RpcStream

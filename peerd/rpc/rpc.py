@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import msgspec
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.clock import Clock
 from peerd.core.errors import LocalError, NotFiniteHere, Overloaded, PeerdError, Refused, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
 from peerd.messages.encoding import Empty, decode, encode

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
+from peerd.codec.format.frame import FrameHeader, TensorFrame
 from peerd.core.errors import LocalError, Overloaded, PeerdError, Refused, TooSlow
-from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S
 from peerd.messages.encoding import encode

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from peerd.core.blockwise import BLOCKS, CODES
+from peerd.codec.format.blockwise import BLOCKS, CODES
 from peerd.core.clock import Hours
 from peerd.core.ids import is_peer_text
 from peerd.core.limits import (

@@ -17,6 +17,7 @@ from typing import Final, Generic, TypeVar
 
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import (
     NoMemory,
     Overloaded,
@@ -27,7 +28,6 @@ from peerd.core.errors import (
     Unreachable,
     Untrusted,
 )
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import LINKS, STATE_PIECE_BYTES
 from peerd.core.work import Worker

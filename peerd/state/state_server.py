@@ -23,9 +23,9 @@ from typing import Final, NamedTuple, Protocol
 
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, Refused
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import (
     STATE_COPIES,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import trio
 
-from peerd.core.frame import TensorFrame
+from peerd.codec.format.frame import TensorFrame
 from peerd.experts.calls.expert_server import ExpertServer, ServerConfig
 from peerd.messages.experts import Backward, Forward, Gradient, Name, Output
 from peerd.run.grid import Uid, grid_of

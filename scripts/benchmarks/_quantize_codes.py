@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from peerd.codec import lossless
+from peerd.codec.format.blockwise import CODES
 from peerd.codec.frames import decode, encode
 from peerd.codec.policy import CodingPlan, PackingSpeed
 from peerd.codec.tensors import dtype_name
-from peerd.core.blockwise import CODES
 from scripts.benchmarks._quantize_cpu import Figures, Way, median_seconds, values
 
 BLOCK, OUTLIER = 64, 100.0  # one value of each BLOCK is OUTLIER times as large

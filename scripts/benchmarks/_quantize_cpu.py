@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peerd.codec.format.blockwise import CODES, code_bytes, scale_count
 from peerd.codec.kernels import native, ops, reference
-from peerd.core.blockwise import CODES, code_bytes, scale_count
 
 Way = Callable[[], object]
 Figures = dict[str, dict[str, float]]  # code -> name of a figure -> value

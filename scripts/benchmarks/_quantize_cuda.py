@@ -17,9 +17,9 @@ import trio
 from torch import Tensor
 
 from peerd.codec.async_codec import AsyncCodec
+from peerd.codec.format.blockwise import CODES
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.kernels import ops
-from peerd.core.blockwise import CODES
-from peerd.core.frame import TensorFrame
 from peerd.model.worker import DeviceWorker
 from peerd.run.runfile import BoundarySection
 from scripts.benchmarks._quantize_cpu import CALLS_PER_BATCH, Coded, Way, all_codes, over_copy

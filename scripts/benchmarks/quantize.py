@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from peerd.codec.format.blockwise import CODES
 from peerd.codec.kernels import native
-from peerd.core.blockwise import CODES
 from scripts.benchmarks import _quantize_codes as codes
 from scripts.benchmarks import _quantize_cpu as cpu
 from scripts.benchmarks import _quantize_cuda as cuda

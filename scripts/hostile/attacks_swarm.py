@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.messages.encoding import Message
 from peerd.messages.handover import PassAnswer, PassRequest, Ticket

@@ -7,7 +7,7 @@ import zlib
 
 import trio
 
-from peerd.core import frame as wire
+from peerd.codec.format import frame as wire
 from peerd.core.errors import PeerdError
 from peerd.core.ids import Key
 from peerd.core.limits import HELD_PIECES

@@ -10,8 +10,8 @@ import pytest
 import trio
 
 from peerd.access.access_guard import Present, Presented
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import Refused, RemoteError, Untrusted
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_TOLD
 from peerd.messages.encoding import Empty, encode

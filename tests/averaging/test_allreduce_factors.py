@@ -21,8 +21,8 @@ from peerd.averaging.rounds.averaging_rounds import AveragingRounds, Total
 from peerd.averaging.topology import GroupTopology
 from peerd.averaging.work_split import WorkSplitter
 from peerd.codec.flat import FlatLayout
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.powersgd import PowerSgd, Vector
-from peerd.core.frame import TensorFrame
 from peerd.messages.swarm import AverageKey, Mbs, Party, Prepare
 from peerd.rpc.rpc import CallStream
 from peerd.run.runfile import AveragingSection, RunFile

@@ -17,9 +17,9 @@ from peerd.averaging.allreduce_service import METHOD, PartCoder, Vector
 from peerd.averaging.topology import GroupTopology
 from peerd.averaging.work_split import WorkSplitter
 from peerd.codec.error_feedback import ErrorFeedback
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.policy import CodingPlan
 from peerd.core.errors import Refused, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import AverageKey, LineInfo
 from tests.worlds.machines.fakehost import FakeNet

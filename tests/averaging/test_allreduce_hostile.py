@@ -16,9 +16,9 @@ from trio.testing import MockClock
 from peerd.averaging.allreduce import AveragingPlan, Part, RoundFailed
 from peerd.averaging.allreduce_service import METHOD, PartCoder, PlainParts, Vector
 from peerd.codec.error_feedback import ErrorFeedback
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.policy import CodingPlan
 from peerd.core.errors import PeerdError, Refused, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import AverageKey, Mbs, Party, Prepare
 from peerd.rpc.rpc import Answer, CallStream, Incoming

@@ -16,8 +16,8 @@ from trio.testing import MockClock
 from peerd.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.averaging.allreduce_service import METHOD, AllReduceService, PartCoder, PlainParts, Vector
 from peerd.codec.error_feedback import ErrorFeedback
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.policy import CodingPlan
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_OUTBOX_BYTES
 from peerd.messages.encoding import Empty

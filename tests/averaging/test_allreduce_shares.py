@@ -10,8 +10,8 @@ from trio.testing import MockClock
 
 from peerd.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.averaging.allreduce_service import PlainParts, Vector
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import LocalError, Refused
-from peerd.core.frame import TensorFrame
 from tests.worlds.machines.workers import InlineWorker
 
 

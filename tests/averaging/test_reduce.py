@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from peerd.averaging.reduce import PlainParts, SumFault, Vector, VectorMemory, sum_up, take_sum
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import ProtocolViolation, Refused
-from peerd.core.frame import TensorFrame
 
 CODER = PlainParts()
 

@@ -14,11 +14,11 @@ import trio
 
 from peerd.codec import async_codec as module
 from peerd.codec.async_codec import AsyncCodec
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.frames import encode, to_frame
 from peerd.codec.layout import NotFinite
 from peerd.codec.policy import CodingPlan
 from peerd.core.errors import LocalError, ProtocolViolation
-from peerd.core.frame import TensorFrame
 from peerd.core.work import Worker
 from peerd.model.worker import DeviceWorker
 from peerd.run.runfile import BoundarySection

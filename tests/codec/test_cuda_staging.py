@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from peerd.codec import cuda_staging, frames
 from peerd.codec.cuda_staging import SLOT_BYTES, SLOTS, download, upload
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.layout import NotFinite
 from peerd.codec.policy import CodingPlan
-from peerd.core.frame import TensorFrame
 
 COPY = torch.ops.aten.copy_.default
 SIZES = [1, 1000, SLOT_BYTES - 4, SLOT_BYTES, SLOT_BYTES + 4, SLOTS * SLOT_BYTES, (2 * SLOTS + 1) * SLOT_BYTES + 4]

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.codec.error_feedback import ErrorFeedback, RoundResidual, Vector
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.frames import decode, encode
 from peerd.codec.layout import NotFinite
 from peerd.codec.policy import CodingPlan
 from peerd.core.errors import ProtocolViolation
-from peerd.core.frame import TensorFrame
 from tests.kit.amount import examples
 
 CODES = ["int4", "nf4", "int8", "dynamic8", "fp8-e4m3", "bf16", "fp16", "none"]

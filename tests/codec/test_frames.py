@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from peerd.codec import frames
+from peerd.codec.format.blockwise import CODES
+from peerd.codec.format.frame import CODINGS, DTYPES, TensorFrame, encode_header
 from peerd.codec.frames import FrameEncoder, begin, decode, encode, sample_of
 from peerd.codec.kernels import reference, tables
 from peerd.codec.layout import NotFinite
 from peerd.codec.policy import CodingPlan
-from peerd.core.blockwise import CODES
 from peerd.core.errors import LocalError, ProtocolViolation
-from peerd.core.frame import CODINGS, DTYPES, TensorFrame, encode_header
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(), (0,), (1,), (5,), (3, 4), (2, 0, 3)]

@@ -15,9 +15,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerd.codec.format.frame import LOSSLESS_CHUNK_BYTES, lossless_bounds
 from peerd.codec.lossless import from_planes, pack, to_planes, unpack
 from peerd.core.errors import ProtocolViolation
-from peerd.core.frame import LOSSLESS_CHUNK_BYTES, lossless_bounds
 
 CHUNK = LOSSLESS_CHUNK_BYTES
 STORED = 1 << 31

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from peerd.codec.format.frame import CODINGS
 from peerd.codec.policy import CodingPlan, PackingSpeed, TensorSummary, choose
-from peerd.core.frame import CODINGS
 from peerd.run.runfile import BoundarySection
 
 MB = 125_000.0  # bytes per second of one Mb/s

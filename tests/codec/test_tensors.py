@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerd.codec.format.frame import DTYPES, TensorFrame
 from peerd.codec.frames import from_frame, to_frame
 from peerd.codec.tensors import all_finite, all_finite_in, largest_in, state_digest
 from peerd.core.errors import LocalError, ProtocolViolation
-from peerd.core.frame import DTYPES, TensorFrame
 
 SHAPES = [(), (0,), (1,), (5,), (3, 4), (2, 0, 3)]
 

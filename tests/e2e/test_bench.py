@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from peerd.core.blockwise import CODES
+from peerd.codec.format.blockwise import CODES
 from scripts import bench
 from scripts.benchmarks import (
     _quantize_cuda,

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 import trio
 
+from peerd.codec.format.frame import decode_header
 from peerd.core.errors import ProtocolViolation
-from peerd.core.frame import decode_header
 from peerd.rpc.methods import message_codec as wire
 from peerd.wire.noise.multistream import HEADER as HELLO
 from peerd.wire.yamux.frames import DATA, HEADER, WINDOW

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from peerd.core.frame import TensorFrame
+from peerd.codec.format.frame import TensorFrame
 from peerd.rpc.methods import message_codec as wire
 from peerd.rpc.methods.method_load import method_name
 from peerd.wire.noise.multistream import HEADER as HELLO

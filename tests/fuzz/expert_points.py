@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from peerd.core.frame import TensorFrame
+from peerd.codec.format.frame import TensorFrame
 from peerd.dht import codec as dht
 from peerd.experts.calls.vault_disk import digests_of
 from peerd.messages.encoding import Empty, decode, encode

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import Refused, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.messages.experts import Forward, Name, Output
 from peerd.run.grid import Uid
 from peerd.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile, fingerprint

@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from peerd.core.frame import TensorFrame
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.ids import Key
 from peerd.core.record import Record
 from peerd.dht import codec as dht

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from peerd.core.frame import TensorFrame
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.messages.encoding import decode

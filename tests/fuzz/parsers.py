@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from peerd.core import frame, varint
+from peerd.codec.format import frame
+from peerd.codec.format.frame import TensorFrame
+from peerd.core import varint
 from peerd.core.addr import (
     circuit_place,
     decode_addr,
@@ -24,7 +26,6 @@ from peerd.core.addr import (
     tcp_place,
 )
 from peerd.core.errors import ConfigError, Refused
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import RPC_MESSAGE_FRAME_BYTES

@@ -13,8 +13,8 @@ from typing import Final
 
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import PeerdError, RemoteError, Unreachable
-from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_BUDGET_WAIT_S
 from peerd.messages.encoding import Empty, encode
 from peerd.rpc.loopback import LoopbackStream

@@ -9,9 +9,9 @@ from functools import cache
 
 import pytest
 
-from peerd.core import frame
-from peerd.core.blockwise import CODES, SCALE_BYTES, scale_count
-from peerd.core.frame import TensorFrame
+from peerd.codec.format import frame
+from peerd.codec.format.blockwise import CODES, SCALE_BYTES, scale_count
+from peerd.codec.format.frame import TensorFrame
 from tests.fuzz.parsers import frame_headers
 from tests.kit.amount import mutations, thorough
 from tests.kit.frames import mended

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from peerd.codec.format.blockwise import CODES, code_bytes, scale_count
 from peerd.codec.kernels import native
-from peerd.core.blockwise import CODES, code_bytes, scale_count
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = [ROOT / "tests/kit/blockwise_calls.cpp", ROOT / "peerd/codec/kernels/source/blockwise.cpp"]

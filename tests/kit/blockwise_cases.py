@@ -12,8 +12,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from peerd.codec.format.blockwise import CODES, code_bytes, scale_count
 from peerd.codec.kernels import tables
-from peerd.core.blockwise import CODES, code_bytes, scale_count
 
 NAMES = tuple(CODES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from peerd.core.frame import TensorFrame
+from peerd.codec.format.frame import TensorFrame
 from peerd.run.runfile import ExpertOptimizerSection, ExpertsSection, ModelSection, RunFile
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 
-from peerd.core.frame import MAGIC, VERSION
+from peerd.codec.format.frame import MAGIC, VERSION
 from peerd.core.limits import FRAME_DIMS
 
 _START_BYTES = 8

@@ -12,45 +12,47 @@ ROOMS = {
     "placement": "",
     "screen": "",
     "service": "",
-    "codec/kernels": "",
+    "codec/format": "",
     "log": "screen",
     "reach/gateway": "",
     "wire/rate": "",
-    "run": "log",
+    "codec/kernels": "codec/format",
+    "run": "codec/format log",
     "wire/budget": "wire/rate",
-    "codec": "codec/kernels run",
+    "codec": "codec/format codec/kernels run",
     "data/files": "run",
     "dht/node": "wire/budget wire/rate",
-    "messages": "run",
-    "model/shapes": "run",
+    "messages": "codec/format run",
+    "model/shapes": "codec/format run",
     "wire": "wire/budget",
     "data": "data/files run",
     "experts/rules": "messages run wire/rate",
-    "model": "codec messages model/shapes run",
-    "model/user_loop": "codec run",
+    "model": "codec codec/format messages model/shapes run",
+    "model/user_loop": "codec codec/format run",
     "placement/network": "messages wire/rate",
     "reach/messages": "wire",
-    "rpc/methods": "messages wire/budget",
+    "rpc/methods": "codec/format messages wire/budget",
     "wire/noise": "wire",
     "wire/tcp": "run wire wire/budget wire/rate",
     "wire/yamux": "wire wire/rate",
     "cli/plan": "data log model/shapes placement run screen",
     "experts/owners": "experts/rules messages run",
-    "model/stage": "codec data messages model model/shapes model/user_loop run",
-    "pipeline/routes": "messages rpc/methods run wire/budget wire/rate",
-    "rpc": "messages rpc/methods wire/budget wire/rate",
+    "model/stage": "codec codec/format data messages model model/shapes model/user_loop run",
+    "pipeline/routes": "codec/format messages rpc/methods run wire/budget wire/rate",
+    "rpc": "codec/format messages rpc/methods wire/budget wire/rate",
     "wire/link": "wire wire/budget wire/noise wire/rate wire/yamux",
-    "experts/model": "codec messages model model/shapes model/stage run",
-    "state": "messages rpc rpc/methods wire wire/rate",
+    "experts/model": "codec codec/format messages model model/shapes model/stage run",
+    "state": "codec/format messages rpc rpc/methods wire wire/rate",
     "wire/host": "wire wire/budget wire/link wire/noise wire/rate wire/tcp wire/yamux",
-    "averaging": "messages rpc rpc/methods run wire/host",
+    "averaging": "codec/format messages rpc rpc/methods run wire/host",
     "export": "codec data experts/model model model/shapes model/stage run",
     "reach": "reach/gateway reach/messages wire wire/host wire/link wire/rate wire/tcp",
     "dht": "dht/node messages reach rpc rpc/methods wire wire/host wire/link wire/rate",
     "reach/relay": "reach reach/messages wire wire/host wire/link wire/rate wire/tcp",
     "access": "dht messages rpc rpc/methods run wire/host wire/rate",
     "experts/calls": (
-        "dht experts/owners experts/rules messages rpc rpc/methods run state wire/budget wire/host wire/rate"
+        "codec/format dht experts/owners experts/rules messages rpc rpc/methods run state wire/budget wire/host "
+        "wire/rate"
     ),
     "swarm": "averaging dht messages rpc run wire wire/host wire/rate",
     "swarm/batch": "dht messages rpc swarm",
@@ -62,7 +64,8 @@ ROOMS = {
         "swarm/rebalance swarm/steps wire/host wire/link wire/rate"
     ),
     "pipeline": (
-        "averaging messages pipeline/routes rpc rpc/methods run swarm swarm/batch swarm/conductor wire/host wire/rate"
+        "averaging codec/format messages pipeline/routes rpc rpc/methods run swarm swarm/batch swarm/conductor "
+        "wire/host wire/rate"
     ),
     "role": (
         "averaging dht experts/calls log messages pipeline rpc rpc/methods run state swarm swarm/batch "
@@ -74,23 +77,25 @@ ROOMS = {
     "sim": "dht dht/node messages role rpc run wire wire/host wire/link",
     "state/catchup": "codec messages model model/stage role run state",
     "status": "dht log messages role rpc run screen swarm/batch swarm/conductor wire/host",
-    "averaging/rounds": "averaging codec messages model/shapes model/stage role rpc run state state/catchup",
+    "averaging/rounds": (
+        "averaging codec codec/format messages model/shapes model/stage role rpc run state state/catchup"
+    ),
     "state/checkpoints": "messages model model/stage role run state state/catchup swarm",
     "status/view": "log screen status",
     "cli/demo": "data experts/calls export model/stage run screen status status/view",
     "daemon": "access daemon/control log messages role run status status/view wire wire/host wire/tcp",
     "pipeline/stage": (
-        "averaging averaging/rounds codec codec/kernels data experts/model messages model model/shapes model/stage "
-        "pipeline pipeline/routes placement role rpc run state/catchup state/checkpoints swarm swarm/batch "
-        "swarm/conductor swarm/rebalance swarm/steps wire/budget"
+        "averaging averaging/rounds codec codec/format codec/kernels data experts/model messages model model/shapes "
+        "model/stage pipeline pipeline/routes placement role rpc run state/catchup state/checkpoints swarm "
+        "swarm/batch swarm/conductor swarm/rebalance swarm/steps wire/budget"
     ),
     "cli/doctor": (
         "access codec/kernels daemon data data/files dht log model model/shapes model/stage reach reach/messages "
         "role run wire wire/host wire/tcp"
     ),
     "experts/trainer": (
-        "codec experts/model log messages model/shapes model/stage pipeline pipeline/routes pipeline/stage role run "
-        "swarm/batch wire/rate"
+        "codec codec/format experts/model log messages model/shapes model/stage pipeline pipeline/routes "
+        "pipeline/stage role run swarm/batch wire/rate"
     ),
     "library/roles": (
         "experts/calls messages model/stage pipeline/routes pipeline/stage pipeline/trainer role swarm/batch wire/rate"

@@ -11,8 +11,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, TooSlow, Unreachable
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.messages.handover import Broken, PassAnswer, PassRequest, Ticket
 from peerd.messages.swarm import Receipt

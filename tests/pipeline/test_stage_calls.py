@@ -8,8 +8,8 @@ import pytest
 import trio
 import trio.testing
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import LocalError, Refused
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.messages.swarm import Commit, Mbs, Moved, Position, Prepare, Relocate, Restore, StageAnswer, StageForward
 from peerd.pipeline.stage_calls import DECLARED, StageCalls, StageHandlers

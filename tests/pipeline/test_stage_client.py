@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from trio.testing import MockClock
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import NotFiniteHere, Overloaded, Unreachable
-from peerd.core.frame import TensorFrame
 from peerd.messages.proof import grant
 from peerd.messages.swarm import GrantStatement, Seqs, StageAnswer
 from peerd.pipeline.not_finite import MicrobatchNotFinite

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import ConfigError
-from peerd.core.frame import TensorFrame
 from peerd.experts.calls.expert_client import ExpertClient
 from peerd.experts.calls.expert_directory import ExpertDirectory
 from peerd.run.expert_network import ExpertCall, ExpertReply

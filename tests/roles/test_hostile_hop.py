@@ -14,8 +14,8 @@ import pytest
 import trio
 import trio.lowlevel
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.messages.handover import Broken, Hop, PassAnswer, PassRequest
 from peerd.messages.proof import receipt
 from peerd.messages.swarm import Mb

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import Overloaded, Refused, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Message
 from peerd.messages.proof import grant
 from peerd.messages.swarm import Grant, GrantStatement, Seqs, StageAnswer, StageForward, StageLoss

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import Overloaded, Refused, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.core.keys import Keypair
 from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER
 from peerd.messages.proof import has_received

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import trio
 
-from peerd.core.frame import TensorFrame
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_STALL_S, RPC_STEP_BYTES
 from peerd.messages.encoding import encode
 from peerd.messages.swarm import Seqs, TrainerAnswer, TrainerSync

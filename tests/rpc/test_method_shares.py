@@ -13,8 +13,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import LocalError, Overloaded, Refused, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S
 from peerd.messages.encoding import Empty, encode

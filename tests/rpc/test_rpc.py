@@ -6,6 +6,7 @@ import pytest
 import trio
 import trio.testing
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import (
     Cause,
     LocalError,
@@ -16,7 +17,6 @@ from peerd.core.errors import (
     TooSlow,
     Unreachable,
 )
-from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_IDLE_S, RPC_PENDING
 from peerd.messages.encoding import Empty, encode
 from peerd.rpc.inbound import renewed

@@ -12,8 +12,8 @@ import pytest
 import trio
 import trio.testing
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import LocalError, Overloaded, Refused, RemoteError, TooSlow, Unreachable
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STEP_BYTES
 from peerd.messages.encoding import Empty, encode

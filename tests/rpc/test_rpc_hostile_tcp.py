@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import trio
 
+from peerd.codec.format.frame import TensorFrame, encode_header
 from peerd.core.addr import parse_addr
-from peerd.core.frame import TensorFrame, encode_header
 from peerd.core.keys import Keypair
 from peerd.messages.encoding import encode
 from peerd.rpc.methods import message_codec as wire

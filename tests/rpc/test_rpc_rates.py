@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.core.frame import TensorFrame
+from peerd.codec.format.frame import TensorFrame
 from peerd.rpc.rpc import Rpc
 from peerd.wire.host.host import Host
 from tests.worlds.machines.fakehost import FakeHost, TrioClock

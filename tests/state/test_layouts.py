@@ -7,8 +7,8 @@ import trio
 from tests.service.state.test_snapshot import RUN, outline, peers
 from trio.testing import MockClock
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import ProtocolViolation, Refused
-from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty
 from peerd.messages.state import StateItem, StateLayout, StateRequest, TensorSpec
 from peerd.messages.swarm import Position

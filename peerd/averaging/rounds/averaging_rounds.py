@@ -22,10 +22,10 @@ import trio
 from peerd.averaging.allreduce import AveragingPlan, MemberTerms, RoundFailed, plan_of
 from peerd.averaging.rounds.line_info import own_line
 from peerd.codec.error_feedback import RoundResidual, feedback_of
+from peerd.codec.format.blockwise import BLOCKS, CODES
+from peerd.codec.format.frame import DTYPES
 from peerd.codec.powersgd import PowerSgd
-from peerd.core.blockwise import BLOCKS, CODES
 from peerd.core.errors import ProtocolViolation, Refused
-from peerd.core.frame import DTYPES
 from peerd.core.ids import PeerId
 from peerd.core.work import Worker
 from peerd.messages.swarm import LineInfo, Position, Prepare

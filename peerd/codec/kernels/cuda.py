@@ -18,9 +18,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from peerd.codec.format.blockwise import CODES, scale_count
 from peerd.codec.kernels import gpu_device, nvrtc, reference
 from peerd.codec.kernels.reference import contiguous, room_for
-from peerd.core.blockwise import CODES, scale_count
 
 SOURCE: Final = "blockwise.cu"
 HEADERS: Final = ("tables.h", "blockwise_gpu.h")

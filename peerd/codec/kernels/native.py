@@ -16,8 +16,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from peerd.codec.format.blockwise import CODES, scale_count
 from peerd.codec.kernels.reference import CodingOutputs, contiguous, room_for
-from peerd.core.blockwise import CODES, scale_count
 
 ISAS: Final = ("plain", "avx2", "avx512", "avx512-vbmi", "neon")  # in the order of the library's numbers
 

@@ -8,7 +8,7 @@ back to the plain torch reference; the bits are the same.
 For sums on the CPU, where each pass through memory counts, `quantize_missing` and `dequantize_onto` do two or three
 operations in one pass. They are plain functions, since nothing traces them.
 
-Codes are flat uint8, scales flat float32 (see `core/blockwise`). `all_coded` detects the scale of a block that cannot
+Codes are flat uint8, scales flat float32 (see `codec/format/blockwise`). `all_coded` detects the scale of a block that cannot
 be encoded (NaN, infinity, beyond 3e38).
 """
 
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from peerd.codec.format.blockwise import BLOCKS, CODES, code_bytes, scale_count
 from peerd.codec.kernels import native, reference, tables
 from peerd.codec.kernels.reference import CodingOutputs
-from peerd.core.blockwise import BLOCKS, CODES, code_bytes, scale_count
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _DEVICES: Final = ("cpu", "cuda")

@@ -17,8 +17,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from peerd.codec.format.blockwise import CODES, code_bytes, scale_count
 from peerd.codec.kernels import tables
-from peerd.core.blockwise import CODES, code_bytes, scale_count
 
 _SLICE_VALUES: Final = 1 << 18
 _E4M3_MAX: Final = 448.0

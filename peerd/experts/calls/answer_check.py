@@ -10,9 +10,9 @@ import math
 from functools import partial
 from typing import Any, Final
 
-from peerd.core.blockwise import BLOCKS, CODES, SCALE_BYTES, scale_count
+from peerd.codec.format.blockwise import BLOCKS, CODES, SCALE_BYTES, scale_count
+from peerd.codec.format.frame import DTYPES, TensorFrame
 from peerd.core.errors import ProtocolViolation
-from peerd.core.frame import DTYPES, TensorFrame
 from peerd.core.work import Worker
 from peerd.rpc.rpc import Answer
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import ProtocolViolation
-from peerd.core.frame import TensorFrame
 
 Frames = tuple[TensorFrame, ...]
 

@@ -21,10 +21,10 @@ from typing import Any, Final, Protocol
 
 import trio
 
+from peerd.codec.format.frame import FrameHeader, TensorFrame
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import NoMemory, Overloaded, PeerdError, ProtocolViolation, Refused, other_run_file
-from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_QUEUED, EXPERT_QUEUED_PER_CALLER, RPC_MESSAGE_FRAME_BYTES
 from peerd.core.signals import Signal

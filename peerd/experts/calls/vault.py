@@ -20,8 +20,8 @@ from typing import Final
 
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import Overloaded, Refused, RemoteError, TooSlow
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import (
     EXPERT_TAKING,

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.frames import decode, encode
 from peerd.codec.policy import CodingPlan
 from peerd.codec.tensors import TORCH_DTYPES, all_finite
 from peerd.core.errors import ProtocolViolation, TooFewExperts
-from peerd.core.frame import TensorFrame
 from peerd.experts.model.expert_mixture import ChosenColumns, choice_of
 from peerd.run.expert_network import ExpertCall, ExpertReply
 from peerd.run.grid import Uid, grid_of, sample_shapes

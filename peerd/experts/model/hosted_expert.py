@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from peerd.codec.flat import FlatLayout
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.frames import decode, encode
 from peerd.codec.layout import NotFinite
 from peerd.codec.policy import CodingPlan
 from peerd.codec.tensors import TORCH_DTYPES, all_finite
 from peerd.core.errors import ProtocolViolation
-from peerd.core.frame import TensorFrame
 from peerd.experts.model.blocks import build_block
 from peerd.model.optimizer import Optimizer
 from peerd.model.precision import Precision

@@ -18,7 +18,7 @@ from typing import Final
 
 import trio
 
-from peerd.core.frame import TensorFrame
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.signals import Signal
 from peerd.experts.model.earlier_parameters import TooOld
 from peerd.experts.model.landing_queue import GradientQueue

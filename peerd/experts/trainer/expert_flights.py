@@ -17,10 +17,10 @@ from typing import Final, TypeVar
 import trio
 from torch import Tensor
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.frames import from_frame
 from peerd.codec.layout import NotFinite
 from peerd.core.errors import NoMemory, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.experts.model.earlier_parameters import TooOld
 from peerd.experts.model.trunk_microbatch import Scores, TrunkMicrobatch
 from peerd.experts.trainer.flight_counts import FlightCounts

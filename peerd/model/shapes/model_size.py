@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from peerd.core.blockwise import CODES, SCALE_BYTES, code_bytes, scale_count
+from peerd.codec.format.blockwise import CODES, SCALE_BYTES, code_bytes, scale_count
 from peerd.model.shapes.model_shapes import Shapes, count_of, need_known_sizes, stage_shapes, stage_spans
 from peerd.model.shapes.stage_memory import ITEM_BYTES, StageFootprint, activations_of, footprint_of, layer_counts
 from peerd.run.runfile import RunFile

@@ -19,8 +19,8 @@ from itertools import groupby
 
 from torch import Tensor
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import PeerdError
-from peerd.core.frame import TensorFrame
 from peerd.messages.swarm import Mb
 from peerd.model.stage.kept_graph import KeptGraph
 

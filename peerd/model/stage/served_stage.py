@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.frames import decode
 from peerd.codec.powersgd import PowerSgd
 from peerd.codec.tensors import TORCH_DTYPES, dtype_name, largest_in, raw_bytes, values_of
 from peerd.core.errors import PeerdError
-from peerd.core.frame import TensorFrame
 from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER, HELD_PADDING_BYTES
 from peerd.messages.state import TensorSpec
 from peerd.messages.swarm import MAX_MICROBATCHES, Mb

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peerd.core.blockwise import BLOCKS, CODES
+from peerd.codec.format.blockwise import BLOCKS, CODES
 from peerd.run.runfile import AveragingSection
 
 _PRESENT: Final = 0.25  # threshold: peer counts are 0 or at least 1, with small coding errors

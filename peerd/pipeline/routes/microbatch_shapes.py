@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from peerd.codec.format.frame import DTYPES, FrameHeader, TensorFrame
 from peerd.core.errors import Refused
-from peerd.core.frame import DTYPES, FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import HELD_PADDING_BYTES, RPC_MESSAGE_FRAME_BYTES
 from peerd.rpc.methods.declaration import Declaration

@@ -15,11 +15,11 @@ import trio
 from torch import Tensor
 
 from peerd.codec.async_codec import AsyncCodec
+from peerd.codec.format.blockwise import CODES
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.frames import decode
 from peerd.codec.kernels.ops import described
-from peerd.core.blockwise import CODES
 from peerd.core.errors import ProtocolViolation
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.model.stage.microbatch_books import StageOutcome
 from peerd.pipeline.routes.fair_turns import FairTurns, Turn

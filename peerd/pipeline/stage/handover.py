@@ -26,9 +26,9 @@ from typing import Final, Protocol
 import trio
 from msgspec import structs
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import MICROBATCHES
 from peerd.messages.handover import Hop, PassAnswer, PassRequest

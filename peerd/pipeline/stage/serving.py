@@ -22,8 +22,8 @@ from typing import Any, Final, Protocol
 
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import NoMemory, NotFiniteHere, Overloaded, PeerdError, ProtocolViolation, Refused
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import HELD_PADDING_BYTES
 from peerd.messages.swarm import Mb, StageAnswer, StageForward, StageLoss

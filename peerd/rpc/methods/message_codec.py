@@ -3,7 +3,7 @@
 A message is a head, a block, and raw payloads:
 
     head     block length (4 bytes) | kind (1) | number of frames (1) | call id (8), big-endian
-    block    the frames' headers (core/frame), then by kind:
+    block    the frames' headers (codec/format/frame), then by kind:
                REQUEST, OPEN   timeout in ms (4) | name length (1) | method name | body
                REPLY, PART     body
                ERROR           a `Failure`
@@ -26,6 +26,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from peerd.codec.format.frame import MAX_HEADER_BYTES, FrameHeader, TensorFrame, decode_header, encode_header, raw_bytes
 from peerd.core.errors import (
     Cause,
     LocalError,
@@ -37,7 +38,6 @@ from peerd.core.errors import (
     RemoteError,
     TooSlow,
 )
-from peerd.core.frame import MAX_HEADER_BYTES, FrameHeader, TensorFrame, decode_header, encode_header, raw_bytes
 from peerd.core.ids import PeerId
 from peerd.core.limits import (
     RPC_BODY_BYTES,

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from peerd.codec.format.blockwise import BLOCKS, CODES, code_bytes, scale_count
 from peerd.codec.kernels import reference, tables
-from peerd.core.blockwise import BLOCKS, CODES, code_bytes, scale_count
 from tests.kit import blockwise_oracle as oracle
 from tests.kit.amount import examples
 from tests.kit.blockwise_cases import (

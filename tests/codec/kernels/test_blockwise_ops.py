@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from peerd.codec.format.blockwise import CODES
 from peerd.codec.kernels import native, ops, reference
 from peerd.codec.kernels.reference import CodingOutputs
-from peerd.core.blockwise import CODES
 from tests.kit.blockwise_cases import DTYPES, INFINITY, NAMES, NAN, bits_of, from_bits, normal, same_bits
 
 QUANTIZE = torch.ops.peerd.quantize_blockwise

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from peerd.codec.format.blockwise import BLOCKS
 from peerd.codec.kernels import cuda, gpu_device, nvrtc, ops, reference
-from peerd.core.blockwise import BLOCKS
 from tests.kit.blockwise_cases import DTYPES, NAMES, normal, same_bits
 from tests.kit.cuda_shim import Emulated, emulated
 

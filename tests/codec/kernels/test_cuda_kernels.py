@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from peerd.codec.format.blockwise import BLOCKS, CODES, code_bytes, scale_count
 from peerd.codec.kernels import cuda, nvrtc, reference
-from peerd.core.blockwise import BLOCKS, CODES, code_bytes, scale_count
 from tests.kit.amount import examples
 from tests.kit.blockwise_cases import DTYPES, NAMES, bit_lists, from_bits, hard_cases, hard_codes, normal, same_bits
 from tests.kit.cuda_shim import KERNELS, Emulated, emulated

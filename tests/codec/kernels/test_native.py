@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from peerd.codec.format.blockwise import BLOCKS, code_bytes, scale_count
 from peerd.codec.kernels import native, reference
 from peerd.codec.kernels.reference import CodingOutputs
-from peerd.core.blockwise import BLOCKS, code_bytes, scale_count
 from tests.kit.amount import examples
 from tests.kit.blockwise_cases import (
     DTYPES,

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from peerd.core.blockwise import BLOCKS, CODES
+from peerd.codec.format.blockwise import BLOCKS, CODES
+from peerd.codec.format.frame import TensorFrame, expected_bytes
 from peerd.core.errors import ProtocolViolation
-from peerd.core.frame import TensorFrame, expected_bytes
 from peerd.experts.calls.answer_check import AnswerCheck, is_finite
 from peerd.messages.encoding import Empty
 from peerd.rpc.rpc import Answer

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import TooFewExperts
-from peerd.core.frame import TensorFrame
 from peerd.messages.experts import Output
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.expert_network import ExpertCall

@@ -12,8 +12,8 @@ import pytest
 import trio
 import trio.testing
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import Overloaded, Refused, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.experts.calls.expert_server import ExpertServer, ServerConfig
 from peerd.messages.experts import Backward, Forward, Gradient, Name, Output
 from peerd.rpc.rpc import Rpc

@@ -14,8 +14,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError, Unreachable
-from peerd.core.frame import TensorFrame
 from peerd.experts.calls import vault_disk, vault_fetch
 from peerd.experts.calls.vault import KEEP
 from peerd.experts.calls.vault_disk import digests_of

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from peerd.codec.format.blockwise import code_bytes, scale_count
 from peerd.codec.kernels import cuda
-from peerd.core.blockwise import code_bytes, scale_count
 
 HERE = Path(__file__).parent
 KERNELS = Path(cuda.__file__).parent / "source"

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import NoMemory
-from peerd.core.frame import TensorFrame
 from peerd.messages.swarm import Mb
 from peerd.model.stage.microbatch_books import KeptMicrobatch, MicrobatchBooks
 

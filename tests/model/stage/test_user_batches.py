@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from peerd.codec.format.blockwise import CODES
 from peerd.codec.frames import CodingPlan, decode, encode
-from peerd.core.blockwise import CODES
 from peerd.core.errors import ConfigError
 from peerd.messages.swarm import Mb
 from peerd.model.stage.user_model import UserModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peerd.core.frame import FrameHeader
+from peerd.codec.format.frame import FrameHeader
 from peerd.core.keys import Keypair
 from peerd.pipeline.routes.microbatch_shapes import MicrobatchShapes
 from peerd.run.runfile import ModelSection, PipelineSection, RunFile

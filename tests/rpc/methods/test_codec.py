@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import (
     Cause,
     LocalError,
@@ -19,7 +20,6 @@ from peerd.core.errors import (
     TooSlow,
     Unreachable,
 )
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_BODY_BYTES, RPC_DEADLINE_S, RPC_FRAMES, RPC_ROUND_DEADLINE_S
 from peerd.rpc.methods import message_codec

@@ -6,8 +6,8 @@ import pytest
 import trio
 import trio.testing
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import TooSlow
-from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty
 from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock

@@ -13,8 +13,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused
-from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty
 from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
 from peerd.messages.swarm import LineInfo

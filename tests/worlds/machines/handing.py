@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import RemoteError, TooSlow, Unreachable
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.messages.handover import Hop, PassAnswer, PassRequest, RelayRequest, Ticket

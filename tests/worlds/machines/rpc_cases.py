@@ -14,6 +14,7 @@ import pytest
 import trio
 import trio.testing
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import (
     ConfigError,
     LocalError,
@@ -24,7 +25,6 @@ from peerd.core.errors import (
     TooSlow,
     Unreachable,
 )
-from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import Empty, Message
 from peerd.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from peerd.rpc.rpc_types import RpcHost

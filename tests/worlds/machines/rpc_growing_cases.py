@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import LocalError, PeerdError, Refused, TooSlow, Unreachable
-from peerd.core.frame import TensorFrame
 from peerd.messages.encoding import encode
 from peerd.rpc.methods import message_codec as wire
 from peerd.rpc.rpc import Answer, CallStream, Incoming
@@ -25,7 +25,7 @@ PATIENCE_S = 20.0  # for a case that is not about time, on a machine that is bus
 
 
 class Making:
-    """A payload of `size` bytes that grows when told to, and its frame: a `core.frame.Ready`."""
+    """A payload of `size` bytes that grows when told to, and its frame: a `codec.format.frame.Ready`."""
 
     def __init__(self, size: int = 3 << 20, ready: int = 0, seed: int = 1) -> None:
         self.final = random.Random(seed).randbytes(size).replace(bytes([UNFINISHED]), b"\0")

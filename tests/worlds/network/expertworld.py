@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import Refused
-from peerd.core.frame import TensorFrame
 from peerd.experts.calls.expert_client import ExpertClient
 from peerd.experts.calls.expert_directory import ExpertDirectory
 from peerd.messages.experts import Announced, Backward, Forward, Gradient, Name, Output

@@ -25,8 +25,8 @@ import trio
 from peerd.averaging import open_round
 from peerd.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.averaging.allreduce_service import AllReduceService, PlainParts, Vector
+from peerd.codec.format.frame import TensorFrame
 from peerd.core.addr import parse_addr
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.role.peer_stack import peer_stack

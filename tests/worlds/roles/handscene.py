@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import trio
 
-from peerd.core.frame import TensorFrame
+from peerd.codec.format.frame import TensorFrame
 from peerd.messages.handover import PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import grant, signed_ticket
 from peerd.messages.swarm import Grant, GrantStatement, Mb, MemberInfo, Seqs

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import trio
 
+from peerd.codec.format.frame import TensorFrame
 from peerd.codec.frames import from_frame
 from peerd.core.errors import Refused
-from peerd.core.frame import TensorFrame
 from peerd.messages.handover import Hop, PassAnswer, PassRequest, Ticket
 from peerd.messages.proof import grant, signed_ticket
 from peerd.messages.swarm import Grant, GrantStatement, Mb, Mbs, MemberInfo, Party, Prepare, Prepared, Seqs

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from peerd.core.blockwise import BLOCKS, CODES, SCALE_BYTES, code_bytes, scale_count
+from peerd.codec.format.blockwise import BLOCKS, CODES, SCALE_BYTES, code_bytes, scale_count
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.limits import FRAME_BYTES, FRAME_DIMS, FRAME_ELEMENTS
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core import blockwise
-from peerd.core.errors import LocalError, ProtocolViolation
-from peerd.core.frame import (
+from peerd.codec.format import blockwise
+from peerd.codec.format.frame import (
     CODINGS,
     DTYPES,
     LOSSLESS_CHUNK_BYTES,
@@ -24,6 +23,7 @@ from peerd.core.frame import (
     expected_bytes,
     lossless_bounds,
 )
+from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.limits import FRAME_BYTES
 from tests.kit.frames import mended, raw_header
 
