@@ -16,7 +16,7 @@ from peerd.state.quorum import Claim
 UNKNOWN_PIECE_S = 3.0  # assumed time of a piece from a donor that has sent none yet
 FIRST_PIECES = 2  # pieces in flight from a donor that has sent none yet
 LEAST_PIECE_S = 0.2  # shorter delays are not late: schedulers and bursts cause them
-_LATE_FACTOR = 3.0
+LATE_FACTOR = 3.0
 _MEMORY = 0.7  # weight of the old estimate of speed against a new sample
 _HORIZON_S = 2.0  # seconds of work to have in flight at a donor
 
@@ -75,14 +75,14 @@ class Donor:
 
     def quiet_at(self) -> float:
         """Time at which the donor counts as quiet if nothing arrives before; valid while something is in flight."""
-        return self.heard_at + max(LEAST_PIECE_S, _LATE_FACTOR * self.takes_s(1))
+        return self.heard_at + max(LEAST_PIECE_S, LATE_FACTOR * self.takes_s(1))
 
     def depart(self, now: float, ask: int, piece: int) -> PieceInFlight:
         """Record that a piece is requested from it."""
         if not self.flights:
             self.heard_at = now
         takes_s = self.takes_s(len(self.flights) + 1)
-        flight = PieceInFlight(ask, piece, self, now, now + takes_s, now + max(LEAST_PIECE_S, _LATE_FACTOR * takes_s))
+        flight = PieceInFlight(ask, piece, self, now, now + takes_s, now + max(LEAST_PIECE_S, LATE_FACTOR * takes_s))
         self.flights.append(flight)
         return flight
 

@@ -29,7 +29,15 @@ from peerd.core.limits import (
     STATE_PIECES_PER_DONOR,
 )
 from peerd.state import download_events as dl
-from peerd.state.donors import FIRST_PIECES, LEAST_PIECE_S, UNKNOWN_PIECE_S, Donor, DonorStanding, PieceInFlight
+from peerd.state.donors import (
+    FIRST_PIECES,
+    LATE_FACTOR,
+    LEAST_PIECE_S,
+    UNKNOWN_PIECE_S,
+    Donor,
+    DonorStanding,
+    PieceInFlight,
+)
 from peerd.state.quorum import VOUCHERS, Claim, StateQuorum, camps, meeting_step
 from peerd.wire.rate.backoff import backoff_s
 
@@ -82,6 +90,7 @@ class Download:
         self._next_ask = 1
         self._pending = 0  # donors that may still report their claim
         self._digests_due = now
+        self._replaced = 0  # requests for pieces that were made anew because the donors asked were quiet
         self._gone = 0  # donors that have dropped the chosen state
         self._over = False
         self._wakes: list[float] = []
@@ -288,15 +297,23 @@ class Download:
     def _replace_quiet(
         self, now: float, givers: list[Donor], flights: list[PieceInFlight], out: list[dl.Output]
     ) -> None:
-        """Once all donors that were asked for a piece are quiet, ask another one in place of the first."""
+        """Once all donors that were asked for a piece are quiet, ask another one in place of the first.
+
+        As long as no piece has arrived, our own line may be the slow one: then wait twice as long before each further
+        replacement, so that a piece under way arrives at last.
+        """
         quiet_at = max(flight.donor.quiet_at() for flight in flights)
         asked = [flight.donor for flight in flights]
         giver = self._next_giver([donor for donor in givers if donor not in asked])
         if giver is None:
             return
+        if not self.have:
+            patience_s = LATE_FACTOR * UNKNOWN_PIECE_S * 2**self._replaced
+            quiet_at = max(quiet_at, max(flight.asked_at for flight in flights) + patience_s)
         if now < quiet_at:
             self._wakes.append(quiet_at)
             return
+        self._replaced += 1
         first = flights[0]
         first.donor.is_late = True
         self._call_off(first.ask, out)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import trio
-from tests.service.averaging.test_allreduce import Node, group, send_part
 from trio.testing import MockClock
 
 from peerd.averaging.allreduce import RoundFailed
@@ -26,6 +25,7 @@ from peerd.codec.powersgd import PowerSgd, Vector
 from peerd.messages.swarm import AverageKey, Mbs, Party, Prepare
 from peerd.rpc.rpc import CallStream
 from peerd.run.runfile import AveragingSection, RunFile
+from tests.averaging.test_allreduce_service import Node, group, send_part
 from tests.worlds.machines.grids import attempt_name, order_of, rounds_of
 from tests.worlds.machines.workers import InlineWorker
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import trio
-from tests.service.averaging.test_allreduce import Node, group
 from trio.testing import MockClock
 
 from peerd.averaging.allreduce import AveragingPlan, MemberTerms, RoundFailed, plan_of
@@ -22,6 +21,7 @@ from peerd.codec.policy import CodingPlan
 from peerd.core.errors import Refused, RemoteError
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import AverageKey, LineInfo
+from tests.averaging.test_allreduce_service import Node, group
 from tests.worlds.machines.fakehost import FakeNet
 from tests.worlds.machines.grids import attempt_name, order_of, rounds_of
 from tests.worlds.machines.workers import InlineWorker

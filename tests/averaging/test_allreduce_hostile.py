@@ -10,7 +10,6 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import trio
-from tests.service.averaging.test_allreduce import Node, group, plan
 from trio.testing import MockClock
 
 from peerd.averaging.allreduce import AveragingPlan, Part, RoundFailed
@@ -22,6 +21,7 @@ from peerd.core.errors import PeerdError, Refused, RemoteError
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import AverageKey, Mbs, Party, Prepare
 from peerd.rpc.rpc import Answer, CallStream, Incoming
+from tests.averaging.test_allreduce_service import Node, group, plan
 from tests.kit.declared import ANY, declared
 from tests.worlds.machines.fakehost import FakeNet
 from tests.worlds.machines.workers import InlineWorker

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import trio
-from tests.service.averaging.test_allreduce import Node, group, run_all, send_part
 from trio.testing import MockClock
 
 from peerd.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.averaging.allreduce_service import PlainParts, Vector
 from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import LocalError, Refused
+from tests.averaging.test_allreduce_service import Node, group, run_all, send_part
 from tests.worlds.machines.workers import InlineWorker
 
 

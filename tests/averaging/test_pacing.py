@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.service.averaging.test_allreduce import Node, group, run_all
 from trio.testing import MockClock
 
 from peerd.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.averaging.allreduce_service import AllReduceService
 from peerd.averaging.pacing import RoundPacing
 from peerd.core.ids import PeerId
+from tests.averaging.test_allreduce_service import Node, group, run_all
 
 Rates = dict[str, list[float]]  # by peer, one after the other
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import trio
-from tests.service.rpc.test_rpc_hostile import LARGE, MB, Clock, call, error_of, scene
 
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S, RPC_STEP_BYTES
 from peerd.messages.encoding import Empty
@@ -13,6 +12,7 @@ from peerd.rpc.methods.declaration import Shows
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.wire.budget.book import Resource
 from tests.kit.declared import ANY
+from tests.rpc.test_rpc_hostile import LARGE, MB, Clock, call, error_of, scene
 from tests.worlds.machines.rpc_cases import BIG, Text, echo
 
 GRANTED = replace(LARGE, shows=Shows.GRANT)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tests.service.rpc.test_rpc_hostile import LARGE, SOME, Clock, call, error_of, scene
-
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.messages.encoding import encode
+from tests.rpc.test_rpc_hostile import LARGE, SOME, Clock, call, error_of, scene
 from tests.worlds.machines.rpc_cases import Text, echo
 
 

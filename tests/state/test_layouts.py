@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import trio
-from tests.service.state.test_snapshot import RUN, outline, peers
 from trio.testing import MockClock
 
 from peerd.codec.format.frame import TensorFrame
@@ -16,6 +15,7 @@ from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.state.snapshot import SnapshotFetcher
 from peerd.state.state_server import DECLARED, StateServer
 from peerd.state.state_server import LAYOUT as LAYOUT_METHOD
+from tests.state.test_snapshot import RUN, outline, peers
 from tests.worlds.machines.workers import InlineWorker
 
 LAYOUT = StateLayout(outline())

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import trio
-from tests.service.state.test_snapshot import RUN, Counting, Donor, fetch, peers, state, values
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from peerd.core.errors import Refused, RemoteError
@@ -15,6 +14,7 @@ from peerd.core.limits import STATE_MEETING
 from peerd.messages.state import StateItem, StateManifest, StateRequest
 from peerd.messages.swarm import Position
 from peerd.rpc.rpc import Answer, Incoming, Rpc
+from tests.state.test_snapshot import RUN, Counting, Donor, fetch, peers, state, values
 from tests.worlds.machines.workers import InlineWorker
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import trio
-from tests.service.state.test_snapshot import RUN, peers, state
 from trio.testing import MockClock
 
 from peerd.core.errors import NoMemory, Overloaded, ProtocolViolation, Refused, RemoteError
@@ -17,6 +16,7 @@ from peerd.messages.swarm import Position
 from peerd.rpc.rpc import Rpc
 from peerd.state.snapshot import SnapshotFetcher, StateServer
 from peerd.state.state_server import STATE, Methods
+from tests.state.test_snapshot import RUN, peers, state
 from tests.worlds.machines.workers import InlineWorker
 
 TOTAL = [TensorSpec("total", "float32", (600_000,))]

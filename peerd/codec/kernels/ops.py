@@ -8,8 +8,8 @@ back to the plain torch reference; the bits are the same.
 For sums on the CPU, where each pass through memory counts, `quantize_missing` and `dequantize_onto` do two or three
 operations in one pass. They are plain functions, since nothing traces them.
 
-Codes are flat uint8, scales flat float32 (see `codec/format/blockwise`). `all_coded` detects the scale of a block that cannot
-be encoded (NaN, infinity, beyond 3e38).
+Codes are flat uint8, scales flat float32 (see `codec/format/blockwise`). `all_coded` detects the scale of a block that
+cannot be encoded (NaN, infinity, beyond 3e38).
 """
 
 from __future__ import annotations

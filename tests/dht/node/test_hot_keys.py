@@ -6,7 +6,6 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.machine.dht.test_node import KEY, contact, node, of_kind, record, serve, signer
 
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DHT_BYTES_PER_PUBLISHER
@@ -15,6 +14,7 @@ from peerd.dht.node import messages as q
 from peerd.dht.node.hot_keys import HotKeys, lifetime_s
 from peerd.dht.node.store import Verdict
 from peerd.sim.heapsim import EPOCH_S, StandInSigner
+from tests.dht.node.test_node import KEY, contact, node, of_kind, record, serve, signer
 from tests.kit.amount import examples
 
 PEERS = [StandInSigner(bytes([n]) * 32).peer_id for n in range(1, 20)]

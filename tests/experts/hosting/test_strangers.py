@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 import trio
-from tests.training.expert.test_adoption import first_of, lose, owners, started
 from trio.testing import MockClock
 
 from peerd.core.errors import Refused
@@ -24,6 +23,7 @@ from peerd.experts.hosting.host import OwnExpert
 from peerd.experts.hosting.vault_keeper import VaultKeeper
 from peerd.messages.experts import CheckpointRef
 from peerd.run.grid import Uid
+from tests.experts.hosting.test_adoption import first_of, lose, owners, started
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import FakeExpert, FakeHosted
 from tests.worlds.machines.workers import InlineWorker

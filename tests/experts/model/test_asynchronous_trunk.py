@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 import trio
-from tests.compute.experts.test_trunk import fly, run_with, text
 
 from peerd.experts.model import trunk as trunk_file
 from peerd.experts.model.earlier_parameters import TooOld
@@ -20,6 +19,7 @@ from peerd.messages.swarm import Mb
 from peerd.model.stage import footprint
 from peerd.model.stage.microbatch_books import Stale
 from peerd.run.runfile import LimitsSection, OptimizerSection, RunFile
+from tests.experts.model.test_trunk import fly, run_with, text
 from tests.worlds.roles.expert_network import NearExperts
 
 

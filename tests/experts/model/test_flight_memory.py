@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 import trio
-from tests.compute.experts.test_asynchronous_trunk import step
-from tests.compute.experts.test_trunk import run_with, text
 from torch import Tensor
 
 from peerd.experts.model.landing_queue import GradientQueue
@@ -19,6 +17,8 @@ from peerd.model.shapes.trunk_memory import GRADIENT_BYTES, NO_FLIGHTS, FlightMe
 from peerd.model.stage.footprint import footprint, lacking
 from peerd.run.expert_network import ExpertCall, ExpertReply
 from peerd.run.runfile import BatchSection, ExpertsSection, LimitsSection, ModelSection, OptimizerSection, RunFile
+from tests.experts.model.test_asynchronous_trunk import step
+from tests.experts.model.test_trunk import run_with, text
 from tests.worlds.roles.expert_network import NearExperts
 
 Messages = Sequence[ExpertCall | ExpertReply | None]

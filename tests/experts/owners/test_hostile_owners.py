@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.machine.owners.test_lineage import UID, P, Scene, of_a, peer, pointer
 
 from peerd.core.ids import PeerId
 from peerd.experts.owners.owner_tree import KeptCopy
 from peerd.experts.rules.orphan_watch import SeenClaim
 from peerd.run.grid import Uid
+from tests.experts.owners.test_lineage import UID, P, Scene, of_a, peer, pointer
 
 
 def host_of(generation: int, *, name: str = "a", former: str = "c") -> Scene:

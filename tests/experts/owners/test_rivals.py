@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
-from tests.machine.owners.test_lineage import UID, P, peer, pointer
 
 from peerd.experts.owners.lineage import ExpertLineages
 from peerd.experts.owners.owner_tree import ExpertReign, KeptCopy
 from peerd.experts.rules.orphan_watch import SeenClaim
 from peerd.messages.experts import CheckpointRef
+from tests.experts.owners.test_lineage import UID, P, peer, pointer
 
 LOOK_S = P / 4
 HOLDERS = {"a": ("x", "y"), "b": ("z", "w")}

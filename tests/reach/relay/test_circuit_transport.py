@@ -9,7 +9,6 @@ import pytest
 import trio
 import trio.testing
 from multiaddr import Multiaddr
-from tests.net.compliance import Ends, TransportCompliance
 
 from peerd.core import limits
 from peerd.core.addr import circuit_addr, parse_addr, with_peer
@@ -36,6 +35,7 @@ from peerd.wire.link.delimited import receive_message, send_message
 from peerd.wire.link.link_stream import Stream
 from peerd.wire.path_selection import PathKind
 from peerd.wire.transport import LendingLink, RawLink
+from tests.wire.compliance import Ends, TransportCompliance
 from tests.worlds.network.circuits import Client, behind, relayed, start_client, start_relay
 from tests.worlds.network.hosts import Hosts, ask, echo, keypair, running_hosts
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.machine.conductor.test_sums_once import Summing
-
 from peerd.swarm.events import Note, PrepareEnded
 from peerd.swarm.positions.phases import Phase
+from tests.swarm.steps.test_sums_once import Summing
 
 ENOUGH_S = 300
 

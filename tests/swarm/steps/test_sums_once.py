@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.machine.conductor.test_group_orders import Grid, with_one_trainer
-
 from peerd.messages.swarm import Done, Mb
 from peerd.swarm.events import (
     CancelAttempt,
@@ -19,6 +17,7 @@ from peerd.swarm.events import (
     TrainerReport,
 )
 from peerd.swarm.positions.phases import Phase
+from tests.swarm.steps.test_group_orders import Grid, with_one_trainer
 from tests.worlds.machines.conducting import hello
 
 LATE_S = 1000.0

@@ -9,7 +9,6 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 import trio
 import trio.testing
-from tests.net.compliance import Ends, TransportCompliance, on_loopback
 
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
@@ -26,6 +25,7 @@ from peerd.wire.tcp.rate_limit import LimitedLine, LinePace, LineTurn, RateLimit
 from peerd.wire.tcp.tcp_transport import TcpLink, TcpTransport
 from peerd.wire.transport import LendingLink
 from tests.kit.amount import thorough
+from tests.wire.compliance import Ends, TransportCompliance, on_loopback
 
 MBIT = 8e-6
 

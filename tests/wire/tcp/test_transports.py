@@ -11,12 +11,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 import trio
 import trio.testing
-from tests.net.compliance import LOOPBACK, Ends, TransportCompliance, on_loopback, read_exactly
 
 from peerd.core.addr import parse_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.wire.tcp.tcp_transport import TcpLink, TcpTransport
 from peerd.wire.transport import LendingLink
+from tests.wire.compliance import LOOPBACK, Ends, TransportCompliance, on_loopback, read_exactly
 from tests.worlds.network.virtual import addr_of, running_net, transport
 
 
