@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from peerd.service.timeouts import TIMEOUTS
 from tests.kit.time_limits import Found, search
+from tests.kit.timeouts import TIMEOUTS
 
 ROOT = Path(__file__).parent.parent
 

@@ -37,7 +37,7 @@ from peerd.wire.link.link_stream import Stream
 from peerd.wire.path_selection import PathKind
 from peerd.wire.transport import RawLink
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.reach")
 _INTRODUCTION_S = 5.0  # for the other side's identify
 _ANSWER_S = 10.0  # for a message of the other side
 _HANDSHAKE_S = 3.0  # for a handshake: both sides may be waiting, or it is another host

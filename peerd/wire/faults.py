@@ -18,7 +18,7 @@ from typing import Final
 
 from peerd.core.limits import FAULT_CHARS, FAULT_PLACES
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.wire")
 _HOME: Final = Path(__file__).resolve().parent.parent.parent  # contains the folders `peerd` and `roles`
 _OURS: Final = (str(_HOME / "peerd"), str(_HOME / "roles"))
 _ELSEWHERE: Final = "elsewhere"  # the common counter of further places, once there are too many

@@ -16,13 +16,13 @@ from peerd.core.limits import STAGES
 from peerd.messages.encoding import Message
 from peerd.messages.handover import Ticket
 
-PACKAGES = ("peerd.core", "peerd.machine", "peerd.net", "peerd.service")
+PACKAGES = ("messages", "dht", "rpc", "access", "role", "swarm", "averaging", "pipeline", "state", "experts.calls")
 DEPTH_MAX = 8
 
 
 def message_types() -> list[type[Message]]:
     """Every message that the core, the machines and the services define, by name."""
-    for package in PACKAGES:
+    for package in (f"peerd.{name}" for name in PACKAGES):
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
             importlib.import_module(module.name)
     found: list[type[Message]] = []

@@ -11,7 +11,6 @@ ROOMS = {
     "core": "",
     "placement": "",
     "screen": "",
-    "service": "",
     "codec/format": "",
     "log": "screen",
     "reach/gateway": "",

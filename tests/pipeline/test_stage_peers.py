@@ -14,7 +14,7 @@ from peerd.pipeline.stage_peers import StagePeers
 from peerd.sim.clock import SimClock
 from tests.worlds.machines.handing import STAGES, Ways, members, peer
 
-LOG = "peerd.service.pipeline"
+LOG = "peerd.pipeline"
 
 
 @pytest.mark.parametrize("error", [Unreachable("gone"), TooSlow("nothing came")])

@@ -154,7 +154,7 @@ async def test_who_proposes_over_a_direct_link_or_out_of_turn_is_sent_away(
         over_relay = a.host.links.best(b.host.id)
         assert over_relay is not None
         assert over_relay.way == PathKind.RELAYED
-        with caplog.at_level(logging.WARNING, logger="peerd.net"):
+        with caplog.at_level(logging.WARNING, logger="peerd.reach"):
             direct = await a.host.open_stream(relay.id, DCUTR)
             await say(direct, PunchKind.CONNECT, [])
             with pytest.raises((Unreachable, RemoteError)):

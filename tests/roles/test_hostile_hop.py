@@ -285,7 +285,7 @@ def _answers(name: str) -> dict[str, Any]:
 async def test_a_successor_that_answers_wrongly_is_named_and_the_microbatch_goes_another_way(
     s: HandScene, bad: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "peerd.service.pipeline")
+    caplog.set_level(logging.DEBUG, "peerd.pipeline")
     asked: list[int] = []
 
     async def answer(call: Incoming[PassRequest]) -> Any:
@@ -318,7 +318,7 @@ async def test_a_successor_that_answers_wrongly_is_named_and_the_microbatch_goes
 async def test_a_successor_that_never_answers_or_reads_slowly_costs_one_call_and_is_named(
     s: HandScene, line: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "peerd.service.pipeline")
+    caplog.set_level(logging.INFO, "peerd.pipeline")
 
     async def never(call: Incoming[PassRequest]) -> Any:
         await trio.sleep_forever()

@@ -62,7 +62,7 @@ from peerd.wire.link.link_stream import Stream, StreamOwner
 from peerd.wire.path_selection import PathKind
 from peerd.wire.transport import Listener, RawLink
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.reach")
 _SHORTEST_S = 60.0  # minimum of a reservation: an earlier expiry means that the relay's clock or ours is wrong
 _LOOK_S = 30.0  # interval of checks for expired reservations
 

@@ -17,7 +17,7 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.reach.relay.circuit_link import CircuitLink
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.reach")
 _LOOK_S = 5.0
 _PAUSE_S = 1.0
 

@@ -21,7 +21,7 @@ from peerd.wire.transport import Listener, RoamingTransport, Transport, close_su
 
 CONFIGURED = "configured"  # source of the addresses that the user announces: listed first, and never withheld
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.wire")
 
 
 class HostAddresses:

@@ -21,7 +21,7 @@ from peerd.wire.host.dialer import Dialer
 from peerd.wire.host.link_table import Links
 from peerd.wire.link.link import Link
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.wire")
 _SILENT_S: Final = 1.0  # time to answer before another path is searched; longer for long round trips
 _SILENT_RTTS: Final = 4
 _ALL_AGAIN_S: Final = 1.0  # minimum interval of pinging all other links

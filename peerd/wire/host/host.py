@@ -49,7 +49,7 @@ from peerd.wire.yamux.stream import WindowBudget
 
 __all__ = ["Host", "HostConfig", "PeerDown", "PeerIdentified", "PeerUp"]
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.wire")
 Handler = Callable[[Stream], Awaitable[None]]
 
 

@@ -31,7 +31,7 @@ from peerd.wire.identify_message import Identify
 from peerd.wire.link.link import Link
 from peerd.wire.link.link_stream import Stream, StreamOwner
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.wire")
 _TOGETHER_S = 0.05  # changes within this time are sent in one push
 
 

@@ -19,7 +19,7 @@ from peerd.wire.budget.book import User, user_at
 from peerd.wire.faults import Faults
 from peerd.wire.transport import Listener, RawLink, close_surely
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.wire")
 
 
 class InboundGate:

@@ -31,7 +31,7 @@ from peerd.wire.link.link import Link
 from peerd.wire.link.link_stream import StreamOwner
 from peerd.wire.path_selection import Path, PathKind, choose
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.wire")
 
 
 @dataclass(frozen=True, slots=True)

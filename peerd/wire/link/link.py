@@ -41,7 +41,7 @@ from peerd.wire.yamux.striping import StripedLane
 
 __all__ = ["Buffers", "Link", "LinkOwner", "Stream"]
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.wire")
 _READ_BYTES = 256 * 1024
 _TOGETHER_S = 0.0002  # small messages within this time share a frame and a system call
 

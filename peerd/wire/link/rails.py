@@ -39,7 +39,7 @@ from peerd.wire.yamux.frames import PROTOCOL as YAMUX
 from peerd.wire.yamux.session import YamuxSession
 from peerd.wire.yamux.striping import BINDING_BYTES, PROTOCOL, StripedLane
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.wire")
 OFFERS = (YAMUX, PROTOCOL)  # offered by the side that is dialed
 _WARM_ROUND_TRIPS = 8  # until a connection has approximately found its rate
 _WARM_S = 0.1  # assumed round trip if none was measured

@@ -20,7 +20,7 @@ from peerd.core.limits import UNREAD_LOOK_BYTES, WINDOW_BYTES_INITIAL
 from peerd.wire.budget.book import User
 from peerd.wire.link.link_stream import Stream
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.wire")
 
 
 class Filled(Protocol):

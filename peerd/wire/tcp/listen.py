@@ -16,7 +16,7 @@ from peerd.core.addr import ip_of, tcp_addr, tcp_place
 from peerd.core.errors import ConfigError
 from peerd.wire.transport import Listener, NoSuchFamily, Transport, close_surely
 
-_log = logging.getLogger("peerd.net")
+_log = logging.getLogger("peerd.wire")
 _TRIES: Final = 16  # for a port that is free in both families
 
 

@@ -257,7 +257,7 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far() -> None:
     """The signal comes while the search asks for the time, so that it is under way."""
     code = (
         "import os, signal, sys\n"
-        "from peerd.commands.plan import plan_search\n"
+        "from peerd.cli.plan import plan_search\n"
         "clock = plan_search.SearchWatch.clock\n"
         "def stopped(watch):\n"
         "    if not watch.stopped and clock(watch) - watch.began > 0.2: os.kill(os.getpid(), signal.SIGINT)\n"

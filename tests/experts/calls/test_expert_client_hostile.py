@@ -33,7 +33,7 @@ A, B, C = Uid(0, (1, 2)), Uid(0, (1, 3)), Uid(0, (2, 0))
 
 @pytest.fixture(autouse=True)
 def all_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "peerd.service.experts")
+    caplog.set_level(logging.INFO, "peerd.experts.calls")
 
 
 async def scored(caller: ExpertPeer, k: int = 4) -> list[Uid]:

@@ -102,7 +102,7 @@ async def test_withdrawn_records_are_gone_at_once_and_those_of_the_dead_after_tw
 async def test_of_two_hosts_that_claim_one_expert_all_see_the_same_winner_and_the_other_is_named(
     scene: ExpertWorld, higher: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "peerd.service.experts")
+    caplog.set_level(logging.INFO, "peerd.experts.calls")
     one, two, *readers = scene.peers
     await one.host(E, generation=1 if higher else 0)
     await two.host(E, generation=0)
@@ -152,7 +152,7 @@ async def test_a_record_that_is_no_announcement_is_skipped_and_its_sender_named(
     liar, honest, reader = scene.peers
     await honest.host(Uid(0, (1, 3)))
     await liar.node.dht.put(prefix_key("moe", P), value(), ttl_s=60)
-    with caplog.at_level(WARNING, "peerd.service.experts"):
+    with caplog.at_level(WARNING, "peerd.experts.calls"):
         for _ in range(3):
             found = await reader.directory.read([P])
             assert alive(reader.directory, found) == {"0.1": [3]}
@@ -172,7 +172,7 @@ async def test_a_prefix_announced_where_nothing_lives_is_left_out_and_its_sender
     await liar.directory.announce([ghost])
     top = Uid(0, (1,))
     assert alive(reader.directory, await reader.directory.below([top])) == {"0.1": [2, 3]}
-    with caplog.at_level(WARNING, "peerd.service.experts"):
+    with caplog.at_level(WARNING, "peerd.experts.calls"):
         assert alive(reader.directory, await reader.directory.below([Uid(0, (1, 2))])) == {"0.1.2": []}
     assert f"announces experts below 0.1.2, where it has none (peer {liar.node.id.short})" in caplog.text
     assert alive(reader.directory, await reader.directory.read([top])) == {"0.1": [3]}

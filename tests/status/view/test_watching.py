@@ -19,7 +19,7 @@ from peerd.run.home import socket_path
 from peerd.screen.frame import compose
 from peerd.status.view.curve_file import CurveFile
 from peerd.status.view.watch_view import Watcher
-from tests.test_view import snapshot
+from tests.status.view.test_view import snapshot
 from tests.worlds.processes.terminal import Grid, terminal
 
 WHY = "stage 1 has no peers"

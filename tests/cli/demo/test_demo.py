@@ -194,7 +194,7 @@ def test_a_demo_refuses_data_that_is_not_there_and_a_used_folder(tmp_path: Path)
 @pytest.fixture
 def sleeper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Children that run this module's `sleep` in place of peerd, tied to their parent as peerd is."""
-    code = "from peerd.demo import tether; tether.tie(); import time, sys; print('up', flush=True); time.sleep(600)"
+    code = "from peerd.cli.demo import tether; tether.tie(); import time, sys; print('up', flush=True); time.sleep(600)"
     arguments = [sys.executable, "-c", code]
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: popen(arguments, **options))
@@ -254,9 +254,9 @@ def test_a_process_that_does_not_obey_is_killed(
 def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     """The parent is a process of its own here; its child is found by the number that it prints."""
     code = (
-        "import subprocess, sys, time\nfrom pathlib import Path\nfrom peerd.demo import tether\n"
+        "import subprocess, sys, time\nfrom pathlib import Path\nfrom peerd.cli.demo import tether\n"
         "real = subprocess.Popen\n"
-        "body = 'from peerd.demo import tether; tether.tie(); import time; time.sleep(600)'\n"
+        "body = 'from peerd.cli.demo import tether; tether.tie(); import time; time.sleep(600)'\n"
         "subprocess.Popen = lambda command, **options: real([sys.executable, '-c', body], **options)\n"
         f"child = tether.start([], Path({str(tmp_path / 'log')!r}), {{}})\n"
         "print(child.pid, flush=True)\ntime.sleep(600)\n"

@@ -14,7 +14,7 @@ import trio.testing
 from peerd.daemon.control import socket
 from peerd.daemon.daemon import Daemon
 from peerd.run.home import socket_path
-from tests.test_daemon import Quiet, peer
+from tests.daemon.test_daemon import Quiet, peer
 
 
 class Calm(Quiet):

@@ -112,7 +112,7 @@ def test_python_m_peerd_is_the_peerd_command() -> None:
 RUNS_A_JOB = """
 import atexit, functools, sys, threading, torch, trio
 import peerd.cli.cli as cli
-from peerd.compute import worker
+from peerd.model import worker
 
 atexit.register(print, "unloads torch")
 ends = threading.Event()

@@ -29,7 +29,7 @@ from peerd.sim.clock import EPOCH_S, SimClock
 from peerd.status.snapshot import StatusSnapshot, decode_status
 from peerd.status.view import status_view
 from peerd.wire.clock import RealClock
-from tests.test_daemon import Quiet
+from tests.daemon.test_daemon import Quiet
 
 NOON_S = 12 * 3600.0
 HOUR_S = 3600.0

@@ -26,8 +26,8 @@ from peerd.sim.simnet import SimNet
 from peerd.status.snapshot import StatusSnapshot, decode_status
 from peerd.status.status_board import StatusBoard
 from peerd.status.view.status_view import render
-from tests.test_daemon import Peer, Quiet
-from tests.test_view import plain_text
+from tests.daemon.test_daemon import Peer, Quiet
+from tests.status.view.test_view import plain_text
 from tests.worlds.network.virtual import addr_of, running_net, transport
 
 RUN = RunFile(run="tiny")

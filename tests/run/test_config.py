@@ -268,7 +268,7 @@ def test_a_wrong_address_on_the_command_line_is_named_with_its_option() -> None:
 
 
 def test_the_shipped_run_files_are_right() -> None:
-    folder = Path(__file__).parent.parent / "configs"
+    folder = Path(__file__).parents[2] / "configs"
     files = sorted(set(folder.glob("*.yaml")) - {folder / "links.yaml"})
     assert files
     for file in files:

@@ -30,7 +30,7 @@ from peerd.run.runfile import LimitsSection, fingerprint
 from tests.kit.amount import thorough
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -402,7 +402,7 @@ def test_the_last_loop_saves_its_state_on_a_disk_that_is_slower_than_closing(
 STUCK = """
 import threading, torch, peerd
 from peerd.model.checkpoint import Checkpoints
-from peerd.control import leave_deadlines
+from peerd.daemon.control import leave_deadlines
 leave_deadlines.LEAVE_S = 0.0
 Checkpoints.save = lambda *args, **more: threading.Event().wait()
 model = torch.nn.Linear(3, 2)
