@@ -84,7 +84,7 @@ def test_every_protocol_of_ours_is_in_the_table() -> None:
     sources = "".join(path.read_text("utf-8") for path in files)
     methods = set(re.findall(r'"([a-z]+/\d+)/[a-z_]+"', sources)) | {"dht/4", "rail/1"}
     assert '"/peerd/rail/1"' in sources
-    page = (ROOT / "peerd/rpc/README.md").read_text("utf-8")
+    page = (ROOT / "peerd/rpc/protocols.md").read_text("utf-8")
     assert set(re.findall(r"\| `/peerd/([a-z]+/\d+)`", page)) == methods
 
 

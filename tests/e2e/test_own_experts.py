@@ -17,7 +17,7 @@ from tests.worlds.roles.training import swarm
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "configs/moe.yaml"
-PAGE = (ROOT / "peerd/experts/trainer/README.md").read_text("utf-8")
+PAGE = (ROOT / "peerd/experts/dmoe.md").read_text("utf-8")
 CODE = PAGE.partition("```python\n")[2].partition("```")[0]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "peerd/library/README.md").read_text("utf-8")
+PAGE = (ROOT / "peerd/library/user-loop.md").read_text("utf-8")
 CODE = PAGE.partition("```python\n")[2].partition("```")[0]
 
 
