@@ -15,7 +15,8 @@ from peerd.run.runfile import ExpertsSection, RunFile
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-LINES = 200  # of the first page
+LINES = 200
+ROOM_LINES = 40
 
 
 def keys(cls: type[msgspec.Struct], path: str = "") -> Iterator[str]:
@@ -49,10 +50,33 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page} names {target}"
 
 
+def linked(page: Path) -> set[Path]:
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
+    return {(page.parent / target).resolve() for target in targets if target.endswith(".md")}
+
+
 def test_the_first_page_is_short_and_leads_to_all_others() -> None:
     assert len(README.splitlines()) <= LINES
-    named = {(ROOT / target).resolve() for target in re.findall(r"\]\(([^)#:]+)\)", README)}
-    assert {page for page in pages() if page.name != "README.md" or page.parent != ROOT} <= named
+    reached, left = set[Path](), {ROOT / "README.md"}
+    while left:
+        reached.add(page := left.pop())
+        left |= linked(page) - reached
+    assert set(pages()) - reached == set()
+
+
+def rooms() -> list[Path]:
+    return sorted(folder for folder in (ROOT / "peerd").iterdir() if (folder / "__init__.py").exists())
+
+
+@pytest.mark.parametrize("room", rooms(), ids=lambda room: room.name)
+def test_each_room_has_a_short_page_that_names_each_of_its_files(room: Path) -> None:
+    pages_of_room = {page.parent: page.read_text("utf-8") for page in room.rglob("README.md")}
+    assert room in pages_of_room
+    for folder, text in pages_of_room.items():
+        assert len(text.splitlines()) <= ROOM_LINES, folder
+    for file in sorted(room.rglob("*.py")):
+        text = pages_of_room[room] + pages_of_room.get(file.parent, "")
+        assert file.name == "__init__.py" or f"`{file.stem}`" in text, f"{file.relative_to(ROOT)} is not named"
 
 
 def test_the_configuration_table_lists_every_key_and_no_other() -> None:

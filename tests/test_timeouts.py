@@ -1,4 +1,4 @@
-"""Each constant that a time limit uses has a row in `service/timeouts`, with the reason why it need not grow. No time
+"""Each constant that a time limit uses has a row in `tests/kit/timeouts`, with the reason why it need not grow. No time
 limit uses a plain number.
 """
 

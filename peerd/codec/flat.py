@@ -1,7 +1,7 @@
 """Flat tensors: a stage keeps all parameters in one, and likewise its gradient and each moment.
 
 Gradient sums (`FlatSums`) are those of the current step and, in a delayed run, of the next step. `ahead` is 0 for the
-current step and 1 for the next. They have no record of the microbatches in them; `model/microbatch_books` has it.
+current step and 1 for the next. They have no record of the microbatches in them; `model/stage/microbatch_books` has it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ within three periods; of a larger one each read covers 16,384 experts (256 prefi
 
 A hostile peer may announce checkpoints that do not exist (given up after a second try), that contain NaN (an older one
 is used), or huge ones; claim experts that it does not serve; or announce an adoption and never complete it
-(`machine.owners.turns`: all peers of one network share one waiting time, as long as the state takes, and peers that do
+(`experts/owners/rivals`: all peers of one network share one waiting time, as long as the state takes, and peers that do
 not answer are not waited for). The log names it.
 """
 

@@ -6,7 +6,7 @@ are answered. The next host fetches and checks the state, hosts it in the next g
 This host gives the expert up only after that claim is in the directory. If anything fails before, it continues to host
 the expert, and nothing is lost. If only the answer was lost, the claim shows that the next host took the expert. If the
 claim appears too late, this host makes updates again; the first one invalidates its signature for the next host, and
-one of the two yields as after a partition (`machine.owners`). A host that leaves hands over all experts for which
+one of the two yields as after a partition (`experts/owners`). A host that leaves hands over all experts for which
 others have places, as far as time allows; the rest is adopted from its checkpoints.
 
 A hostile host may ask others to take experts that it does not own (the claim in the directory and its signature

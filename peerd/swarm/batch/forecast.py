@@ -4,7 +4,7 @@ A trainer's pace is measured where its reports arrive, while it works. Its own c
 a forecast wrong only by being slow. `whole_in_s` distributes what nobody has begun among the trainers at work, as they
 will take it; what a departed trainer had begun counts as not begun. Decides nothing that could harm a step: a wrong
 forecast costs a connection made too early or a check made too late. Invariants: a forecast is None or finite, never
-negative and never beyond FORESEEABLE_S; at a constant pace it is right, up to one microbatch (`tests/machine`). Extends
+negative and never beyond FORESEEABLE_S; at a constant pace it is right, up to one microbatch (`tests/swarm`). Extends
 the rule of DeDLOC (Diskin et al. 2021, section 3.1), remaining samples over the sum of rates, by what is begun.
 """
 
