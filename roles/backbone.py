@@ -136,7 +136,7 @@ class BackboneRole:
         try:
             return own_signature(run, self._file, self._ctx.host, self._ctx.data_dir.parent / SIGNATURE_FILE)
         except ConfigError as error:
-            self._ctx.log.event("run.unsigned", level="warning", reason=str(error))
+            self._ctx.log.event("run.not_signed", level="warning", reason=str(error))
             return b""
 
     async def _watch(self, watching: RunMonitor, curves: LearningCurves) -> None:

@@ -382,7 +382,7 @@ class TrainerRole:
             except MicrobatchNotFinite as error:
                 total = math.nan
                 reason = f"the evaluation of the held-out samples failed: {error}"
-                self._ctx.log.event("trainer.not_evaluated", level="warning", step=step, reason=reason)
+                self._ctx.log.event("trainer.evaluation_failed", level="warning", step=step, reason=reason)
                 break
         self._valid_loss = total / self._run.evaluate.samples
         self._evaluations.append((step, self._valid_loss))

@@ -99,7 +99,7 @@ def test_a_swarm_that_was_killed_goes_on(tmp_path: Path, disks_are_lost: bool) -
         backbone, peers, trainer = started.swarm(file)
         for peer in peers:
             peer.wait_for("stage.restored")
-            assert "checkpoint.recalled" in peer.said or not disks_are_lost
+            assert "checkpoint.fetched" in peer.said or not disks_are_lost
         kept = max(backbone.role()["kept_steps"] if disks_are_lost else saved)
         assert kept >= 2
         trainer.reaches(kept + 3)

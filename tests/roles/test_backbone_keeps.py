@@ -157,7 +157,7 @@ async def test_a_stage_whose_peers_are_all_lost_returns_from_what_a_backbone_kep
         await stages[1].gone.wait()
         fresh = await s.start("fresh", StageRole, pinned(run, 1))
         await until(s, fresh, "goes on", lambda: step_of(fresh) > 0)
-        newest = {event["step"] for event in told([fresh], "checkpoint.recalled")}
+        newest = {event["step"] for event in told([fresh], "checkpoint.fetched")}
         for peer in (stages[0], fresh):  # what a living one has saved may be of other steps
             await until(s, peer, "goes on", partial(lambda peer: step_of(peer) > max(newest) + 2, peer))
         assert {event["step"] for event in told([stages[0], fresh], "stage.restored")} <= newest
@@ -196,7 +196,7 @@ async def test_a_fresh_peer_does_not_begin_at_the_start_when_nobody_can_give_wha
         fresh = [await s.start(f"fresh{i}", StageRole, pinned(run, i)) for i in range(2)]
         await s.start("new trainer", TrainerRole, run)
         with trio.fail_after(60):
-            while not told(fresh, "checkpoint.not_recalled"):
+            while not told(fresh, "checkpoint.fetch_failed"):
                 await s.peers["backbone0"].role._looked.wait()
         assert [step_of(peer) for peer in fresh] == [0, 0]
         assert "no position that every stage can reach" in str(fresh[0].role.status()["waits_for"])

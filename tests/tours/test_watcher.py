@@ -51,7 +51,7 @@ def test_a_watcher_sees_a_loss_its_reason_and_the_recovery(tmp_path: Path) -> No
         assert "stands still" not in watcher.run("peerd status --data-dir trainer").text
         newcomer.wait_for('stage.chosen role=stage stage=1 why="it has no peer"')
         # What the loss cost is a warning; it cost nothing if the backbone had just fetched the last step.
-        kept = f"checkpoint.recalled role=stage stage=0 step={before}"
+        kept = f"checkpoint.fetched role=stage stage=0 step={before}"
         lost = "stage 1 was lost with its last peer: the swarm goes back from step"
         said = (lost, kept)
         peers[0].wait_until(lambda: any(text in peers[0].said for text in said), "it never said what was lost")
