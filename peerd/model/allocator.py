@@ -21,11 +21,14 @@ _ARENAS: Final = 2
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MOST = -1, -3, -8  # options of glibc's mallopt
 
 
-def return_large_blocks() -> None:
-    """Make freed large blocks return to the system, in all threads, from now on."""
+def return_large_blocks(large_bytes: int = _BIG_BYTES, kept_bytes: int = _KEPT_AT_END_BYTES) -> None:
+    """Make freed large blocks return to the system, in all threads, from now on.
+
+    `large_bytes`: the smallest of them. `kept_bytes`: free memory that a heap keeps at its end.
+    """
     if (libc := _glibc()) is not None:
-        libc.mallopt(_MMAP_THRESHOLD, _BIG_BYTES)
-        libc.mallopt(_TRIM_THRESHOLD, _KEPT_AT_END_BYTES)
+        libc.mallopt(_MMAP_THRESHOLD, large_bytes)
+        libc.mallopt(_TRIM_THRESHOLD, kept_bytes)
         libc.mallopt(_ARENA_MOST, _ARENAS)
 
 

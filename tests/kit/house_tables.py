@@ -70,7 +70,7 @@ ROOMS = {
         "averaging dht experts/calls log messages pipeline rpc rpc/methods run state swarm swarm/batch "
         "swarm/conductor wire wire/host wire/link"
     ),
-    "daemon/control": "dht log reach reach/gateway reach/relay role rpc run wire/host",
+    "daemon/control": "dht log model reach reach/gateway reach/relay role rpc run wire/host",
     "experts/hosting": "experts/calls experts/owners experts/rules messages role rpc rpc/methods run wire/rate",
     "pipeline/trainer": "codec data data/files messages pipeline pipeline/routes role swarm/batch swarm/steps",
     "sim": "dht dht/node messages role rpc run wire wire/host wire/link",

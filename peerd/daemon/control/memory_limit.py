@@ -8,23 +8,20 @@ with an error message. On systems that do not report a process' memory, only the
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import trio
 
 from peerd.daemon.control.guest import GB, resident_bytes
+from peerd.model import allocator
 
 _LOOK_S: Final = 0.25
 _NEAR: Final = 0.5
 _TOLERATED: Final = 1.05
 _LOOKS: Final = 12  # checks in a row above the limit; shorter peaks are tolerated
 _BIG_BYTES: Final = 1 << 20  # larger blocks are returned as soon as they are freed
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MOST = -1, -3, -8  # options of glibc's mallopt
-_ARENAS: Final = 2
 
 
 async def keep(memory_gb: float, over: Callable[[str], None], held: Callable[[], int | None] = resident_bytes) -> None:
@@ -52,22 +49,11 @@ async def keep(memory_gb: float, over: Callable[[str], None], held: Callable[[],
 
 
 def _return_freed() -> None:
-    """Make the C library return freed memory at once, if it is glibc, which otherwise keeps much of it for reuse."""
-    if (libc := _glibc()) is not None:
-        for option, value in ((_MMAP_THRESHOLD, _BIG_BYTES), (_TRIM_THRESHOLD, _BIG_BYTES), (_ARENA_MOST, _ARENAS)):
-            libc.mallopt(option, value)
-        libc.malloc_trim(0)
+    """Make the C library return freed memory at once, which otherwise keeps much of it for reuse."""
+    allocator.return_large_blocks(_BIG_BYTES, _BIG_BYTES)
+    allocator.give_back()
 
 
 def _give_back() -> None:
     gc.collect()
-    if (libc := _glibc()) is not None:
-        libc.malloc_trim(0)
-
-
-def _glibc() -> Any:
-    """The C library if it is glibc, else None."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)
-    return libc if hasattr(libc, "malloc_trim") else None
+    allocator.give_back()
