@@ -5,8 +5,8 @@ a whole causal layer with residuals. `module:function` of a local file (or an in
 and returns one torch module, which maps samples [S, *input] to [S, *output]; it computes in eval mode.
 
 Initial weights are a pure function of (run.seed, uid), so every peer creates an expert with the same weights. Those of
-the blocks here are drawn from integers with one multiplication, as in `model/stage/partition`, so that they are equal on
-all machines.
+the blocks here are drawn from integers with one multiplication, as in `model/stage/partition`, so that they are equal
+on all machines.
 
 Shapes: S samples, L tokens, D width, F units of a hidden layer.
 """

@@ -105,7 +105,7 @@ class AveragerRole:
         try:
             signature = await trio.to_thread.run_sync(own_signature, run, file, self._ctx.host, path)
         except ConfigError as error:
-            self._ctx.log.event("run.unsigned", level="warning", reason=str(error))
+            self._ctx.log.event("run.not_signed", level="warning", reason=str(error))
         offer = RunOffer(self._ctx.rpc, run.run, lambda: RunFileAnswer(file, signature))
         offer.open()
         return offer

@@ -82,7 +82,7 @@ class TrainerData:
         """Digests of the text, by which trainers compare it, or None if that would take long; then call `digests`."""
         known = FileDigests(self._ctx.data_dir / "digests.json")
         if await self._worker.run(lambda: takes_long(self._run, known), name="look at the data"):
-            self._ctx.log.event("data.digested_later", level="info")
+            self._ctx.log.event("data.hashed_later", level="info")
             return None
         self.preparing = "its own text, which is read through once to compare its digest"
         try:
@@ -103,7 +103,7 @@ class TrainerData:
             )
         finally:
             wanted = False  # a cancelled caller leaves the job running; this stops it
-        self._ctx.log.event("data.digested", digests=found)
+        self._ctx.log.event("data.hashed", digests=found)
         return found
 
     def close(self) -> None:

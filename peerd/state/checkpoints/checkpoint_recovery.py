@@ -194,7 +194,7 @@ class CheckpointRecovery:
             self._failed[position] = trio.current_time() + _FAILED_S
             self.problem = f"the checkpoint of step {position.step} could not be fetched: {error}"
             self._ctx.log.event(
-                "checkpoint.not_recalled", level="warning", stage=stage, step=position.step, reason=self.problem
+                "checkpoint.fetch_failed", level="warning", stage=stage, step=position.step, reason=self.problem
             )
             return False
         finally:
@@ -211,6 +211,6 @@ class CheckpointRecovery:
         self.problem = None
         self._patient_until = trio.current_time() + self._patience_s
         self._patience_s *= 2
-        self._ctx.log.event("checkpoint.recalled", stage=stage, step=position.step)
+        self._ctx.log.event("checkpoint.fetched", stage=stage, step=position.step)
         self._reports.tell()
         return True
