@@ -32,7 +32,7 @@ from peerd.messages.experts import (
 from peerd.run.grid import Uid
 
 OWNER, OTHER = Keypair.from_seed(bytes(32)), Keypair.from_seed(bytes([1]) * 32)
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 ADDRS = ["/ip4/45.3.1.1/tcp/20643", "/ip6/2001:db9::7/tcp/4001"]
 RUN, REQUEST = bytes(range(16)), bytes(range(16, 32))
 

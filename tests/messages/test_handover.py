@@ -23,7 +23,7 @@ from peerd.messages.swarm import GrantStatement, Mb, Receipt, Seqs
 CONDUCTOR, TRAINER, *STAGE_KEYS = (Keypair.from_seed(bytes([n]) * 32) for n in range(5))
 OWN, ROUTE = TRAINER.peer_id.text, [key.peer_id.text for key in STAGE_KEYS]
 RUN, OTHER_RUN = bytes(range(16)), bytes(range(16, 32))
-GOLDEN = Path(__file__).parents[2] / "golden" / "handover_v2.bin"
+GOLDEN = Path(__file__).parents[1] / "golden" / "handover_v2.bin"
 
 
 def ticket(**changes: Any) -> Ticket:

@@ -21,7 +21,7 @@ from peerd.messages.encoding import Message, decode, encode
 from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport, PairFigures
 
 RUN = bytes(range(16))
-GOLDEN = Path(__file__).parents[2] / "golden" / "network_v1.bin"
+GOLDEN = Path(__file__).parents[1] / "golden" / "network_v1.bin"
 FIGURES = PairFigures("12D3KooWa", 0.025, 1.25e6, 2.5e6, 3.0, 60.0, True, False)
 
 

@@ -56,8 +56,10 @@ async def test_a_killed_peer_returns_with_its_checkpoint_and_catches_up(tmp_path
         await reaches(s, peers[2], peers[2].role.position.step + 3)
         back = await s.start("stage0", StageRole, run)  # not pinned: it knows its stage from its checkpoint
         await reaches(s, back, peers[2].role.position.step + 3)
-        assert back.role.status()["stage"] == 0
-        assert any(event["name"] == "stage.restored" for event in back.log.recent())
+        events = back.log.recent()
+        first = next(event["stage"] for event in events if event["name"] == "stage.entered")
+        assert first == 0, "it may be moved later"
+        assert any(event["name"] == "stage.restored" for event in events)
         assert trainer.role.status()["microbatches"]["lost"] == 0
 
 

@@ -27,7 +27,7 @@ from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.limits import FRAME_BYTES
 from tests.kit.frames import mended, raw_header
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "frame_v2.bin"
+GOLDEN = Path(__file__).parents[2] / "golden" / "frame_v2.bin"
 GOLDEN_FRAMES = [
     TensorFrame("float32", (2, 3), bytes(24)),
     TensorFrame("float64", (4,), bytes(8), "bf16"),
