@@ -1,4 +1,4 @@
-"""The services of one run on one peer. All roles of a process share them; each is built at its first use."""
+"""The services of one run on one peer. All roles of a process share them; most are built at their first use."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SILENCES: Final = 6  # silent members, one after the other, for which a round h
 
 
 class RunServices:
-    """Builds the services of one run at their first use. Starts no task."""
+    """Builds the services of one run, most at their first use. Starts no task."""
 
     def __init__(self, run: RunFile, host: Host, rpc: Rpc, dht: Dht, clock: Clock) -> None:
         self.run = run
