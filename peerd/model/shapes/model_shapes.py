@@ -1,6 +1,6 @@
 """Shapes of a gpt's parameters and its division into stages, computed from the run file and the vocabulary size.
 
-The torch modules with these parameters are in `model`; a test checks that both agree. Shapes are torch's:
+The torch modules with these parameters are in `model/layers`; a test checks that both agree. Shapes are torch's:
 a matrix is [out, in].
 """
 

@@ -1,6 +1,6 @@
 """Moves of stage peers that the conductor orders: which ones to begin, and the state of those under way.
 
-After each step the rule (`rebalancer`) examines the posts. Its moves are ordered if they harm nobody: a peer moves
+After each step the rule (`rebalance_rule`) examines the posts. Its moves are ordered if they harm nobody: a peer moves
 only if its stage keeps a peer with the current state, and one with the checkpoint that all stages could return
 to. A peer never moves if it holds several posts, serves the stage that its user has set, has moved recently, or
 conducts. A peer under way counts in its new stage. A move is complete when the peer serves only its new stage. A move
