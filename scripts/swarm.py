@@ -22,11 +22,11 @@ if __package__ in (None, ""):  # run as a script, so the repository is not on th
 
 from peerd.core.errors import PeerdError
 from peerd.core.ids import Key
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import hosts, swarm, try_ping
-from peerd.sim.simnet import NetConfig, SimLine
-from peerd.sim.world import Churn, Node, World, WorldConfig
 from scripts.check_report import add_json, show
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.programs import hosts, swarm, try_ping
+from tests.worlds.simulation.simnet import NetConfig, SimLine
+from tests.worlds.simulation.world import Churn, Node, World, WorldConfig
 
 PING_LIMIT_S = 10.0
 

@@ -24,13 +24,13 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.sim.clock import deterministic_scheduling
 from tests.choice import durations, passed, schedule
 from tests.choice.selection import select
 from tests.choice.slices import parse_slice
 from tests.choice.touched import BUDGET_S, Deadline
 from tests.kit.amount import ALL, examples
 from tests.kit.watchdog import LoopWatchdog
+from tests.worlds.simulation.clock import deterministic_scheduling
 
 if TYPE_CHECKING:
     from tests.kit.exact import Batches

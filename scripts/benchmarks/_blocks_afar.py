@@ -19,10 +19,10 @@ from peerd.experts.calls.expert_server import ExpertServer, ServerConfig
 from peerd.messages.experts import Backward, Forward, Gradient, Name, Output
 from peerd.run.grid import Uid, grid_of
 from peerd.run.runfile import ExpertsSection, RunFile, fingerprint
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.world import Node, World
 from tests.worlds.roles.inline_worker import InlineWorker
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import Node, World
 
 BLOCKS: Final = 224
 DEVICES: Final = 4

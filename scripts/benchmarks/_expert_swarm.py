@@ -38,14 +38,14 @@ from peerd.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.sim.clock import run_virtual
-from peerd.sim.simnet import SimLine
 from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
 from scripts.benchmarks._report import Figure, Report
 from scripts.benchmarks._virtual_pipeline import booted
 from tests.kit.local_experts import LocalExperts
 from tests.worlds.roles.virtualroles import Roles
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.simnet import SimLine
 
 FAILING = 0.1  # share of the requests to experts that fail
 HOSTS, TRAINERS, LAYERS = 4, 4, 2

@@ -11,13 +11,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from peerd.run.runfile import BatchSection, ModelSection, OptimizerSection, PipelineSection, RunFile
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.simnet import SimLine
-from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
 from tests.worlds.roles.inline_worker import InlineWorker
 from tests.worlds.roles.virtualroles import Roles, virtual_run
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.simnet import SimLine
+from tests.worlds.simulation.world import Node, World, WorldConfig
 
 T = TypeVar("T")
 FORWARD: Final = 1 / 3.5  # share of a microbatch's device time; the rest is the backward pass with recomputation

@@ -19,10 +19,10 @@ import trio
 from peerd.core.addr import parse_addr
 from peerd.core.ids import Key
 from peerd.dht.dht import Dht
-from peerd.sim.dht_churn import Loss, measure_loss
-from peerd.sim.dht_grid import GridPlan, GridReport, GridSwarm
 from scripts.benchmarks._remote_process import new_stack
 from scripts.benchmarks._report import Figure, Report
+from tests.worlds.simulation.dht_churn import Loss, measure_loss
+from tests.worlds.simulation.dht_grid import GridPlan, GridReport, GridSwarm
 
 TARGETS_MS = {100: 120.0, 1000: 200.0, 10_000: 260.0}
 PAPER_MS = {100: 317, 1000: 528, 10_000: 764}  # Learning@home, section 4.1

@@ -26,15 +26,15 @@ import trio
 
 from peerd.core.decoders import convert
 from peerd.run.runfile import RunFile
-from peerd.sim.sim_pipe import PACKET_BYTES
-from peerd.sim.simnet import SimLine
-from peerd.sim.world import WorldConfig
 from roles.trainer import TrainerRole
 from scripts.benchmarks._report import Figure, Report
 from scripts.benchmarks._virtual_pipeline import LayerDevice, booted, in_virtual_time, start_stage
 from scripts.lab import WideLab, why_not_wide
 from scripts.process_swarm import BASE, ProcessSwarm
 from tests.worlds.roles.virtualroles import Roles
+from tests.worlds.simulation.sim_pipe import PACKET_BYTES
+from tests.worlds.simulation.simnet import SimLine
+from tests.worlds.simulation.world import WorldConfig
 
 WHY_NOT = why_not_wide
 STAGES: Final = 3

@@ -19,12 +19,12 @@ import torch
 import trio
 
 from peerd.run.runfile import RunFile
-from peerd.sim.simnet import NetConfig, SimLine
-from peerd.sim.world import WorldConfig
 from roles.trainer import TrainerRole
 from scripts.benchmarks._report import Figure, Report
 from scripts.benchmarks._virtual_pipeline import LayerDevice, booted, in_virtual_time, small_run, start_stage
 from tests.worlds.roles.virtualroles import Roles
+from tests.worlds.simulation.simnet import NetConfig, SimLine
+from tests.worlds.simulation.world import WorldConfig
 
 STAGES: Final = 3
 CONTEXT: Final = 96

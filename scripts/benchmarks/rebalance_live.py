@@ -30,9 +30,6 @@ import trio
 from peerd.dht.dht import DhtConfig
 from peerd.dht.node.node_state import KademliaConfig
 from peerd.run.runfile import BatchSection, PipelineSection, RunFile
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.world import World
 from peerd.wire.host.host import HostConfig
 from peerd.wire.link.config import LinkConfig
 from peerd.wire.yamux.stream import YamuxConfig
@@ -42,6 +39,9 @@ from scripts.benchmarks._report import Figure, Report
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import World
 
 STAGES: Final = 4
 A_PEER: Final = 4  # microbatches of a step per peer of a stage

@@ -33,9 +33,6 @@ from peerd.messages.handover import Hop
 from peerd.pipeline import direct
 from peerd.pipeline.routes.cheapest_route import CheapestRoute
 from peerd.pipeline.routes.route_policy import Cut, Options, RoutePolicy, Sent
-from peerd.sim.programs import swarm
-from peerd.sim.simnet import NetConfig, SimPath
-from peerd.sim.world import Node, World, WorldConfig
 from roles.trainer import TrainerRole
 from scripts.benchmarks._placement_cases import CITIES, cases
 from scripts.benchmarks._report import Figure, Report
@@ -43,6 +40,9 @@ from scripts.benchmarks._routing_flow import FlowRoutes
 from scripts.benchmarks._virtual_pipeline import LayerDevice, booted, in_virtual_time, small_run, start_stage
 from tests.worlds.machines.in_turn import InTurn
 from tests.worlds.roles.virtualroles import Roles
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.simnet import NetConfig, SimPath
+from tests.worlds.simulation.world import Node, World, WorldConfig
 
 POLICIES: Final = ("swarm", "flow", "ours")
 SECOND: Final = ("Ohio", "Frankfurt")  # cities with a second place

@@ -16,12 +16,12 @@ from typing import Final
 import torch
 import trio
 
-from peerd.sim.simnet import SimLine
 from roles.trainer import TrainerRole
 from scripts.benchmarks._report import Figure, Report
 from scripts.benchmarks._virtual_pipeline import LayerDevice, booted, in_virtual_time, start_stage
 from scripts.benchmarks.pipeline import ACTIVATION_BYTES, STAGES, run_of
 from tests.worlds.roles.virtualroles import Roles
+from tests.worlds.simulation.simnet import SimLine
 
 SLOWER: Final = 4.0
 DEVICE_S: Final = 0.1  # of a microbatch

@@ -24,11 +24,11 @@ from peerd.role.peer_stack import peer_stack
 from peerd.role.role import RoleContext
 from peerd.run.home import socket_path
 from peerd.run.runfile import LimitsSection, RunFile, fingerprint
-from peerd.sim.clock import SimClock
-from peerd.sim.memory import MemoryTransport
-from peerd.sim.simnet import SimNet
 from peerd.wire.tcp.rate_limit import LimitedLine
 from tests.worlds.network.virtual import running_net, transport
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.memory import MemoryTransport
+from tests.worlds.simulation.simnet import SimNet
 
 LISTEN = "/ip4/0.0.0.0/tcp/4001"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

@@ -25,11 +25,11 @@ from peerd.daemon.launch import grounded, in_its_hours
 from peerd.log import EventLog
 from peerd.run import home
 from peerd.run.runfile import LimitsSection
-from peerd.sim.clock import EPOCH_S, SimClock
 from peerd.status.snapshot import StatusSnapshot, decode_status
 from peerd.status.view import status_view
 from peerd.wire.clock import RealClock
 from tests.daemon.test_daemon import Quiet
+from tests.worlds.simulation.clock import EPOCH_S, SimClock
 
 NOON_S = 12 * 3600.0
 HOUR_S = 3600.0

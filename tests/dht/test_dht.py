@@ -14,9 +14,9 @@ from peerd.core.addr import parse_addr
 from peerd.core.errors import LocalError
 from peerd.core.ids import Key
 from peerd.core.limits import RECORD_VALUE_BYTES
-from peerd.sim.programs import stack_on, swarm
-from peerd.sim.world import Node, World
 from tests.kit.virtual_time import within
+from tests.worlds.simulation.programs import stack_on, swarm
+from tests.worlds.simulation.world import Node, World
 
 KEY, OTHER = Key.of("run/stage/0"), Key.of("run/stage/1")
 

@@ -26,10 +26,10 @@ from peerd.core.record import Record
 from peerd.dht import codec as wire
 from peerd.dht.node.store import Verdict
 from peerd.rpc.rpc_types import Answer, Incoming
-from peerd.sim.programs import stack_on, swarm
-from peerd.sim.world import Node, World
 from tests.kit.declared import ANY
 from tests.kit.virtual_time import virtual, within
+from tests.worlds.simulation.programs import stack_on, swarm
+from tests.worlds.simulation.world import Node, World
 
 KEY = Key.of("run/stage/0")
 

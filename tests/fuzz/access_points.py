@@ -13,7 +13,6 @@ from peerd.core.ids import PeerId
 from peerd.dht.dht import Dht
 from peerd.messages.encoding import Empty
 from peerd.rpc.rpc import Answer, Incoming, Rpc
-from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host
 from tests.fuzz import goods
 from tests.fuzz.bodies import Pool
@@ -26,6 +25,7 @@ from tests.kit.declared import ANY
 from tests.worlds.network.hostile import Hostile
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 from tests.worlds.network.members import ORGANIZER, STRANGER, Papers, revoked, run_file, token
+from tests.worlds.simulation.clock import SimClock
 
 POINTS: list[Point] = []
 RUN = run_file()

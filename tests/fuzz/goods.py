@@ -64,7 +64,6 @@ from peerd.messages.swarm import (
     WhoConducts,
 )
 from peerd.model.stage.served_stage import ServedStage, items_of
-from peerd.sim.clock import EPOCH_S
 from peerd.swarm.roster import START
 from tests.fuzz.bodies import Pool
 from tests.fuzz.calls import Good
@@ -72,6 +71,7 @@ from tests.fuzz.service_scene import KEPT_POSITION, MARK, RUN
 from tests.fuzz.session_points import WHO
 from tests.worlds.network.hosts import keypair
 from tests.worlds.roles.stagescene import microbatch
+from tests.worlds.simulation.clock import EPOCH_S
 
 SELF, NOBODY = WHO.identity.peer_id, keypair("nobody").peer_id.text
 HOST, MATE, HONEST = (keypair(name).peer_id for name in ("host", "mate", "honest"))

@@ -15,7 +15,6 @@ from peerd.messages.encoding import decode
 from peerd.messages.handover import Broken, Hop, PassAnswer, PassRequest, RelayRequest, Ticket
 from peerd.messages.proof import grant, receipt, signed_ticket
 from peerd.messages.swarm import GrantStatement, Mb, MemberInfo, Seqs
-from peerd.sim.clock import EPOCH_S
 from tests.fuzz import goods
 from tests.fuzz.bodies import Pool
 from tests.fuzz.calls import Good
@@ -24,6 +23,7 @@ from tests.fuzz.service_scene import MARK
 from tests.fuzz.session_points import WHO
 from tests.worlds.network.hosts import keypair
 from tests.worlds.roles.stagescene import microbatch
+from tests.worlds.simulation.clock import EPOCH_S
 
 ME, HONEST = WHO.identity, keypair("honest")
 TOKENS, TARGETS = microbatch(1)[0], microbatch(2)[0]

@@ -19,7 +19,6 @@ from peerd.messages.encoding import decode, encode
 from peerd.messages.progress import KeptCheckpoints, StageProgress, kept_key, stage_key
 from peerd.messages.proof import commit_signature
 from peerd.messages.swarm import LAST_STEP, Conducts, Mbs, Position, PostsHeld
-from peerd.sim.clock import EPOCH_S
 from peerd.swarm.roster import START
 from tests.fuzz import goods
 from tests.fuzz.bodies import Pool
@@ -27,6 +26,7 @@ from tests.fuzz.calls import Good
 from tests.fuzz.position_scene import MARK, RUN
 from tests.fuzz.session_points import WHO
 from tests.worlds.network.hosts import keypair
+from tests.worlds.simulation.clock import EPOCH_S
 
 OTHER_RUN, DIGEST = bytes(16), b"m" * 32
 MEMBERS_KEYS = [keypair(name) for name in ("host", "mate", "third")]

@@ -13,7 +13,6 @@ import trio
 from peerd.messages.commits import ProofShown
 from peerd.messages.encoding import decode
 from peerd.messages.swarm import Position
-from peerd.sim.clock import run_virtual
 from tests.fuzz import goods
 from tests.fuzz import position_goods as claimed
 from tests.fuzz.answering import Answering, Answers
@@ -23,6 +22,7 @@ from tests.fuzz.service_points import ask
 from tests.fuzz.session_points import entered
 from tests.fuzz.sessions import Point, Stage, Talk, point
 from tests.worlds.network.hostile import Hostile, enter, secrets
+from tests.worlds.simulation.clock import run_virtual
 
 POINTS: list[Point] = []
 WITHIN_S = 8.0  # virtual: until the host asks for a proof

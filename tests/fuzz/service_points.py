@@ -22,7 +22,6 @@ from peerd.reach.messages.circuit_message import HOP, STOP, HopKind, HopMessage,
 from peerd.reach.messages.holepunch_message import DCUTR, HolePunch, PunchKind
 from peerd.rpc.methods import message_codec as wire
 from peerd.rpc.methods.method_load import method_name
-from peerd.sim.clock import run_virtual
 from peerd.swarm.roster import START
 from peerd.wire.yamux.frames import DATA, SYN
 from peerd.wire.yamux.stream import YamuxStream
@@ -36,6 +35,7 @@ from tests.fuzz.session_points import WHO, Frames, entered, inside
 from tests.fuzz.sessions import Point, Stage, Talk, point
 from tests.kit.mutate import mutated
 from tests.worlds.network.hostile import Hostile, enter, frame, hello, secrets
+from tests.worlds.simulation.clock import run_virtual
 
 POINTS: list[Point] = []
 

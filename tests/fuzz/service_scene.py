@@ -43,7 +43,6 @@ from peerd.run.runfile import (
     RunFile,
     fingerprint,
 )
-from peerd.sim.clock import SimClock
 from peerd.state.snapshot import KEPT, StateItem, StateServer
 from peerd.wire.host.host import Host
 from roles.stage import StageRole
@@ -53,6 +52,7 @@ from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 from tests.worlds.roles.contexts import role_context
 from tests.worlds.roles.inline_worker import InlineWorker
 from tests.worlds.roles.stagescene import microbatch
+from tests.worlds.simulation.clock import SimClock
 
 RUN = RunFile(
     run="hostile",

@@ -27,9 +27,6 @@ from multiaddr import Multiaddr
 
 from peerd.core.errors import RemoteError
 from peerd.rpc.rpc import Rpc
-from peerd.sim.clock import run_virtual
-from peerd.sim.memory import MemoryListener
-from peerd.sim.simnet import NetConfig
 from peerd.wire.budget.book import Resource
 from peerd.wire.host.host import Host, HostConfig
 from peerd.wire.link.config import LinkConfig
@@ -38,6 +35,9 @@ from tests.kit.amount import ALL
 from tests.worlds.network.hostile import Hostile
 from tests.worlds.network.hosts import Hosts, ask, echo, running_hosts
 from tests.worlds.network.virtual import addr_of, transport
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.memory import MemoryListener
+from tests.worlds.simulation.simnet import NetConfig
 
 STEPS_MAX = 12
 PER_HOST = 500  # sessions that one host takes

@@ -8,13 +8,13 @@ import pytest
 import trio
 
 from peerd.messages.swarm import Conducts
-from peerd.sim.clock import run_virtual
 from peerd.swarm.conductor import commit_proofs
 from peerd.swarm.positions.proven_positions import ProvenPositions
 from tests.fuzz.calls import Good
 from tests.fuzz.position_points import POINTS, Asked, announced
 from tests.fuzz.position_scene import proven_run
 from tests.fuzz.sessions import first_failure
+from tests.worlds.simulation.clock import run_virtual
 
 CONTESTED_S = 30.0
 

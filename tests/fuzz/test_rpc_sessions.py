@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from peerd.sim.clock import run_virtual
 from tests.fuzz.rpc_sessions import session
+from tests.worlds.simulation.clock import run_virtual
 
 FEW, MANY = 500, 20_000
 

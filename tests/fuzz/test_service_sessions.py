@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from peerd.sim.clock import run_virtual
 from tests.fuzz import access_points, expert_points, handover_points, position_points
 from tests.fuzz.expert_scene import expert_host
 from tests.fuzz.position_scene import proven_run
@@ -12,6 +11,7 @@ from tests.fuzz.service_points import POINTS
 from tests.fuzz.service_scene import services
 from tests.fuzz.sessions import Point, Scene, draw, first_failure, reach, session_count
 from tests.kit.amount import ALL
+from tests.worlds.simulation.clock import run_virtual
 
 COUNT = session_count(5_000, 250)
 SHARDS = 10 if ALL else 5  # none of them takes long

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 import trio
 
-from peerd.sim.clock import run_virtual
 from peerd.wire.host.host import Host
 from peerd.wire.link.link_stream import Stream
 from tests.fuzz import session_points
 from tests.fuzz.sessions import POINTS, SERVING, Point, Stage, draw, first_failure, reach, session_count, stage
 from tests.kit.amount import ALL
 from tests.worlds.network.hostile import Hostile
+from tests.worlds.simulation.clock import run_virtual
 
 COUNT = session_count(20_000, 500)
 SHARDS = 20 if ALL else 5  # none of them takes long

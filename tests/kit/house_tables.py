@@ -73,7 +73,6 @@ ROOMS = {
     "daemon/control": "dht log model reach reach/gateway reach/relay role rpc run wire/host",
     "experts/hosting": "experts/calls experts/owners experts/rules messages role rpc rpc/methods run wire/rate",
     "pipeline/trainer": "codec data data/files messages pipeline pipeline/routes role swarm/batch swarm/steps",
-    "sim": "dht dht/node messages role rpc run wire wire/host wire/link",
     "state/catchup": "codec messages model model/stage role run state",
     "status": "dht log messages role rpc run screen swarm/batch swarm/conductor wire/host",
     "averaging/rounds": (
@@ -145,7 +144,6 @@ DOES_IO = {
     "rpc": "*",
     "run": "config home local_code typed_yaml user_code",
     "screen": "full_screen",
-    "sim": "*",
     "state": "piece_fetch snapshot state_room state_server",
     "state/catchup": "*",
     "state/checkpoints": "*",

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from peerd.sim.clock import run_virtual
+from tests.worlds.simulation.clock import run_virtual
 
 Scene = Callable[..., AbstractAsyncContextManager[Any]]
 Test = Callable[..., Awaitable[None]]

@@ -22,7 +22,6 @@ from peerd.pipeline.next_stage import PASS
 from peerd.pipeline.stage_client import TrainerCredentials
 from peerd.rpc.rpc import Answer
 from peerd.run.runfile import RunFile
-from peerd.sim.clock import SimClock
 from peerd.swarm.batch.trainer_ledger import Holding
 from tests.kit.runs import changed
 from tests.worlds.machines.handing import (
@@ -46,6 +45,7 @@ from tests.worlds.machines.handing import (
     members,
     peer,
 )
+from tests.worlds.simulation.clock import SimClock
 
 ALL = ("a0", "b0", "a1", "b1", "a2", "b2")
 

@@ -18,7 +18,6 @@ from peerd.messages.handover import Broken, PassAnswer, PassRequest, Ticket
 from peerd.messages.swarm import Receipt
 from peerd.pipeline.next_stage import PASS, PASS_TIMEOUT_S, RELAY, HandOnResult, NextStage
 from peerd.rpc.rpc import Answer
-from peerd.sim.clock import SimClock
 from tests.worlds.machines.handing import (
     GRADIENT,
     MARK,
@@ -37,6 +36,7 @@ from tests.worlds.machines.handing import (
     peer,
     ticket,
 )
+from tests.worlds.simulation.clock import SimClock
 
 WHOLE = ticket(0, 2, 0, "a0", "a1", "a2")
 LOST = ticket(0, 0, 0, "a0", "a1")  # stage 0 is to be done again: a1 keeps its gradient

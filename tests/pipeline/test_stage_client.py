@@ -15,7 +15,6 @@ from peerd.pipeline.not_finite import MicrobatchNotFinite
 from peerd.pipeline.stage_client import StageClient, TrainerCredentials
 from peerd.pipeline.stage_peers import StagePeers
 from peerd.rpc.rpc import Answer
-from peerd.sim.clock import SimClock
 from tests.worlds.machines.handing import (
     GRADIENT,
     MARK,
@@ -33,6 +32,7 @@ from tests.worlds.machines.handing import (
     frame,
     members,
 )
+from tests.worlds.simulation.clock import SimClock
 
 MAY = grant(TRAINER.sign, GrantStatement(MARK, 1, STEP, OWN, Seqs()))
 OUTPUT = GRADIENT  # has the same shape

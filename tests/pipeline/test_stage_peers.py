@@ -11,8 +11,8 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Refused, RemoteError, TooSlow, Unreachable
 from peerd.pipeline.stage_peers import StagePeers
-from peerd.sim.clock import SimClock
 from tests.worlds.machines.handing import STAGES, Ways, members, peer
+from tests.worlds.simulation.clock import SimClock
 
 LOG = "peerd.pipeline"
 

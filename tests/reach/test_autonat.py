@@ -12,11 +12,11 @@ from peerd.core.addr import ip_of, parse_addr
 from peerd.reach.autonat import AutoNat
 from peerd.reach.messages.autonat_message import AUTONAT, DialRequest, DialResponse, DialStatus
 from peerd.reach.reachability import Kind
-from peerd.sim import nat as sim
 from peerd.wire.host.host import Host
 from peerd.wire.link.delimited import receive_message, send_message
 from peerd.wire.link.link_stream import Stream
 from tests.worlds.network.internet import PORT, internet
+from tests.worlds.simulation import nat as sim
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 

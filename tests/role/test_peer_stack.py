@@ -9,11 +9,11 @@ from peerd.core.ids import Key
 from peerd.messages.encoding import Empty
 from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.rpc.rpc import Answer, Incoming
-from peerd.sim.clock import SimClock
-from peerd.sim.simnet import SimNet
 from tests.kit.declared import ANY
 from tests.worlds.network.hosts import keypair
 from tests.worlds.network.virtual import addr_of, running_net, transport
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.simnet import SimNet
 
 KEY = Key.of("run/stage/0")
 

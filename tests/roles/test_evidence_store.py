@@ -11,9 +11,9 @@ import trio.testing
 
 from peerd.messages.swarm import Position
 from peerd.run.runfile import RunFile
-from peerd.sim.clock import SimClock
 from peerd.state.checkpoints.evidence_store import EvidenceStore
 from peerd.swarm.positions.evidence import Evidence
+from tests.worlds.simulation.clock import SimClock
 
 POSITION = Position(8, b"kept")
 

@@ -20,15 +20,15 @@ from peerd.experts.calls.expert_directory import ExpertDirectory
 from peerd.run.expert_network import ExpertCall, ExpertReply
 from peerd.run.grid import Uid
 from peerd.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
-from peerd.sim.programs import swarm
-from peerd.sim.simnet import NetConfig
-from peerd.sim.world import Node, World, WorldConfig
 from peerd.status.swarm_view import swarm_view
 from peerd.swarm import contributions
 from roles.expert import ExpertRole
 from tests.kit.runs import changed
 from tests.worlds.roles.inline_worker import InlineWorker
 from tests.worlds.roles.virtualroles import Roles
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.simnet import NetConfig
+from tests.worlds.simulation.world import Node, World, WorldConfig
 
 PERIOD_S = 10.0
 WIDTH = 8

@@ -11,9 +11,9 @@ import trio
 from trio.testing import MockClock
 
 from peerd.run.runfile import RunFile
-from peerd.sim.clock import run_virtual
 from roles.stage import StageRole
 from tests.worlds.roles.training import pinned, pipeline, reaches, small_run, swarm, until_equal
+from tests.worlds.simulation.clock import run_virtual
 
 
 def life_run(folder: Path) -> RunFile:

@@ -14,11 +14,11 @@ import trio.testing
 from peerd.access.access_guard import Access
 from peerd.messages.encoding import Empty
 from peerd.rpc.rpc import Answer, Incoming, Rpc
-from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host
 from tests.kit.declared import ANY
 from tests.worlds.network.hosts import Hosts, running_hosts
 from tests.worlds.network.members import Papers, run_file, token
+from tests.worlds.simulation.clock import SimClock
 
 ONE_WAY_S = 0.05  # of each access line
 ROUND_TRIP_S = 4 * ONE_WAY_S

@@ -22,14 +22,14 @@ from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.rpc.methods import message_codec as wire
 from peerd.rpc.methods.declaration import Declaration, Shows
 from peerd.rpc.rpc import Answer, Incoming
-from peerd.sim.clock import SimClock
-from peerd.sim.memory import MemoryTransport
-from peerd.sim.simnet import SimNet
 from peerd.wire.budget.book import BOUNDS, Bounds, Resource, shared_out
 from tests.kit.declared import ANY, declared
 from tests.worlds.machines.rpc_cases import Text, echo
 from tests.worlds.network.hosts import keypair
 from tests.worlds.network.virtual import addr_of, running_net
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.memory import MemoryTransport
+from tests.worlds.simulation.simnet import SimNet
 
 PLACES = 8
 PIECE = TensorFrame("uint8", (1 << 20,), bytes(1 << 20))

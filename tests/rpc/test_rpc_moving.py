@@ -12,13 +12,13 @@ from trio.testing import MockClock as Clock
 from peerd.core.errors import TooSlow
 from peerd.messages.encoding import Empty
 from peerd.rpc.rpc import Rpc
-from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host
 from peerd.wire.link.link import Link
 from peerd.wire.path_selection import PathKind
 from tests.kit.declared import ANY
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Held, Pair, Text, ask, echo, repeat
 from tests.worlds.network.hosts import Hosts, join, running_hosts
+from tests.worlds.simulation.clock import SimClock
 
 
 @asynccontextmanager

@@ -17,12 +17,12 @@ from peerd.averaging.allreduce_service import AllReduceService, Vector
 from peerd.averaging.shares import bound_s_per_byte
 from peerd.averaging.work_split import Split, WorkSplitter
 from peerd.messages.swarm import LineInfo
-from peerd.sim.programs import stack_on
-from peerd.sim.simnet import SimLine
-from peerd.sim.world import Node, World, WorldConfig
 from tests.kit.amount import thorough
 from tests.kit.virtual_time import virtual
 from tests.worlds.machines.workers import InlineWorker
+from tests.worlds.simulation.programs import stack_on
+from tests.worlds.simulation.simnet import SimLine
+from tests.worlds.simulation.world import Node, World, WorldConfig
 
 ELEMENTS = 2_560_000  # float32: a tenth of ResNet-50
 SETUPS = {

@@ -18,14 +18,14 @@ import trio
 
 from peerd.run.check import check
 from peerd.run.runfile import AccessSection, BoundarySection, RunFile
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
 from tests.worlds.network.members import ORGANIZER
 from tests.worlds.network.world import home_line
 from tests.worlds.roles.chaos import Chaos, in_no_thread
 from tests.worlds.roles.history import Histories
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import World, WorldConfig
 
 CASES = range(int(os.environ.get("PEERD_CHAOS_CASES", "4")))
 

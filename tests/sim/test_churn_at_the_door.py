@@ -14,14 +14,14 @@ import pytest
 import trio
 
 from peerd.run.runfile import BatchSection, CheckpointSection, ModelSection, PipelineSection, RunFile
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
 from tests.kit.amount import thorough
 from tests.kit.virtual_time import virtual
 from tests.worlds.network.world import home_line
 from tests.worlds.roles.at_the_door import AtTheDoor
 from tests.worlds.roles.chaos import in_no_thread
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import World, WorldConfig
 
 KILL_EACH_S, GAP_S, SAYS_S = 20.0, 15.0, 30.0
 MICROBATCH_S = 0.1  # of a device

@@ -11,14 +11,14 @@ import trio
 
 from peerd.averaging.rounds.line_info import own_line
 from peerd.run.runfile import BatchSection, ModelSection, OptimizerSection, PipelineSection, RunFile
-from peerd.sim.programs import stack_on, swarm
-from peerd.sim.world import Node, World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.virtual_time import virtual
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.training import pinned
 from tests.worlds.roles.virtualroles import Roles, virtual_run
+from tests.worlds.simulation.programs import stack_on, swarm
+from tests.worlds.simulation.world import Node, World
 
 STEPS = 12
 

@@ -6,11 +6,11 @@ import pytest
 from trio.testing import MockClock
 
 from peerd.core.addr import is_relayed
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
 from tests.worlds.network.athome import Homes
 from tests.worlds.network.world import home_line
 from tests.worlds.roles.misfortunes import public_ip
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import World, WorldConfig
 
 WRONG_S = -30.0
 

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peerd.core.errors import LocalError
-from peerd.sim.clock import SimAgenda, SimClock, deterministic_scheduling, run_virtual
 from tests.kit.amount import examples
 from tests.kit.watchdog import LIMIT_S, LoopWatchdog, excused
+from tests.worlds.simulation.clock import SimAgenda, SimClock, deterministic_scheduling, run_virtual
 
 
 async def test_virtual_time_costs_no_time(autojump_clock: trio.testing.MockClock) -> None:

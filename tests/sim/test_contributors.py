@@ -13,14 +13,14 @@ import pytest
 import trio
 
 from peerd.run.runfile import LimitsSection, ModelSection, OptimizerSection, RunFile
-from peerd.sim.programs import swarm
-from peerd.sim.simnet import SimLine
-from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.exact import STEPS, Batches, differences, plain_torch
 from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.simnet import SimLine
+from tests.worlds.simulation.world import World, WorldConfig
 
 pytestmark = pytest.mark.slow
 MODEL = ModelSection(d_model=48, heads=2, layers=2, context=8)  # its gradient has 320 kB

@@ -11,12 +11,12 @@ import pytest
 import trio
 
 from peerd.run.runfile import BatchSection, PipelineSection
-from peerd.sim.world import World
 from peerd.status.swarm_status import SwarmStatus
 from peerd.status.swarm_view import swarm_view
 from peerd.swarm.contributions import ContributionOf, ContributionTally
 from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, pipeline_world, replica_world, virtual_run
+from tests.worlds.simulation.world import World
 
 pytestmark = pytest.mark.slow
 LIE = 10**15

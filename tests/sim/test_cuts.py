@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerd.sim.clock import run_virtual
 from tests.worlds.roles.two_stages import MICROBATCH_S, STAGES, two_stage_run, two_stages
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
+from tests.worlds.simulation.clock import run_virtual
 
 FOLLOWER = "the follower of stage 0"
 CUTS = [  # between whom, and the peers that are left to be fast

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peerd.sim.dht_churn import ChurnPlan, measure_churn
+from tests.worlds.simulation.dht_churn import ChurnPlan, measure_churn
 
 
 @pytest.mark.slow

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from peerd.dht.node.node_state import KademliaConfig
-from peerd.sim.dht_churn import Loss, measure_loss
-from peerd.sim.dht_grid import GridPlan, GridSwarm, next_rows
-from peerd.sim.dht_hostile import HostilePlan, measure_hostile
-from peerd.sim.dht_hot import HotPlan, measure_hot
-from peerd.sim.heapsim import HeapSimConfig
+from tests.worlds.simulation.dht_churn import Loss, measure_loss
+from tests.worlds.simulation.dht_grid import GridPlan, GridSwarm, next_rows
+from tests.worlds.simulation.dht_hostile import HostilePlan, measure_hostile
+from tests.worlds.simulation.dht_hot import HotPlan, measure_hot
+from tests.worlds.simulation.heapsim import HeapSimConfig
 
 
 def test_rows_of_the_best_live_prefixes_are_read_until_each_sample_has_enough() -> None:

@@ -14,15 +14,15 @@ import torch
 import trio
 
 from peerd.run.runfile import ExpertsSection, RunFile
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
 from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
 from tests.sim.test_chaos import CASES, access_of
 from tests.worlds.network.world import home_line
 from tests.worlds.roles.chaos import STEPS, Chaos, in_no_thread
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import World, WorldConfig
 
 HOSTS, TRAINERS, EXPERTS, ROOM = 4, 2, 8, 4
 BACK_WITHIN_S = 120.0

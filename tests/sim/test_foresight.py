@@ -12,11 +12,11 @@ import trio
 
 from peerd.averaging.allreduce_service import AllReduceService
 from peerd.run.runfile import OptimizerSection, RunFile
-from peerd.sim.world import Node
 from peerd.status.swarm_view import foretold_by, swarm_view
 from roles.trainer import TrainerRole
 from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.worlds.simulation.world import Node
 
 MICROBATCH_S = 4.0
 STEPS = 4

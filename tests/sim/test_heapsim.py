@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from peerd.core.ids import Key
 from peerd.dht.node import messages as q
 from peerd.dht.node.node_state import KademliaConfig
-from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig, OperationOutcome
 from tests.kit.amount import examples
+from tests.worlds.simulation.heapsim import HeapNode, HeapSim, HeapSimConfig, OperationOutcome
 
 KEY = Key.of("key")
 

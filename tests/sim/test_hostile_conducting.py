@@ -32,12 +32,12 @@ from peerd.messages.swarm import (
 )
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import AveragingSection
-from peerd.sim.world import Node
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.declared import ANY
 from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.worlds.simulation.world import Node
 
 pytestmark = pytest.mark.slow
 Attack = Callable[["Hostile"], Awaitable[None]]

@@ -12,12 +12,12 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.sim import faults
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import hosts, try_echo, try_ping
-from peerd.sim.simnet import SimLine
-from peerd.sim.world import Churn, Node, World, WorldConfig
 from peerd.wire.host.host import PeerDown
+from tests.worlds.simulation import faults
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.programs import hosts, try_echo, try_ping
+from tests.worlds.simulation.simnet import SimLine
+from tests.worlds.simulation.world import Churn, Node, World, WorldConfig
 
 HOSTS = 30
 SEARCH_S = 30.0  # for pings that may have to dial

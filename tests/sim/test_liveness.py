@@ -14,12 +14,12 @@ import pytest
 import trio
 
 from peerd.run.runfile import BatchSection, CheckpointSection, RunFile
-from peerd.sim.world import World
 from roles.stage import StageRole
 from tests.kit.amount import few
 from tests.kit.runs import changed
 from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, pipeline_world, virtual_run
+from tests.worlds.simulation.world import World
 
 WITHIN_S, STILL_S = 30.0, 20.0
 MICROBATCH_S = 0.1  # of a stage's device

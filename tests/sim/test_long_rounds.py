@@ -12,14 +12,14 @@ import trio
 from peerd.averaging.allreduce import AveragingPlan
 from peerd.averaging.allreduce_service import AllReduceService, Vector
 from peerd.run.runfile import BatchSection, LimitsSection, ModelSection
-from peerd.sim.programs import swarm
-from peerd.sim.simnet import NetConfig, SimLine
-from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
 from tests.kit.virtual_time import virtual
 from tests.sim.test_averaging_rounds import program
 from tests.worlds.machines.workers import InlineWorker
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.simnet import NetConfig, SimLine
+from tests.worlds.simulation.world import World, WorldConfig
 
 PATIENCE_S, PART_BYTES = 10.0, 1_700_000  # on 0.5 Mb/s a part takes 27 s
 MODEL = ModelSection(d_model=768, heads=4, layers=2, context=8)  # its gradient has 60 MB

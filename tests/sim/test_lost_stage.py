@@ -12,14 +12,14 @@ import trio
 from trio.testing import MockClock
 
 from peerd.run.runfile import CheckpointSection, PipelineSection, RunFile
-from peerd.sim.faults import inject, stall
-from peerd.sim.world import World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.misfortunes import public_ip
 from tests.worlds.roles.training import pinned
 from tests.worlds.roles.virtualroles import Roles, virtual_run
+from tests.worlds.simulation.faults import inject, stall
+from tests.worlds.simulation.world import World
 
 WITHIN_S = 15.0
 

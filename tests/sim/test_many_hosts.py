@@ -13,10 +13,10 @@ import trio
 from peerd.core.ids import Key
 from peerd.dht.dht import DhtConfig
 from peerd.dht.node.node_state import KademliaConfig
-from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.world import Node, World, WorldConfig
 from tests.worlds.network.world import home_line
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import Node, World, WorldConfig
 
 HOSTS = int(os.environ.get("PEERD_TEST_HOSTS", "40"))  # 300 take five minutes, 1,000 fifteen
 COPIES = 8 if HOSTS <= 40 else 6  # of a value, when its publisher has waited for 10 s

@@ -9,11 +9,11 @@ import trio
 from trio.testing import MockClock as Clock
 
 from peerd.core.ids import PeerId
-from peerd.sim.nat import KINDS, Kind
 from peerd.wire.host.host import PeerUp
 from peerd.wire.path_selection import PathKind
 from tests.worlds.network.homes import Neighbourhood, Peer, neighbourhood
 from tests.worlds.network.hosts import ask
+from tests.worlds.simulation.nat import KINDS, Kind
 
 MIXED = [pytest.param(pair, marks=pytest.mark.slow) for pair in ((False, True), (True, False))]
 RESETS = [(False, False), (True, True), *MIXED]

@@ -10,14 +10,14 @@ import pytest
 from trio.testing import MockClock
 
 from peerd.run.runfile import RunFile
-from peerd.sim.simnet import SimPath
-from peerd.sim.world import World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
 from tests.kit.runs import changed
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
+from tests.worlds.simulation.simnet import SimPath
+from tests.worlds.simulation.world import World
 
 PLACES = {f"stage{number}": number // 3 for number in range(6)}
 THREE_PLACES = {f"stage{number}": number // 3 for number in range(9)}

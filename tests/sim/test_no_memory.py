@@ -14,11 +14,11 @@ import trio
 from trio.testing import MockClock
 
 from peerd.run.runfile import CheckpointSection, ModelSection
-from peerd.sim.world import World
 from roles.stage import StageRole
 from tests.worlds.roles.chaos import in_no_thread
 from tests.worlds.roles.history import Histories
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, pipeline_world, virtual_run
+from tests.worlds.simulation.world import World
 
 PEERS = 4
 

@@ -14,8 +14,6 @@ import pytest
 import trio
 
 from peerd.run.runfile import BatchSection
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
 from peerd.swarm.directory import RECORD_TTL_S
 from peerd.swarm.roster import START
 from roles.trainer import TrainerRole
@@ -23,6 +21,8 @@ from tests.kit.amount import thorough
 from tests.kit.virtual_time import virtual
 from tests.worlds.network.world import home_line
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import World, WorldConfig
 
 SILENT_S = 90.0
 HOUR_S, DAY_S = 3600.0, 86_400.0

@@ -22,13 +22,13 @@ from peerd.messages.encoding import Empty
 from peerd.messages.swarm import Relocate
 from peerd.pipeline.stage import stage_move
 from peerd.run.runfile import AccessSection, CheckpointSection, RunFile
-from peerd.sim.programs import stack_on
-from peerd.sim.world import Node, Program, World
 from roles.stage import StageRole
 from tests.kit.amount import some
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
 from tests.worlds.network.members import ORGANIZER, Papers, revoked, token
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, pipeline_world
+from tests.worlds.simulation.programs import stack_on
+from tests.worlds.simulation.world import Node, Program, World
 
 MICROBATCH_S = 3.0
 WITHIN_S = 900.0

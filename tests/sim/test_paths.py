@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.core.errors import LocalError
-from peerd.sim.clock import run_virtual
-from peerd.sim.memory import MemoryLink, MemoryTransport
-from peerd.sim.simnet import NetConfig, SimLine, SimNet, SimPath
 from tests.worlds.network.virtual import addr_of, read_exactly, running_net
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.memory import MemoryLink, MemoryTransport
+from tests.worlds.simulation.simnet import NetConfig, SimLine, SimNet, SimPath
 
 BYTES_PER_MBIT = 125_000
 WIDE = NetConfig(window_bytes=1 << 30)  # no writer waits for a reader

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from peerd.placement.problem import Network, StagePlacement
-from peerd.sim.clock import run_virtual
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
 from tests.worlds.roles.placed import PlacedRun, placed_world, step_times
 from tests.worlds.roles.virtualroles import Roles
+from tests.worlds.simulation.clock import run_virtual
 
 REGION = np.array([0, 0, 1, 1])  # of four devices
 STAGE_OF = (0, 1, 0, 1)

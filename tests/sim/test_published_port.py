@@ -16,10 +16,6 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import split_peer, tcp_addr, with_peer
 from peerd.run.runfile import BatchSection
-from peerd.sim.clock import run_virtual
-from peerd.sim.nat import Kind
-from peerd.sim.programs import swarm
-from peerd.sim.world import PORT, Node, World, WorldConfig
 from peerd.wire.host.addresses import CONFIGURED
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
@@ -27,6 +23,10 @@ from tests.worlds.network.athome import Homes
 from tests.worlds.network.world import home_line
 from tests.worlds.roles.misfortunes import public_ip
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.nat import Kind
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import PORT, Node, World, WorldConfig
 
 PUBLISHED, WITHIN_S = 31338, 10.0
 

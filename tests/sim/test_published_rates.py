@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from peerd.sim.world import World
 from roles.trainer import TrainerRole
 from tests.kit.virtual_time import virtual
 from tests.worlds.roles.two_stages import MICROBATCH_S, two_stage_run, two_stages
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
+from tests.worlds.simulation.world import World
 
 TIMES_SLOWER = 4.0
 

@@ -16,13 +16,13 @@ from peerd.core.ids import PeerId
 from peerd.reach.relay.circuit_transport import Circuits
 from peerd.reach.relay.relay import Relay
 from peerd.reach.relay.relay_limits import RelayConfig
-from peerd.sim.clock import SimClock
-from peerd.sim.memory import MemoryTransport
-from peerd.sim.simnet import SimLine
 from peerd.wire.host.host import Host
 from peerd.wire.link.link_stream import Stream
 from tests.worlds.network.attackers import Tally, attack
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.memory import MemoryTransport
+from tests.worlds.simulation.simnet import SimLine
 
 PAIRS, PLACES, IDENTITIES = 3, 3, 6
 HONEST_BYTES_PER_S = 500_000

@@ -16,8 +16,6 @@ from trio.testing import MockClock
 
 from peerd.role.role import Role, RoleContext
 from peerd.run.runfile import RunFile
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
 from roles.aggregator import AuxAggregatorRole
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
@@ -27,6 +25,8 @@ from tests.kit.runs import changed
 from tests.worlds.network.world import home_line, home_world
 from tests.worlds.roles.training import pinned
 from tests.worlds.roles.virtualroles import Roles
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import World, WorldConfig
 
 ALL = (BackboneRole, StageRole, TrainerRole, AuxAggregatorRole)
 # Every pair in a pipeline; the other order in which they begin, and whole replicas, take as long again.

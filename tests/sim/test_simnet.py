@@ -10,9 +10,9 @@ import trio.testing
 
 from peerd.core.addr import parse_addr
 from peerd.core.errors import ConfigError, LocalError, Unreachable
-from peerd.sim.memory import MemoryLink
-from peerd.sim.simnet import NetConfig, SimLine, SimNet, SimPath
 from tests.worlds.network.virtual import addr_of, connected, read_exactly, running_net, transport
+from tests.worlds.simulation.memory import MemoryLink
+from tests.worlds.simulation.simnet import NetConfig, SimLine, SimNet, SimPath
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 MB = 1_000_000

@@ -12,11 +12,11 @@ import pytest
 import trio
 
 from peerd.run.runfile import BatchSection, ModelSection
-from peerd.sim.simnet import SimLine
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.worlds.simulation.simnet import SimLine
 
 SLOW = SimLine(latency_s=0.03, up_mbit_s=1, down_mbit_s=1)  # a gradient takes 3 s, a state 8, a step of the others 4
 

@@ -10,11 +10,11 @@ import pytest
 import trio
 
 from peerd.run.runfile import AveragingSection, OptimizerSection
-from peerd.sim.faults import inject, stall
 from roles.trainer import TrainerRole
 from tests.kit.amount import some
 from tests.kit.virtual_time import virtual
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.worlds.simulation.faults import inject, stall
 
 STALLS, STALL_S = 4, 14.0  # a report is given up after ten seconds, and another way is tried for three
 PATIENCE_S = 45.0  # for two steps; a microbatch that nobody finishes would hold them up for 120

@@ -14,7 +14,6 @@ from peerd.core.errors import RemoteError
 from peerd.messages.swarm import Mbs, MemberAnswer, MemberSync, Moved, Position, Restore
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import CheckpointSection, PipelineSection
-from peerd.sim.world import Node, World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.declared import declared
@@ -23,6 +22,7 @@ from tests.worlds.network.world import home_world
 from tests.worlds.roles.misfortunes import public_ip
 from tests.worlds.roles.two_stages import MICROBATCH_S, two_stage_run, two_stages
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.worlds.simulation.world import Node, World
 
 pytestmark = pytest.mark.slow
 CUT_S = 60.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from trio.testing import MockClock
 
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
 from tests.worlds.network.athome import Homes
 from tests.worlds.network.members import Organizer, run_file
 from tests.worlds.network.world import home_line
 from tests.worlds.roles.misfortunes import public_ip
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import World, WorldConfig
 
 OTHERS = 10  # whose clocks are enough: the bootstrap peer has nothing to ask the one that it refuses
 REFRESHED_WITHIN_S = 60.0  # its papers are looked at, and its entry peers asked, every twenty seconds

@@ -8,11 +8,11 @@ import trio.testing
 
 from peerd.core.errors import LocalError, Unreachable
 from peerd.core.keys import Keypair
-from peerd.sim import faults
-from peerd.sim.clock import run_virtual
-from peerd.sim.memory import MemoryLink
-from peerd.sim.simnet import NetConfig, SimLine
-from peerd.sim.world import Churn, Node, World, WorldConfig
+from tests.worlds.simulation import faults
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.memory import MemoryLink
+from tests.worlds.simulation.simnet import NetConfig, SimLine
+from tests.worlds.simulation.world import Churn, Node, World, WorldConfig
 
 LINE = SimLine(latency_s=0.02, jitter_s=0.01, up_mbit_s=50, down_mbit_s=50)
 CONFIG = WorldConfig(net=NetConfig(give_up_s=60), line=lambda _: LINE)

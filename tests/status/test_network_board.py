@@ -12,10 +12,10 @@ import trio
 from peerd.log import EventLog
 from peerd.role.run_services import RunServices
 from peerd.run.runfile import OptimizerSection
-from peerd.sim.clock import run_virtual
 from peerd.status.status_board import StatusBoard
 from peerd.status.swarm_status import NetworkStatus
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.worlds.simulation.clock import run_virtual
 
 
 async def look(seed: int, roles: Roles) -> tuple[NetworkStatus, NetworkStatus, list[str]]:

@@ -18,7 +18,6 @@ from peerd.messages.contributions import Contributed, CountedPage, CountedRow, c
 from peerd.messages.encoding import encode
 from peerd.messages.progress import StageProgress, TrainerProgress, encode_progress, progress_key, stage_key
 from peerd.run.runfile import PipelineSection, RunFile
-from peerd.sim.clock import SimClock
 from peerd.status.status_board import RoleState, StatusBoard
 from peerd.status.swarm_status import (
     ContributionStatus,
@@ -29,6 +28,7 @@ from peerd.status.swarm_status import (
     TrainerStatus,
 )
 from peerd.status.swarm_view import foretold_by, swarm_view
+from tests.worlds.simulation.clock import SimClock
 
 RUN = RunFile(run="tiny", pipeline=PipelineSection(stages=2))
 

@@ -13,10 +13,10 @@ from msgspec import structs
 from peerd.log import EventLog
 from peerd.run.runfile import OptimizerSection
 from peerd.screen.units import known
-from peerd.sim.clock import run_virtual
 from peerd.status.status_board import SWARM_RARELY_S, RoleState, StatusBoard
 from peerd.status.swarm_status import SwarmStatus
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.worlds.simulation.clock import run_virtual
 
 
 def gone(swarm: SwarmStatus) -> list[str]:

@@ -26,12 +26,12 @@ from peerd.core.keys import Keypair
 from peerd.messages.token import Token, seal, to_text
 from peerd.role.peer_stack import peer_stack
 from peerd.run import home
-from peerd.sim.clock import SimClock
-from peerd.sim.programs import stack_on, swarm
-from peerd.sim.world import Node, World
 from tests.worlds.network.internet import Peers, internet
 from tests.worlds.processes.processes import LISTEN, processes
 from tests.worlds.processes.webserver import serving
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.programs import stack_on, swarm
+from tests.worlds.simulation.world import Node, World
 
 ORGANIZER = Keypair.from_seed(b"o" * 32)
 OTHER = Keypair.from_seed(b"x" * 32).peer_id

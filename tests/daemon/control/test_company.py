@@ -22,13 +22,13 @@ from peerd.core.keys import Keypair
 from peerd.daemon import daemon
 from peerd.daemon.control.company import CompanyConfig
 from peerd.run.runfile import RunFile
-from peerd.sim.simnet import SimNet
 from peerd.status.snapshot import StatusSnapshot, decode_status
 from peerd.status.status_board import StatusBoard
 from peerd.status.view.status_view import render
 from tests.daemon.test_daemon import Peer, Quiet
 from tests.status.view.test_view import plain_text
 from tests.worlds.network.virtual import addr_of, running_net, transport
+from tests.worlds.simulation.simnet import SimNet
 
 RUN = RunFile(run="tiny")
 NOBODY = Keypair.from_seed(b"n" * 32).peer_id

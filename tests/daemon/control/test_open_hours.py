@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from peerd.daemon.control.open_hours import OpenHours
-from peerd.sim.clock import EPOCH_S, SimClock
+from tests.worlds.simulation.clock import EPOCH_S, SimClock
 
 BERLIN = ZoneInfo("Europe/Berlin")
 

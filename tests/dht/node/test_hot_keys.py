@@ -13,9 +13,9 @@ from peerd.core.record import Record
 from peerd.dht.node import messages as q
 from peerd.dht.node.hot_keys import HotKeys, lifetime_s
 from peerd.dht.node.store import Verdict
-from peerd.sim.heapsim import EPOCH_S, StandInSigner
 from tests.dht.node.test_node import KEY, contact, node, of_kind, record, serve, signer
 from tests.kit.amount import examples
+from tests.worlds.simulation.heapsim import EPOCH_S, StandInSigner
 
 PEERS = [StandInSigner(bytes([n]) * 32).peer_id for n in range(1, 20)]
 

@@ -16,7 +16,7 @@ from peerd.dht.node.kademlia import Kademlia
 from peerd.dht.node.query_pool import LargeRecords
 from peerd.dht.node.routing_table import Contact, place
 from peerd.dht.node.store import Verdict
-from peerd.sim.heapsim import EPOCH_S, StandInSigner, stand_in_verify
+from tests.worlds.simulation.heapsim import EPOCH_S, StandInSigner, stand_in_verify
 
 O = TypeVar("O")  # noqa: E741
 KEY = Key.of("key")

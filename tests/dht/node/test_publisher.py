@@ -5,7 +5,7 @@ from __future__ import annotations
 from peerd.core.ids import Key
 from peerd.core.limits import RECORD_TTL_S
 from peerd.dht.node.publisher import Publisher
-from peerd.sim.heapsim import StandInSigner
+from tests.worlds.simulation.heapsim import StandInSigner
 
 WALL = 1_800_000_000.0
 KEY = Key.of("key")

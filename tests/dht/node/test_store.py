@@ -14,8 +14,8 @@ from peerd.core.limits import CLOCK_TOLERANCE_S, RECORD_TTL_S
 from peerd.core.record import Record, Verifier
 from peerd.dht.node.routing_table import place
 from peerd.dht.node.store import Store, StoreLimits, Verdict, answer_bytes
-from peerd.sim.heapsim import StandInSigner, stand_in_verify
 from peerd.wire.budget.book import Book, Bounds, Resource, User
+from tests.worlds.simulation.heapsim import StandInSigner, stand_in_verify
 
 OWN = PeerId.from_public_key(b"o" * 32)
 WALL = 1_800_000_000.0

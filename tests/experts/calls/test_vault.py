@@ -24,12 +24,12 @@ from peerd.messages.experts import CheckpointRef, HolderOffer, Keep, PieceWanted
 from peerd.role.peer_stack import peer_stack
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.grid import Uid
-from peerd.sim.clock import SimClock
-from peerd.sim.memory import MemoryTransport
 from tests.kit.declared import ANY
 from tests.kit.expert_runs import expert_run
 from tests.worlds.network.hosts import keypair
 from tests.worlds.roles.expertpeers import MIB, ExpertPeer, expert_swarm, pointer_to, state
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.memory import MemoryTransport
 
 RUN = expert_run()
 UID = Uid(0, (1, 2))

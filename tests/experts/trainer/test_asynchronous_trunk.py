@@ -23,11 +23,11 @@ from peerd.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.sim.world import World
 from roles.trainer import TrainerRole
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.expert_network import NearExperts
 from tests.worlds.roles.virtualroles import Roles, virtual_run
+from tests.worlds.simulation.world import World
 
 pytestmark = pytest.mark.slow
 

@@ -29,13 +29,13 @@ from peerd.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.sim.clock import run_virtual
-from peerd.sim.world import World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.expert_network import NearExperts
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
+from tests.worlds.simulation.clock import run_virtual
+from tests.worlds.simulation.world import World
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from peerd.pipeline.routes.second_opinion import MicrobatchNotFinite
 from peerd.pipeline.stage.member import StageMember
 from peerd.run.expert_network import ExpertNetwork
 from peerd.run.runfile import RunFile
-from peerd.sim.clock import SimClock
+from tests.worlds.simulation.clock import SimClock
 
 
 @pytest.fixture

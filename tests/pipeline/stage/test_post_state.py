@@ -23,11 +23,11 @@ from peerd.messages.swarm import Position
 from peerd.pipeline.stage.post_state import PostState
 from peerd.role.role import RoleContext
 from peerd.run.runfile import BatchSection, LimitsSection, ModelSection, PipelineSection, RunFile
-from peerd.sim.clock import SimClock
 from peerd.state.catchup import copy_room
 from peerd.state.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.state.state_room import StateRoom
 from tests.worlds.machines.workers import InlineWorker
+from tests.worlds.simulation.clock import SimClock
 
 pytestmark = pytest.mark.no_watchdog("jobs of the model run on the loop, for their order")
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from peerd.model.stage import footprint as footprint_file
 from peerd.model.stage.served_stage import ServedStage
 from peerd.pipeline.stage.post_state import PostState
 from peerd.run.runfile import RunFile
-from peerd.sim.clock import SimClock
 from peerd.swarm.roster import START
+from tests.worlds.simulation.clock import SimClock
 
 HELD_BYTES = 1_000_000_000  # by the process, as the tests have it
 pytestmark = pytest.mark.no_watchdog("computes on the loop")

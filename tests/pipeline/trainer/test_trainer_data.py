@@ -22,10 +22,10 @@ from peerd.pipeline.microbatch import Microbatch
 from peerd.pipeline.trainer.trainer_data import LONGEST_RETRY_S, RETRY_S, TrainerData
 from peerd.role.role import RoleContext
 from peerd.run.runfile import DataSection, ModelSection, PipelineSection, RunFile
-from peerd.sim.clock import SimClock
 from roles.trainer import TrainerRole
 from tests.kit.runs import changed
 from tests.worlds.machines.workers import InlineWorker
+from tests.worlds.simulation.clock import SimClock
 
 T = TypeVar("T")
 CODE = """

@@ -28,7 +28,6 @@ from peerd.reach.messages.voucher import Voucher
 from peerd.reach.relay.circuit_link import CircuitLink
 from peerd.reach.relay.circuit_transport import Circuits
 from peerd.reach.relay.relay_limits import RelayConfig
-from peerd.sim.clock import EPOCH_S
 from peerd.wire.host.host import Host, HostConfig
 from peerd.wire.host.link_table import LinkLimits, PeerDown
 from peerd.wire.link.delimited import receive_message, send_message
@@ -38,6 +37,7 @@ from peerd.wire.transport import LendingLink, RawLink
 from tests.wire.compliance import Ends, TransportCompliance
 from tests.worlds.network.circuits import Client, behind, relayed, start_client, start_relay
 from tests.worlds.network.hosts import Hosts, ask, echo, keypair, running_hosts
+from tests.worlds.simulation.clock import EPOCH_S
 
 
 class _Dialer:

@@ -12,11 +12,11 @@ from peerd.core.addr import is_relayed, parse_addr, with_peer
 from peerd.core.ids import Key
 from peerd.reach.messages.circuit_message import HOP
 from peerd.reach.reachability import Kind
-from peerd.sim import nat as sim
 from peerd.swarm.directory import Directory
 from peerd.wire.path_selection import PathKind
 from tests.worlds.network.hosts import ask, echo
 from tests.worlds.network.internet import Peers, internet
+from tests.worlds.simulation import nat as sim
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 

@@ -22,12 +22,12 @@ from peerd.messages.swarm import MemberInfo, Position
 from peerd.model.frozen_state import MakeRoom
 from peerd.model.stage.microbatch_books import Stale
 from peerd.run.runfile import LimitsSection, RunFile
-from peerd.sim.clock import SimClock
 from peerd.state.catchup.catch_up import CatchUp
 from peerd.state.catchup.step_totals import StepTotal
 from peerd.state.snapshot import StateItem
 from peerd.state.state_room import StateRoom
 from tests.worlds.machines.workers import InlineWorker
+from tests.worlds.simulation.clock import SimClock
 
 T = TypeVar("T")
 ME, MATE = (Keypair(bytes([number]) * 32).peer_id.text for number in (1, 2))

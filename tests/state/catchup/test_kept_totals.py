@@ -27,11 +27,11 @@ from peerd.messages.swarm import MemberInfo, Position
 from peerd.model import allocator
 from peerd.model.stage.served_stage import ServedStage
 from peerd.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
-from peerd.sim.clock import SimClock
 from peerd.state.catchup import catch_up, step_totals
 from peerd.state.catchup.catch_up import CatchUp
 from peerd.state.catchup.step_totals import StepTotal, StepTotals
 from tests.worlds.network.hosts import keypair
+from tests.worlds.simulation.clock import SimClock
 
 COMPUTES = pytest.mark.no_watchdog("computes on the loop")
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc, and hands pages back")

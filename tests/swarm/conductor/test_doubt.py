@@ -10,10 +10,10 @@ from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import TooSlow
 from peerd.messages.encoding import Empty
 from peerd.rpc.rpc import Answer, Incoming, Rpc
-from peerd.sim.clock import SimClock
 from peerd.wire.host.host import PeerDown
 from tests.kit.declared import declared
 from tests.worlds.network.hosts import running_hosts
+from tests.worlds.simulation.clock import SimClock
 
 CALL_S = 10.0
 FRAME = TensorFrame("uint8", (4,), memoryview(b"four"))

@@ -20,8 +20,6 @@ from peerd.messages.network import MappedPair, NetworkMapRequest, NetworkPart, N
 from peerd.messages.swarm import LineInfo
 from peerd.placement.network.pair_meter import OwnLine
 from peerd.rpc.rpc import Answer, Incoming, Rpc
-from peerd.sim.clock import SimClock
-from peerd.sim.simnet import SimPath
 from peerd.swarm.batch.grants import GrantSigner
 from peerd.swarm.conductor.link_watch import LinkWatch, ReadMap
 from peerd.swarm.conductor.network_map_server import FILLED_PEERS, REPORT_PAUSE_S, NetworkMapServer
@@ -31,6 +29,8 @@ from peerd.swarm.steps.conductor import Conductor
 from peerd.wire.host.host import Host
 from tests.kit.declared import ANY, declared
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.simnet import SimPath
 
 RUN = b"r" * 16
 MBIT = 125_000.0

@@ -10,9 +10,9 @@ from trio.testing import MockClock
 
 from peerd.core.errors import TooSlow
 from peerd.messages.swarm import Position
-from peerd.sim.heapsim import StandInSigner
 from peerd.swarm.conductor.orders import ConductingConfig, OrderContext, Orders
 from peerd.swarm.events import ConductorConfig, Event, MoveEnded, SendMove
+from tests.worlds.simulation.heapsim import StandInSigner
 
 POST = f"{StandInSigner(b'm' * 32).peer_id.text}/0"
 

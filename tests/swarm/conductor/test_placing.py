@@ -14,14 +14,14 @@ from peerd.messages.progress import StageProgress
 from peerd.messages.swarm import PostsHeld, WhichPosts
 from peerd.role.run_services import RunServices
 from peerd.rpc.rpc_types import Answer, Incoming
-from peerd.sim.programs import swarm
-from peerd.sim.world import Node, World
 from peerd.swarm.conductor.rivals import POSTS
 from peerd.swarm.conductor.stage_finder import StageFinder
 from peerd.swarm.directory import StagePeer
 from peerd.swarm.stage_choice import Move
 from tests.kit.declared import ANY
 from tests.kit.exact import run_file, write_texts
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import Node, World
 
 HERE, ELSEWHERE = 0, 1
 

@@ -11,15 +11,15 @@ from multiaddr import Multiaddr
 from peerd.core.addr import parse_addr, tcp_addr, with_peer
 from peerd.core.errors import Unreachable
 from peerd.core.limits import HEARSAY_TARGET_PER_MINUTE
-from peerd.sim.clock import SimClock
-from peerd.sim.memory import MemoryTransport
-from peerd.sim.simnet import SimNet
 from peerd.wire.host.host import Host
 from peerd.wire.host.identify import IDENTIFY, send_identify
 from peerd.wire.identify_message import Identify
 from peerd.wire.link.link_stream import Stream
 from tests.worlds.network.hosts import keypair
 from tests.worlds.network.virtual import running_net
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.memory import MemoryTransport
+from tests.worlds.simulation.simnet import SimNet
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 RELAY = keypair("relay").peer_id

@@ -12,12 +12,12 @@ import trio.testing
 
 from peerd.core.addr import parse_addr, with_peer
 from peerd.core.errors import ConfigError, LocalError, ProtocolViolation, Refused, Unreachable
-from peerd.sim.simnet import NetConfig
 from peerd.wire.host.host import Host, HostConfig, PeerDown, PeerUp
 from peerd.wire.link.config import LinkConfig
 from peerd.wire.link.link_stream import Stream
 from peerd.wire.yamux.stream import YamuxConfig
 from tests.worlds.network.hosts import Hosts, ask, echo, echoing, keypair, running_hosts
+from tests.worlds.simulation.simnet import NetConfig
 
 Clock = trio.testing.MockClock
 

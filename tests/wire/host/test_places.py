@@ -10,15 +10,15 @@ import trio
 
 from peerd.core.addr import tcp_addr
 from peerd.core.errors import RemoteError, Unreachable
-from peerd.sim.clock import SimClock
-from peerd.sim.memory import MemoryTransport
-from peerd.sim.simnet import SimNet
 from peerd.wire.budget.book import BOUNDS, Bounds, Resource
 from peerd.wire.host.host import Host, HostConfig
 from peerd.wire.host.link_table import LinkLimits
 from peerd.wire.link.link_stream import Stream
 from tests.worlds.network.hosts import ask, echo, keypair
 from tests.worlds.network.virtual import running_net
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.memory import MemoryTransport
+from tests.worlds.simulation.simnet import SimNet
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 ADDR = tcp_addr("81.0.0.1", 4001)

@@ -13,8 +13,6 @@ import trio.testing
 
 from peerd.core.errors import Refused, Unreachable
 from peerd.core.limits import RAILS, RAILS_PER_LINK
-from peerd.sim.memory import MemoryLink
-from peerd.sim.simnet import NetConfig
 from peerd.wire.host.host import Host
 from peerd.wire.link.link import Link
 from peerd.wire.link.link_stream import Stream
@@ -29,6 +27,8 @@ from tests.worlds.network.hostile import enter
 from tests.worlds.network.hostile import secrets as hostile_secrets
 from tests.worlds.network.hosts import Hosts, ask, echo, keypair, running_hosts
 from tests.worlds.network.virtual import transport
+from tests.worlds.simulation.memory import MemoryLink
+from tests.worlds.simulation.simnet import NetConfig
 
 Clock = trio.testing.MockClock
 ONE_WAY_S = 0.025  # of each access line: 100 ms there and back

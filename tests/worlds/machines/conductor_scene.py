@@ -14,7 +14,6 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.messages.swarm import Conducts, Mbs, MemberSync, Position, Seqs, TrainerSync
 from peerd.rpc.rpc import Incoming
-from peerd.sim.clock import SimClock
 from peerd.swarm.conductor.commit_proofs import CommitProofs
 from peerd.swarm.conductor.conductor_client import ConductorClient
 from peerd.swarm.conductor.duty import Duty
@@ -25,6 +24,7 @@ from peerd.swarm.conductor.rivals import ConductorClaim
 from peerd.swarm.events import ConductorConfig, Event, SendMove, SendPrepare
 from peerd.swarm.positions.proven_positions import Backing
 from peerd.swarm.roster import START
+from tests.worlds.simulation.clock import SimClock
 
 RUN = b"r" * 16
 OWN, OTHER, THIRD = (Keypair.from_seed(name.encode().ljust(32, b".")) for name in ("own", "other", "third"))

@@ -7,10 +7,10 @@ import trio
 from peerd.core.addr import tcp_addr
 from peerd.daemon.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.role.peer_stack import peer_stack
-from peerd.sim.memory import MemoryLink
-from peerd.sim.nat import Internet, Kind, NatHome, SimRouter
-from peerd.sim.world import PORT, Node, Program, World
 from tests.worlds.network.members import Organizer
+from tests.worlds.simulation.memory import MemoryLink
+from tests.worlds.simulation.nat import Internet, Kind, NatHome, SimRouter
+from tests.worlds.simulation.world import PORT, Node, Program, World
 
 
 class Homes:

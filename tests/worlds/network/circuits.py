@@ -12,9 +12,9 @@ import trio
 from peerd.reach.relay.circuit_transport import Circuits
 from peerd.reach.relay.relay import Relay
 from peerd.reach.relay.relay_limits import RelayConfig
-from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host, HostConfig
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
+from tests.worlds.simulation.clock import SimClock
 
 
 @dataclass

@@ -20,13 +20,13 @@ from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.expert_network import ExpertCall
 from peerd.run.grid import Grid, Uid, bitmap, grid_of
 from peerd.run.runfile import RunFile
-from peerd.sim.programs import swarm
-from peerd.sim.world import Node, World
 from tests.kit.declared import declared
 from tests.kit.expert_runs import expert_run
 from tests.kit.virtual_time import within
 from tests.worlds.machines.fake_experts import frame as frame_of
 from tests.worlds.machines.workers import InlineWorker
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import Node, World
 
 WIDTH = 3
 

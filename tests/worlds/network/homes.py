@@ -10,12 +10,12 @@ import trio
 
 from peerd.reach.hole_puncher import HolePuncher
 from peerd.reach.relay.relay import Relay
-from peerd.sim.clock import SimClock
-from peerd.sim.nat import Kind, NatHome
 from peerd.wire.host.host import HostConfig
 from tests.worlds.network.circuits import Client, start_client
 from tests.worlds.network.hosts import echo, keypair, running
 from tests.worlds.network.internet import Peers
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.nat import Kind, NatHome
 
 
 @dataclass

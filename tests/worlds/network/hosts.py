@@ -12,14 +12,14 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.keys import Keypair
-from peerd.sim.clock import SimClock
-from peerd.sim.simnet import NetConfig, SimNet
 from peerd.wire.host.host import Host, HostConfig
 from peerd.wire.link.link import Link
 from peerd.wire.link.link_stream import Stream
 from peerd.wire.path_selection import PathKind
 from peerd.wire.transport import Transport
 from tests.worlds.network.virtual import addr_of, connected, running_net, transport
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.simnet import NetConfig, SimNet
 
 
 def keypair(name: str) -> Keypair:

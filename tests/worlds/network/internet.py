@@ -12,10 +12,10 @@ from peerd.daemon.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.dht.dht import Dht
 from peerd.reach.autonat import AutoNat
 from peerd.rpc.rpc import Rpc
-from peerd.sim.clock import SimClock
-from peerd.sim.nat import Internet, Kind, NatHome
-from peerd.sim.simnet import SimLine
 from tests.worlds.network.hosts import Hosts, keypair, running
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.nat import Internet, Kind, NatHome
+from tests.worlds.simulation.simnet import SimLine
 
 PORT = 4001
 

@@ -18,11 +18,11 @@ from peerd.messages.token import Revoked, Token, normal_roles, seal
 from peerd.role.peer_stack import PeerStack
 from peerd.rpc.rpc import Answer, Incoming
 from peerd.run.runfile import AccessSection, PipelineSection, RunFile
-from peerd.sim.clock import EPOCH_S
-from peerd.sim.programs import stack_on
-from peerd.sim.world import Node, World
 from tests.kit.declared import declared
 from tests.kit.virtual_time import within
+from tests.worlds.simulation.clock import EPOCH_S
+from tests.worlds.simulation.programs import stack_on
+from tests.worlds.simulation.world import Node, World
 
 ORGANIZER = Keypair.from_seed(b"organizer".ljust(32, b"."))
 STRANGER = Keypair.from_seed(b"stranger".ljust(32, b"."))

@@ -9,8 +9,8 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.addr import tcp_addr
-from peerd.sim.memory import MemoryLink, MemoryTransport
-from peerd.sim.simnet import NetConfig, SimLine, SimNet
+from tests.worlds.simulation.memory import MemoryLink, MemoryTransport
+from tests.worlds.simulation.simnet import NetConfig, SimLine, SimNet
 
 
 @contextlib.asynccontextmanager

@@ -6,9 +6,9 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from peerd.sim.programs import swarm
-from peerd.sim.simnet import SimLine
-from peerd.sim.world import World, WorldConfig
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.simnet import SimLine
+from tests.worlds.simulation.world import World, WorldConfig
 
 
 def home_line(rng: random.Random) -> SimLine:

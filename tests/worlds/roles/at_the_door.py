@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import trio
 
-from peerd.sim.world import World
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.worlds.roles.virtualroles import Roles
+from tests.worlds.simulation.world import World
 
 LOOK_S: Final = 0.1
 KILLS: Final = ((True, True), (False, False), (True, False), (False, True))  # is it the conductor, and silently?

@@ -23,15 +23,15 @@ from peerd.messages.experts import Announced, CheckpointRef, Name, state_root
 from peerd.role.peer_stack import PeerStack, peer_stack
 from peerd.run.grid import Uid, bitmap, grid_of, prefix_key
 from peerd.run.runfile import RunFile, fingerprint
-from peerd.sim.clock import SimClock, run_virtual
-from peerd.sim.memory import MemoryTransport
-from peerd.sim.simnet import SimNet
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import FakeExpert, FakeHosted
 from tests.worlds.machines.workers import InlineWorker
 from tests.worlds.network.hosts import keypair
 from tests.worlds.network.virtual import addr_of, running_net, transport
 from tests.worlds.roles.contexts import role_context
+from tests.worlds.simulation.clock import SimClock, run_virtual
+from tests.worlds.simulation.memory import MemoryTransport
+from tests.worlds.simulation.simnet import SimNet
 
 T = TypeVar("T")
 

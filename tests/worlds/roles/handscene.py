@@ -22,12 +22,12 @@ from peerd.pipeline.next_stage import PASS
 from peerd.pipeline.stage_client import TrainerCredentials
 from peerd.rpc.rpc import Answer, Incoming, Rpc
 from peerd.run.runfile import BatchSection, ModelSection, PipelineSection, fingerprint
-from peerd.sim.clock import SimClock
 from peerd.wire.host.host import Host
 from tests.fuzz.service_scene import RUN, Peer, pinned, start_peer
 from tests.kit.declared import declared
 from tests.kit.virtual_time import within
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
+from tests.worlds.simulation.clock import SimClock
 
 RUN3 = msgspec.structs.replace(
     RUN,

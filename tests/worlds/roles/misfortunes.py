@@ -13,15 +13,15 @@ from typing import Any
 import trio
 
 from peerd.core.errors import LocalError
-from peerd.sim.nat import KINDS
-from peerd.sim.simnet import SimLine
-from peerd.sim.world import World
 from roles.aggregator import AuxAggregatorRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.worlds.network.athome import Homes
 from tests.worlds.network.members import Organizer
 from tests.worlds.roles.virtualroles import PacedDevice, Roles
+from tests.worlds.simulation.nat import KINDS
+from tests.worlds.simulation.simnet import SimLine
+from tests.worlds.simulation.world import World
 
 REPLACE = os.replace
 PAUSES_S = (0.0, 1.0, 5.0, 15.0)

@@ -16,13 +16,13 @@ import trio
 
 from peerd.placement.problem import Network, StagePlacement
 from peerd.run.runfile import RunFile
-from peerd.sim.programs import swarm
-from peerd.sim.simnet import NetConfig, SimPath
-from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.runs import changed
 from tests.worlds.roles.virtualroles import Roles
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.simnet import NetConfig, SimPath
+from tests.worlds.simulation.world import Node, World, WorldConfig
 
 WINDOW_BYTES: Final = 32 << 10  # of one connection: what is under way delays what comes after it
 PATIENCE_S: Final = 3_000.0

@@ -33,9 +33,6 @@ from peerd.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.sim.clock import SimClock
-from peerd.sim.memory import MemoryTransport
-from peerd.sim.simnet import SimLine, SimNet
 from peerd.wire.clock import RealClock
 from peerd.wire.host.host import Host
 from peerd.wire.link.sealing import Buffers
@@ -50,6 +47,9 @@ from tests.worlds.network.virtual import addr_of, running_net
 from tests.worlds.roles.chaos import in_no_thread
 from tests.worlds.roles.contexts import DEVICES, role_context
 from tests.worlds.roles.virtualroles import PacedDevice
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.memory import MemoryTransport
+from tests.worlds.simulation.simnet import SimLine, SimNet
 
 LINE: Final = SimLine(latency_s=0.001)  # of a simulated peer
 MICROBATCH_S: Final = 0.02  # virtual seconds that a device takes for a microbatch's backward

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Final
 
 from peerd.run.runfile import BatchSection, ModelSection, PipelineSection, RunFile
-from peerd.sim.programs import swarm
-from peerd.sim.simnet import SimLine
-from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.runs import changed
 from tests.worlds.roles.virtualroles import Roles, virtual_run
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.simnet import SimLine
+from tests.worlds.simulation.world import World, WorldConfig
 
 MICROBATCH_S: Final = 0.05  # of a device
 STAGES: Final = {"a0": 0, "b0": 0, "a1": 1, "b1": 1}  # of each stage peer

@@ -28,8 +28,6 @@ from peerd.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.sim.programs import swarm
-from peerd.sim.world import Node, World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.runs import changed
@@ -37,6 +35,8 @@ from tests.worlds.machines.fakehost import leaves
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.contexts import DEVICES, role_context
 from tests.worlds.roles.inline_worker import InlineWorker
+from tests.worlds.simulation.programs import swarm
+from tests.worlds.simulation.world import Node, World
 
 T = TypeVar("T")
 

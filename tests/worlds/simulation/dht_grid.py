@@ -21,7 +21,7 @@ from peerd.dht.node import messages as q
 from peerd.messages.encoding import decode, encode
 from peerd.messages.experts import Announced, Name
 from peerd.run.grid import Uid, bitmap, coordinates_in, prefix_key
-from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig
+from tests.worlds.simulation.heapsim import HeapNode, HeapSim, HeapSimConfig
 
 RUN = "benchmark"
 

@@ -12,9 +12,9 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.dht.dht import DhtConfig
 from peerd.role.peer_stack import PeerStack, peer_stack
-from peerd.sim.world import Node, Program
 from peerd.wire.host.host import Host, HostConfig
 from peerd.wire.link.link import Stream
+from tests.worlds.simulation.world import Node, Program
 
 ECHO = "/peerd-sim/echo/1"  # protocol of all nodes, which returns the bytes that it receives
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from peerd.core.errors import LocalError
 from peerd.core.ids import Key
 from peerd.dht.node import messages as q
-from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig
+from tests.worlds.simulation.heapsim import HeapNode, HeapSim, HeapSimConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

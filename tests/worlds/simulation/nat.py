@@ -22,9 +22,9 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import tcp_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
-from peerd.sim.memory import MemoryLink, MemoryListener
-from peerd.sim.sim_pipe import SimPipe
-from peerd.sim.simnet import SimLine, SimNet, SimNode
+from tests.worlds.simulation.memory import MemoryLink, MemoryListener
+from tests.worlds.simulation.sim_pipe import SimPipe
+from tests.worlds.simulation.simnet import SimLine, SimNet, SimNode
 
 Kind = Literal["public", "firewall", "full-cone", "port-restricted", "symmetric"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)

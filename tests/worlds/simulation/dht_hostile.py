@@ -16,7 +16,7 @@ from peerd.core.record import Record
 from peerd.dht.node import messages as q
 from peerd.dht.node.routing_table import Contact
 from peerd.dht.node.store import Verdict, answer_bytes
-from peerd.sim.heapsim import EPOCH_S, HeapNode, HeapSim, HeapSimConfig, StandInSigner
+from tests.worlds.simulation.heapsim import EPOCH_S, HeapNode, HeapSim, HeapSimConfig, StandInSigner
 
 _ADDRS = (b"\x04\x0b\x01\x01\x01\x06\x0f\xa1",)
 

@@ -2,8 +2,8 @@
 
 A node is a machine with a name, an identity and an access line. Nodes can be started, stopped (gracefully), killed
 (abruptly), and restarted with the same identity and address. All randomness comes from the seed, so a world run with
-`peerd.sim.clock.run_virtual` is reproducible, which its trace hash proves. An exception in a program ends the world, so
-that no error is hidden. Uses no tensors and no threads.
+`run_virtual` of `clock` is reproducible, which its trace hash proves. An exception in a program ends the world, so that
+no error is hidden. Uses no tensors and no threads.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from peerd.core.addr import tcp_addr, with_peer
 from peerd.core.errors import LocalError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.sim.clock import SimClock
-from peerd.sim.memory import MemoryTransport
-from peerd.sim.simnet import NetConfig, SimLine, SimNet, SimNode
-from peerd.sim.trace import Trace
 from peerd.wire.link.sealing import Buffers
+from tests.worlds.simulation.clock import SimClock
+from tests.worlds.simulation.memory import MemoryTransport
+from tests.worlds.simulation.simnet import NetConfig, SimLine, SimNet, SimNode
+from tests.worlds.simulation.trace import Trace
 
 if TYPE_CHECKING:
     from peerd.dht.dht import Dht

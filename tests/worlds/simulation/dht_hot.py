@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from peerd.core.ids import Key
 from peerd.dht.node import messages as q
-from peerd.sim.dht_hostile import HostileNodes
-from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig
+from tests.worlds.simulation.dht_hostile import HostileNodes
+from tests.worlds.simulation.heapsim import HeapNode, HeapSim, HeapSimConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

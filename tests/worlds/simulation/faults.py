@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from peerd.sim.simnet import SimLine
+from tests.worlds.simulation.simnet import SimLine
 
 if TYPE_CHECKING:
-    from peerd.sim.world import World
+    from tests.worlds.simulation.world import World
 
 Action = Callable[["World"], Awaitable[None]]
 

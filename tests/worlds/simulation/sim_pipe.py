@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import trio
 
-from peerd.sim.clock import SimAgenda
+from tests.worlds.simulation.clock import SimAgenda
 
 TURN_S: Final = 0.01  # of one pipe on an access line: short, so that pipes share smoothly,
 TURN_BYTES_MIN: Final = 4 << 10  # but not so short

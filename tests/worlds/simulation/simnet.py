@@ -19,9 +19,9 @@ from typing import Protocol
 import trio
 
 from peerd.core.errors import LocalError
-from peerd.sim.clock import SimAgenda
-from peerd.sim.sim_pipe import PACKET_BYTES, RETRANSMIT_MIN_S, Segment, SimPipe, SimulatedLine
-from peerd.sim.trace import Trace
+from tests.worlds.simulation.clock import SimAgenda
+from tests.worlds.simulation.sim_pipe import PACKET_BYTES, RETRANSMIT_MIN_S, Segment, SimPipe, SimulatedLine
+from tests.worlds.simulation.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import tcp_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
-from peerd.sim.sim_pipe import SimPipe
-from peerd.sim.simnet import SimNet, SimNode
+from tests.worlds.simulation.sim_pipe import SimPipe
+from tests.worlds.simulation.simnet import SimNet, SimNode
 
 _MEMORY: Final = b"\x89\x06"  # multiaddr code 0x0309 as a varint; its value has 8 bytes
 _FIRST_PORT: Final = 4001  # given to listeners that ask for any
