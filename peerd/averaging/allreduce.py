@@ -1,433 +1,426 @@
-"""One round of all-reduce from one member's view: which peer owes which part to whom, and which peers are late.
+"""All-reduce inside a group: every sender ends with the same bits of the sum of all senders' vectors.
 
-The vector is cut into shares, one for each owner, and each share into parts. Every sender sends each part to its owner.
-The owner sums all senders' versions in the order of the senders, so that everyone gets the same bits, and returns the
-sum. Most peers are both sender and owner; a helper sends nothing, a client owns nothing, and a listener requests the
-sums but contributes no vector. A round succeeds completely or not at all; the conductor repeats it without the lost
-members. This module only keeps count; the elements are summed elsewhere. Hostile input: a member may send a part twice,
-or one that its receiver does not own; a conductor may send an inconsistent plan. Both are rejected. Invariants: a part
-is summed once, when every sender's version is there; an owner stays in the round until all have requested its parts.
+The vector (numpy, 1-D) is cut into parts; each part has an owner, which sums it. One streaming call to each owner sends
+its parts one after the other, and returns the sums in the same order while later parts are still in flight. The
+transport provides back-pressure. All shares are sent at even rates, so that they end together and every internet
+connection is busy to the end. A helper sums the parts that it owns and sends no vector. A client sends a vector and
+owns no parts. A listener requests each part with an empty message and receives its sum. A `PartCoder` encodes the
+parts. Encoding, and all but small sums, run on the worker; versions are added in the order of the senders. With a lossy
+code, the owner also uses the decoded sum, as the others do.
+
+A round ends with all sums, or raises `RoundFailed` with the members at fault; the caller applies the result. A hostile
+member may send wrong shapes, wrong dtypes, NaN, parts of another owner, or parts of unknown attempts. Each is refused,
+where possible before values are decoded, and the round fails and names the member. If a peer refuses or ends a call,
+that shows only that the round has ended there, so we wait 0.8 s for the name of the peer at fault before we blame that
+peer. A silent peer is pinged before it is named, because one peer that hangs soon makes all others wait. A run with a
+lossy code also accepts plain parts; a plain run refuses coded parts.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections import Counter, deque
-from collections.abc import Iterator, KeysView, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Final
 
-from peerd.averaging.shares import apportioned
-from peerd.core.errors import PeerdError
-from peerd.core.limits import AVERAGE_PARTS
-from peerd.messages.swarm import Prepare
+import numpy as np
+import trio
 
-_SHARES_TOLERANCE = 1e-6
-_OWNER_MARGIN_S = 0.5  # beyond the patience, so that an owner can first report the late sender it waits for
-_PART_S = 0.005  # assumed cost of one more part per share, in seconds of a round
-_PARTS_OF_A_SHARE = 24  # at most, unless parts would then exceed the requested size
-_PARTS_OF_AN_EQUAL_SHARE = 3  # at least, if the lines are unknown
-_LEAST_ELEMENTS_OF_AN_EQUAL_SHARE = 1 << 18  # smallest part of an equal share: on a fast line each part costs calls
-_LEAST_UNDER_WAY = 1.25  # parts in flight for any share; with fewer its owner's line idles between two parts
-_SECOND = b"peerd second sum\0"
-_LEAST_ELEMENTS = 1024  # smallest part if the lines are known, unless its share is smaller
-_LINE_SHARE = 0.95  # payload's share of a line; the rest is for headers and acknowledgements
-_EVEN_ELEMENTS = 1024  # part lengths are multiples of this: CPUs are slower on vectors not aligned to a cache line
+from peerd.averaging.allreduce_round import AllReduceRound, AveragingPlan, Part, PartPace, RoundFailed
+from peerd.averaging.open_round import (
+    OpenRound,
+    PartGate,
+    SumBuffers,
+    SumReplies,
+    as_others_see_it,
+    encoded,
+    version_of,
+)
+from peerd.averaging.pacing import Pacer, RoundPacing
+from peerd.averaging.reduce import PartCoder, PlainParts, SumFault, Vector, VectorMemory, Version, sum_up, take_sum
+from peerd.averaging.stats import RoundStats
+from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, RemoteError, TooSlow
+from peerd.core.ids import PeerId
+from peerd.core.limits import FRAME_ELEMENTS, RPC_ROUND_DEADLINE_S
+from peerd.core.signals import Signal
+from peerd.core.work import Worker
+from peerd.messages.encoding import Empty
+from peerd.messages.swarm import AverageAlive, AverageKey
+from peerd.rpc.methods.declaration import Declaration, Shows
+from peerd.rpc.rpc import Answer, CallStream, Encoded, Incoming, Rpc
 
+__all__ = ["METHOD", "AllReduceService", "PartCoder", "PlainParts", "Vector"]
 
-class RoundFailed(PeerdError):
-    """The round cannot finish. `lost`: the members at fault; `lost_share`: fraction of the vector that has no sum."""
-
-    def __init__(self, reason: str, lost: tuple[str, ...]) -> None:
-        super().__init__(reason)
-        self.lost = lost
-        self.lost_share = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class AveragingPlan:
-    """The plan of one round. Raises ValueError if it is inconsistent.
-
-    `group`: all members, in the order of the shares; `patience_s`: how long a silent member is tolerated. `senders`
-    (default: the group) contribute vectors, which are summed in their order. `shares`: the group's shares, in its
-    order, with sum 1; None for equal ones. `length` and `dtype` describe the vectors for owners that contribute none,
-    and so does `further`, the length of a second sum that follows. `listeners` receive the sum and contribute nothing.
-    This group is number `copy` of `copies` groups that compute the same sum. Coded parts must be the same in all of
-    them, so they begin at multiples of `align` elements.
-    """
-
-    attempt: bytes
-    group: tuple[str, ...]
-    part_bytes: int
-    patience_s: float
-    senders: tuple[str, ...] = ()
-    shares: tuple[float, ...] | None = None
-    length: int = 0
-    dtype: str = ""
-    further: int = 0
-    listeners: tuple[str, ...] = ()
-    copy: int = 0
-    copies: int = 1
-    align: int = 1
-    timeout_s: float = 0.0  # of the attempt
-    coming_s: float = 0.0  # how long others may still be in the sum before this one
-    s_per_byte: float = 0.0  # a round's time per byte of the vector, by the stated rates of all lines; 0: unknown
-
-    def __post_init__(self) -> None:
-        if not self.senders:
-            object.__setattr__(self, "senders", self.group)
-        if any(len({*peers}) != len(peers) for peers in (self.group, self.senders, self.listeners)):
-            raise ValueError("a peer is listed twice in a round")
-        if not {*self.senders, *self.listeners} <= {*self.group} or {*self.senders} & {*self.listeners}:
-            raise ValueError("a sender or a listener is not in the round's group, or is both")
-        if self.shares is not None:
-            check_shares(self.shares, len(self.group))
-
-    @classmethod
-    def of(cls, order: Prepare, part_bytes: int, patience_s: float, align: int = 1) -> AveragingPlan:
-        """The plan of the ordered round, with parts of at most `part_bytes`. Raises ValueError if invalid."""
-        listeners = frozenset(order.listeners)
-        if order.copy >= order.copies:
-            raise ValueError("the group's number exceeds the number of groups with the same sum")
-        if order.split and sorted(party.peer for party in order.split if party.mode != "aux") != sorted(order.group):
-            raise ValueError("the senders and listeners of a round must be its group")
-        if any(party.mode == "client" and party.share != 0 for party in order.split):
-            raise ValueError("a client has a share, though it cannot sum")
-        return cls(
-            attempt=order.attempt,
-            group=tuple(party.peer for party in order.split) or tuple(order.group),
-            part_bytes=min(part_bytes, order.part_bytes or part_bytes),
-            patience_s=patience_s,
-            senders=tuple(peer for peer in order.group if peer not in listeners),
-            shares=tuple(party.share for party in order.split) if order.split else None,
-            length=order.elements if order.split else 0,
-            dtype=order.dtype if order.split else "",
-            further=order.further if order.split else 0,
-            listeners=tuple(order.listeners),
-            copy=order.copy,
-            copies=order.copies,
-            align=align,
-            timeout_s=order.timeout_s,
-            s_per_byte=order.s_per_byte,
-        )
-
-    def pair_bytes_per_s(self, own: str) -> dict[str, float]:
-        """Sending rates from `own` to each other peer that keep all lines busy until the end; empty if these are
-        unknown.
-
-        A margin of each line is left for headers; otherwise its queue grows round by round until it loses packets.
-        """
-        if self.shares is None or self.s_per_byte <= 0:
-            return {}
-        share = dict(zip(self.group, self.shares, strict=True))
-        takes = {*self.senders, *self.listeners}
-        loads = {
-            peer: share[peer] * (own in self.senders) + share[own] * (peer in takes) for peer in share if peer != own
-        }
-        return {peer: _LINE_SHARE * load / self.s_per_byte for peer, load in loads.items() if load > 0}
-
-    def second(self) -> AveragingPlan:
-        """The second sum of the same round. It has its own attempt id, so that parts of the sums cannot be confused."""
-        attempt = hashlib.sha256(_SECOND + self.attempt).digest()[: len(self.attempt)]
-        later_s = self.timeout_s / 2  # both sums share the timeout
-        return replace(self, attempt=attempt, length=self.further, further=0, coming_s=later_s)
-
-    def parts(self, length: int, itemsize: int) -> tuple[Part, ...]:
-        """The parts of a vector of `length` elements of `itemsize` bytes. Raises ValueError if there are too many."""
-        part_elements = max(1, self.part_bytes // itemsize)
-        if length // part_elements + _PARTS_OF_A_SHARE * len(self.group) > AVERAGE_PARTS:
-            raise ValueError(f"a vector of {length} elements has too many parts of {part_elements}")
-        count = parts_of_a_share(self.s_per_byte * length * itemsize)
-        return cut(length, self.group, part_elements, self.shares, self.align if self.copies > 1 else 1, count)
+METHOD = "average/2/parts"
+_ALIVE = "average/2/alive"
+DECLARED: Final = {
+    METHOD: Declaration(
+        shows=Shows.ROUND,
+        rows=None,
+        memory_bytes=0,
+        device_s=0.0,
+        frames=1,
+        frame_bytes=8 << 20,
+        calls_per_peer=8,  # calls of cancelled rounds end slowly
+        deadline_s=RPC_ROUND_DEADLINE_S,
+    ),
+    _ALIVE: Declaration(shows=Shows.ROUND, rows=None, memory_bytes=0, device_s=0.0),
+}
+_PARTS_UNDER_WAY = 3  # in flight to one owner of an equal share: fills the line while it sums
+_PARTS_KEPT = 16  # buffers of summed parts that are kept for later parts
+_DTYPES = {"float32", "float64"}  # of vectors that a helper may sum
+_JOIN_WAIT_S = 30.0  # a member may learn of the round later than the others
+_LOOK_S = 0.5  # how often we check for late peers
+_ANSWER_S = 0.6  # least time for a silent member to answer that it is alive: on a busy line answers queue longer
+_DOUBT_S = 0.8  # for the conductor or a lost link to show who made a member end its round
 
 
-def parts_of_a_share(round_s: float) -> int:
-    """Number of parts per share in a round that takes `round_s` seconds; the maximum if 0 (unknown).
-
-    Sums return one part's time after the parts leave, so larger parts end the round later; but each part costs time.
-    """
-    return min(max(2, round(math.sqrt(round_s / _PART_S))), _PARTS_OF_A_SHARE) if round_s else _PARTS_OF_A_SHARE
+_Way = tuple[list[Part], PartGate, CallStream]  # one owner's share, the gate that paces its parts, and the call
 
 
-def check_shares(shares: Sequence[float], count: int) -> None:
-    """Raise ValueError unless these are `count` fractions that add up to 1."""
-    if len(shares) != count:
-        raise ValueError(f"{len(shares)} shares for {count} peers")
-    if not all(math.isfinite(share) and 0 <= share <= 1 for share in shares):
-        raise ValueError("a share must be a number from 0 to 1")
-    if abs(math.fsum(shares) - 1) > _SHARES_TOLERANCE:
-        raise ValueError("shares must add up to 1")
+class AllReduceService:
+    """Runs averaging rounds of this peer and serves others' parts of these rounds."""
 
+    def __init__(self, rpc: Rpc, own: PeerId, pacer: Pacer | None = None) -> None:
+        self._rpc, self._pacer = rpc, pacer
+        self._own = own.text
+        self.aggregated_bytes = 0  # of others' vectors, summed here
+        self._reported_bytes = 0
+        self.outcomes = RoundStats()
+        self._rounds: dict[bytes, OpenRound] = {}
+        self._memory, self._parts_memory = VectorMemory(), VectorMemory(_PARTS_KEPT)
+        self._expected: dict[bytes, bool] = {}  # attempt ids of our rounds; True once the round has begun
+        self._opened = Signal()  # a round opens
+        rpc.serve_stream(METHOD, AverageKey, self._take_parts, declared=DECLARED[METHOD])
+        rpc.serve(_ALIVE, AverageKey, self._alive, declared=DECLARED[_ALIVE])
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Elements `begin` to `end` (exclusive) of the vector, summed by `owner`."""
-
-    index: int
-    owner: str
-    begin: int
-    end: int
-
-
-def cut(
-    length: int,
-    group: tuple[str, ...],
-    part_elements: int,
-    shares: Sequence[float] | None = None,
-    align: int = 1,
-    count: int = _PARTS_OF_A_SHARE,
-) -> tuple[Part, ...]:
-    """The parts of a vector, one contiguous share per member of the group; every member computes the same parts.
-
-    Without `shares` all shares are equal, up to `align` elements. Each share is cut into `count` parts, or into more if
-    they would exceed `part_elements`. Small shares are cut as finely as large ones, so that all can be sent evenly side
-    by side and sums return while other parts are in flight. Every part begins at a multiple of `align`.
-    """
-    parts: list[Part] = []
-    least = _LEAST_ELEMENTS
-    if shares is None:
-        count, least = _PARTS_OF_AN_EQUAL_SHARE, _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE
-    for owner, span in zip(group, _spans(-(-length // align), len(group), shares), strict=True):
-        begin, share_end = (min(length, at * align) for at in span)
-        most = min(part_elements, max(least, -(-(share_end - begin) // count)))
-        step = _raised(_alike(share_end - begin, most), align)
-        for at in range(begin, share_end, step):
-            parts.append(Part(len(parts), owner, at, min(at + step, share_end)))
-    return tuple(parts)
-
-
-def _alike(share: int, most: int) -> int:
-    """Length of the parts of a share: at most `most`, and such that the parts have about the same length."""
-    if not share:
-        return most
-    return min(most, _raised(-(-share // -(-share // most)), _EVEN_ELEMENTS))
-
-
-def _raised(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
-
-
-def _spans(length: int, count: int, shares: Sequence[float] | None) -> Iterator[tuple[int, int]]:
-    if shares is None:
-        yield from ((i * length // count, (i + 1) * length // count) for i in range(count))
-        return
-    end = 0
-    for elements in apportioned(length, shares):
-        begin, end = end, end + elements
-        yield begin, end
-
-
-class AllReduceRound:
-    """Progress of one member in a round. `now` is monotonic time in seconds."""
-
-    def __init__(
-        self,
-        own: str,
-        senders: tuple[str, ...],
-        parts: tuple[Part, ...],
-        patience_s: float,
-        listeners: tuple[str, ...] = (),
-    ) -> None:
-        self.own, self.senders, self.parts, self.listeners = own, senders, parts, listeners
-        self._everyone = frozenset((*senders, *listeners))
-        self.takes = own in self._everyone  # whether it receives the sum; a helper does not
-        self._patience_s = patience_s
-        self._came: dict[int, set[str]] = {part.index: set() for part in parts if part.owner == own}
-        self._brought = Counter[int]()  # versions, by part
-        self._missing = len(self._came) * len(self._everyone)  # versions of our parts, and listeners' requests for them
-        due = parts if self.takes else ()
-        self._due = {part.index: part.owner for part in due if part.owner != own}
-        self._asked: set[int] = set()  # parts that may have been sent to their owner
-        self._heard: dict[str, tuple[float, int]] = {}  # peer -> (last heard, sequence number as tie-break)
-        self._times_heard = 0
-        self.began = 0.0
-        self.waited_s: dict[str, float] = {}  # by peer: time that only its version of a part of ours was missing
-        self._waited_until: dict[str, float] = {}  # by peer: end of the last wait that `waited_s` includes
-        self._newest: dict[int, float] = {}  # by part: when its newest version arrived
-
-    def begin(self, now: float) -> None:
-        """Start the timeouts of the other members."""
-        self.began = now
-        self.be_patient(now)
-
-    def be_patient(self, now: float) -> None:
-        """Restart all timeouts, because everybody waits for peers that are still in an earlier round."""
-        self._heard = dict.fromkeys({*self._everyone, *self._due.values()}, (now, 0))
-
-    def check(self, index: int, sender: str) -> None:
-        """Raise ValueError unless `sender`'s version of this part, or its request for the sum, is still expected."""
-        came = self._came.get(index)
-        if came is None:
-            raise ValueError(f"part {index} is summed by another member")
-        if sender not in self._everyone:
-            raise ValueError("the sender does not take part in this round")
-        if sender in came:
-            raise ValueError(f"part {index} arrived twice")
-
-    def arrived(self, now: float, index: int, sender: str) -> bool:
-        """Record `sender`'s version of one of our parts; return True if it was the last one and the sum can be made.
-
-        For a listener, record its request for the part's sum and return False. Raises ValueError like `check`.
-        """
-        self.check(index, sender)
-        came = self._came[index]
-        came.add(sender)
-        self._missing -= 1
-        self._hear(sender, now)
-        if sender in self.listeners:
-            return False
-        before, self._newest[index] = self._newest.get(index, self.began), now
-        self._brought[index] += 1
-        whole = self._brought[index] == len(self.senders)
-        if whole and sender != self.own:
-            since = max(before, self._waited_until.get(sender, before))  # many parts are waited for at once
-            self.waited_s[sender] = self.waited_s.get(sender, 0.0) + now - since
-            self._waited_until[sender] = now
-        return whole
-
-    def asked(self, index: int) -> None:
-        """Record that our version of this part, or our request, was sent to its owner, who now owes us the sum."""
-        self._asked.add(index)
-
-    def returned(self, now: float, index: int) -> None:
-        """Record that the owner has sent us the sum of a part."""
-        self._hear(self._due.pop(index), now)
-
-    @property
-    def others(self) -> KeysView[str]:
-        """All peers from which a message is expected."""
-        return self._heard.keys()
-
-    @property
-    def finished(self) -> bool:
-        """True once we have every sum and every version that others owe us."""
-        return not self._due and not self._missing
-
-    def heard(self, now: float, peer: str) -> None:
-        """Record that a peer is slow but not silent, since its bytes arrive or it reports progress."""
-        if peer in self._heard and now > self._heard[peer][0]:
-            self._hear(peer, now)
-
-    def _hear(self, peer: str, now: float) -> None:
-        self._times_heard += 1
-        self._heard[peer] = now, self._times_heard
-
-    def missing_share(self) -> float:
-        """Fraction, from 0 to 1, of the parts due to this member that have no complete sum."""
-        due = [part for part in self.parts if part.owner == self.own or self.own in self._everyone]
-        whole = len(self.senders)
-        lost = [p for p in due if p.index in self._due or (p.index in self._came and self._brought[p.index] < whole)]
-        return sum(p.end - p.begin for p in lost) / max(1, sum(p.end - p.begin for p in due))
+    def takes_part(self, peer: str) -> bool:
+        """True if a round in progress here includes this peer as a member or a helper."""
+        return any(peer in state.plan.group for state in self._rounds.values())
 
     def progress(self) -> tuple[int, int]:
-        """Elements received and elements expected in all: others' versions of our parts, and sums of their parts."""
-        ours = [(self._brought[index], self.parts[index]) for index in self._came]
-        whole = len(self.senders) - (self.own in self.senders)
-        sums = [part for part in self.parts if part.owner != self.own and self.takes]
-        done = sum((brought - (self.own in self._came[p.index])) * (p.end - p.begin) for brought, p in ours)
-        done += sum(part.end - part.begin for part in sums if part.index not in self._due)
-        return done, sum(whole * (p.end - p.begin) for _, p in ours) + sum(part.end - part.begin for part in sums)
+        """Bytes of others' vectors in the rounds in progress here: received so far, and expected in total."""
+        done_bytes = total_bytes = 0
+        for state in self._rounds.values():
+            done, total = state.round.progress()
+            done_bytes += done * state.result.itemsize
+            total_bytes += total * state.result.itemsize
+        return done_bytes, total_bytes
 
-    def owes(self, sender: str) -> bool:
-        """Return True while this sender owes us a part."""
-        return sender in self._everyone and any(sender not in came for came in self._came.values())
+    def newly_aggregated_bytes(self) -> int:
+        """Bytes of others' vectors that were summed here since the previous call of this method, by any caller."""
+        before, self._reported_bytes = self._reported_bytes, self.aggregated_bytes
+        return self.aggregated_bytes - before
 
-    def silent(self, now: float) -> set[str]:
-        """Peers that have been silent for longer than our patience, whether or not we are waiting for them."""
-        return {peer for peer, (heard, _) in self._heard.items() if now - heard > self._patience_s} - {self.own}
+    @contextmanager
+    def expecting(self, attempts: Iterable[bytes]) -> Iterator[None]:
+        """Inside this context, other members' calls for these attempts wait until the rounds begin here.
 
-    def late(self, now: float) -> tuple[str, ...]:
-        """Members at fault for a delay longer than our patience, sorted.
-
-        One hanging member soon blocks all others, which then seem to hang as well. So of the members that we wait for,
-        the one that fell silent first is returned. An owner may itself be waiting for a late sender, so it has a little
-        more time. An owner that has no part of ours yet, because other sums delay our parts, owes us nothing.
+        Checks whether this peer is alive are answered before the rounds begin, and after they have ended, too.
         """
-        silent = self.silent(now)
-        if not silent:
-            return ()
-        owing = {owner for index, owner in self._due.items() if index in self._asked}
-        blocking, owners = self._blocking() & silent, owing & silent
-        margin_s = min(_OWNER_MARGIN_S, self._patience_s)
-        if not blocking and not any(now - self._heard[peer][0] > self._patience_s + margin_s for peer in owners):
-            return ()
-        heard = {peer: self._heard[peer] for peer in blocking | owners}
-        first = min(heard.values())
-        lost = {peer for peer in heard if heard[peer] == first}
-        return tuple(sorted(lost & blocking or lost))
+        news = dict.fromkeys((attempt for attempt in attempts if attempt not in self._expected), False)
+        self._expected |= news
+        try:
+            yield
+        finally:
+            for attempt in news:
+                del self._expected[attempt]
 
-    def _blocking(self) -> set[str]:
-        """Peers that have not sent their version of our first incomplete part; all others wait for them."""
-        whole = len(self._everyone)
-        return set(next((self._everyone - came for came in self._came.values() if len(came) < whole), ()))
+    async def sum(
+        self, plan: AveragingPlan, vector: Vector | None, worker: Worker, coder: PartCoder | None = None
+    ) -> Vector:
+        """Returns the sum of all senders' vectors in a new array, or `vector` itself if nobody else takes part.
 
+        `vector` must not change before the call returns. A helper passes None, sums its parts, and gets an empty array.
+        A listener passes its own vector, which is not added. Without `coder`, parts are sent unencoded. Raises
+        RoundFailed; raises LocalError if `vector` does not fit this peer's part in the plan.
+        """
+        takes = self._own in (*plan.senders, *plan.listeners)
+        if takes != (vector is not None) or self._own not in plan.group:
+            raise LocalError("this peer has another role in the plan of this round")
+        if len(plan.group) == 1 and vector is not None:
+            return vector
+        evenly = RoundPacing(self._pacer, plan, self._own)
+        state = OpenRound(plan, *self._laid_out(plan, vector), worker, coder or PlainParts(), evenly)
+        began = trio.current_time()
+        for memory in (self._memory, self._parts_memory):
+            memory.round_begins()
+        with self._registered(plan.attempt, state), state.scope:
+            state.round.begin(began)
+            async with trio.open_nursery() as nursery:
+                if vector is not None:
+                    self._start_sending(nursery, plan, state)
+                await self._watch(plan, state)
+        if state.failure is not None:
+            self.outcomes.broke(trio.current_time(), state.round, state.failure)
+            raise state.failure
+        self.outcomes.ended(trio.current_time(), state.round)
+        for memory in (self._memory, self._parts_memory):
+            memory.round_took(trio.current_time() - began)
+        return state.result
 
-class PartPace:
-    """Pacing of the parts sent to other owners, so that all shares are sent evenly and finish together.
+    def _laid_out(self, plan: AveragingPlan, vector: Vector | None) -> tuple[AllReduceRound, Vector | None, Vector]:
+        """The round's state, our contribution (None for helpers and listeners), and the array for the sum."""
+        if vector is None:
+            if plan.dtype not in _DTYPES or not 0 <= plan.length <= FRAME_ELEMENTS:
+                raise RoundFailed(f"a helper cannot sum {plan.length} values of {plan.dtype[:16]!r}", ())
+            length, result = plan.length, np.empty(0, plan.dtype)
+        else:
+            length, result = len(vector), self._memory.vector(len(vector), vector.dtype)
+            if plan.length and (plan.length, plan.dtype) != (length, vector.dtype.name):
+                raise RoundFailed("the round is planned for vectors of another size", (self._own,))
+        try:
+            parts = plan.parts(length, result.itemsize)
+        except ValueError as error:
+            raise RoundFailed(str(error), ()) from None
+        round_ = AllReduceRound(self._own, plan.senders, parts, plan.patience_s, plan.listeners)
+        return round_, vector if self._own in plan.senders else None, result
 
-    A part's place is the fraction (0 to 1) of its owner's share that is sent with it; the owners' places are slightly
-    shifted, so that the parts of small shares do not all leave at once. A part may leave if it is at most a window
-    ahead of the least place still waiting for its sum, among shares of the same size or larger. So a small share
-    neither overtakes a large one, whose owner's line would be idle at the end, nor holds it up, and the amount in
-    flight is bounded.
-    """
-
-    def __init__(self, parts: Sequence[Part], under_way: float) -> None:
-        """`under_way`: number of parts of an average share that may be in flight to its owner."""
-        counts = Counter(part.owner for part in parts)
-        window = under_way * len(counts) / max(1, len(parts))
-        self._window = {owner: max(window, _LEAST_UNDER_WAY / count) for owner, count in counts.items()}
-        self._size = {owner: count.bit_length() for owner, count in counts.items()}  # size class: powers of two
-        self._left: dict[str, deque[int]] = {owner: deque() for owner in counts}  # parts without a sum yet
-        self._place: dict[int, float] = {}
-        apart = {owner: (i + 0.5) / len(counts) for i, owner in enumerate(counts)}
+    def _start_sending(self, nursery: trio.Nursery, plan: AveragingPlan, state: OpenRound) -> None:
+        """Start the exchange with every owner. Each sender begins with another owner."""
+        parts = state.round.parts
+        shares: dict[str, list[Part]] = {}
         for part in parts:
-            queue = self._left[part.owner]
-            self._place[part.index] = (len(queue) + apart[part.owner]) / counts[part.owner]
-            queue.append(part.index)
-        self._least = self._find_least()
+            shares.setdefault(part.owner, []).append(part)
+        own = shares.pop(self._own, [])
+        nursery.start_soon(self._give_own, state, own)
+        gate = PartGate(PartPace([part for share in shares.values() for part in share], _PARTS_UNDER_WAY))
+        turn = (*plan.senders, *plan.listeners).index(self._own) % max(1, len(shares))
+        owners = list(shares)
+        for owner in owners[turn:] + owners[:turn]:
+            nursery.start_soon(self._exchange, plan, state, shares[owner], gate)
 
-    def may_leave(self, part: Part) -> bool:
-        return self._place[part.index] <= self._least[self._size[part.owner]] + self._window[part.owner]
+    @contextmanager
+    def _registered(self, attempt: bytes, state: OpenRound) -> Iterator[None]:
+        self._rounds[attempt] = state
+        self._expected |= {attempt: True} if attempt in self._expected else {}
+        self._opened.notify()
+        try:
+            yield
+        finally:
+            del self._rounds[attempt]
+            state.evenly.end()
+            if not state.done:
+                state.fail("the round was cancelled", ())
 
-    def returned(self, owner: str) -> bool:
-        """Record the sum of the next part of `owner`; return True if more parts may leave than before."""
-        before = self._least[self._size[owner]]
-        if self._place[self._left[owner].popleft()] > before:
-            return False
-        self._least = self._find_least()
-        return self._least[self._size[owner]] > before
+    async def _watch(self, plan: AveragingPlan, state: OpenRound) -> None:
+        """Wait until the round is done, or fail it if a member is late."""
+        waits_until = trio.current_time() + plan.coming_s
+        while not state.done:
+            with trio.move_on_after(min(_LOOK_S, plan.patience_s / 4)):
+                await state.over.wait()
+            now = trio.current_time()
+            state.look(now, lambda peer: self._rpc.came_bytes(PeerId.parse(peer)))
+            if state.round.late(now):
+                hung, coming, idle_s = await self._ask_the_silent(plan, state.round.silent(now))
+                self._be_patient_with_the_slow(state, now, idle_s)
+                if coming and not hung and now < waits_until:  # all members wait for the peers that are coming
+                    state.round.be_patient(now)
+                    continue
+                why = "a member of the group fell silent"
+                if coming and not hung:
+                    why = f"a member says that it has been in the previous sum for more than {plan.coming_s:.0f} s"
+                hung = hung or coming
+                if late := state.round.late(trio.current_time()):
+                    state.fail(why, tuple(sorted(hung & {*late} or hung or late)))
+            elif state.doubt is not None and now - state.doubt[0] > _DOUBT_S and not state.done:
+                state.fail(state.doubt[2], (state.doubt[1],))
 
-    def _find_least(self) -> dict[int, float]:
-        """For each size class, the least waiting place among the shares of that class and larger ones."""
-        found, least = {}, 1.0
-        for size in sorted(set(self._size.values()), reverse=True):
-            heads = (queue[0] for owner, queue in self._left.items() if queue and self._size[owner] == size)
-            least = min([least, *(self._place[head] for head in heads)])
-            found[size] = least
-        return found
+    def _be_patient_with_the_slow(self, state: OpenRound, now: float, idle_s: dict[str, float]) -> None:
+        """Extend the patience for silent peers if slow transfers between others are in progress.
 
+        A peer's claim that data is moving counts only if a second peer confirms it, or if we see data move ourselves:
+        every transfer has two ends.
+        """
+        patience_s = state.plan.patience_s
+        moving = [peer for peer, seconds in idle_s.items() if seconds < patience_s]
+        if len(moving) + (now - state.moved_at < patience_s) > 1:
+            for peer in idle_s:
+                state.round.heard(now, peer)
 
-@dataclass(frozen=True, slots=True)
-class MemberTerms:
-    """Averaging settings of a run file. `align`: elements per block of the codec (`AveragingPlan.align`)."""
+    async def _ask_the_silent(
+        self, plan: AveragingPlan, silent: set[str]
+    ) -> tuple[set[str], set[str], dict[str, float]]:
+        """Ask the silent peers whether they are alive.
 
-    part_bytes: int
-    patience_s: float
-    align: int = 1
+        Returns the peers that do not answer (if all answer: those that do not know the round), the peers that have not
+        begun the round yet, and for each other peer, which waits as we do, the seconds since it last received data.
+        """
+        mute, absent, coming, idle_s = set[str](), set[str](), set[str](), dict[str, float]()
+        within_s = max(_ANSWER_S, plan.patience_s / 4)
 
+        async def ask(peer: str) -> None:
+            key = AverageKey(plan.attempt, 0)
+            try:
+                answer = await self._rpc.call(PeerId.parse(peer), _ALIVE, key, AverageAlive, timeout_s=within_s)
+                if answer.body.coming:
+                    coming.add(peer)
+                else:
+                    idle_s[peer] = answer.body.idle_s
+            except (Refused, Overloaded):
+                absent.add(peer)
+            except RemoteError:
+                mute.add(peer)
 
-def plan_of(order: Prepare, own: str, terms: MemberTerms) -> AveragingPlan:
-    """The plan of the round that a conductor orders, checked by member `own`.
+        async with trio.open_nursery() as nursery:
+            for peer in silent:
+                nursery.start_soon(ask, peer)
+        return mute or absent, coming, idle_s
 
-    A hostile conductor may send an inconsistent order, or one in which our gradient would not count: ValueError is
-    raised. This member cannot see the orders sent to others; if they differ, rounds fail and report the members at
-    fault.
-    """
-    if own not in order.group:
-        raise ValueError("the order's group does not include this member")
-    if own in order.listeners and order.second:
-        raise ValueError("a listener cannot contribute second factors")
-    if order.second and (order.brings is None or order.further):
-        raise ValueError("a second sum needs a first one and cannot be followed by a third")
-    return AveragingPlan.of(order, terms.part_bytes, terms.patience_s, terms.align)
+    async def _alive(self, call: Incoming[AverageKey]) -> Answer[AverageAlive]:
+        attempt = call.body.attempt
+        if attempt not in self._rounds and attempt not in self._expected:
+            raise Refused("no such averaging round here")
+        state = self._rounds.get(attempt)
+        idle_s = trio.current_time() - state.moved_at if state is not None else 0.0
+        coming = not self._expected.get(attempt, True)
+        return Answer(AverageAlive(coming=coming, idle_s=min(idle_s, RPC_ROUND_DEADLINE_S)))
+
+    async def _exchange(self, plan: AveragingPlan, state: OpenRound, share: list[Part], gate: PartGate) -> None:
+        """Send our version of one owner's parts, and receive their sums."""
+        owner = share[0].owner
+        first = AverageKey(plan.attempt, share[0].index)
+        with self._blaming(state, owner):
+            stream = self._rpc.stream(PeerId.parse(owner), METHOD, first, timeout_s=RPC_ROUND_DEADLINE_S)
+            async with stream as call, trio.open_nursery() as nursery:
+                state.evenly.begin(owner)
+                nursery.start_soon(self._send_share, plan, state, (share, gate, call))
+                nursery.start_soon(self._receive_sums, state, (share, gate, call))
+
+    @contextmanager
+    def _blaming(self, state: OpenRound, owner: str) -> Iterator[None]:
+        """Fail the round after any error between us and an owner, and name the peer to blame."""
+        try:
+            yield
+        except (Refused, Overloaded, TooSlow) as error:
+            state.doubts(f"a part was not summed: {error}", owner)
+        except RemoteError as error:
+            state.fail(f"a part was not summed: {error}", (owner,))
+        except PeerdError as error:
+            state.fail(str(error), (self._own,))  # our own gradient cannot be encoded
+
+    async def _send_share(self, plan: AveragingPlan, state: OpenRound, way: _Way) -> None:
+        share, gate, call = way
+        source = state.source
+        with state.on_call(call), self._blaming(state, share[0].owner):
+            for part in share:
+                await gate.passed(part)
+                state.round.asked(part.index)
+                frames = () if source is None else (await encoded(state, part, source[part.begin : part.end]),)
+                await call.send(AverageKey(plan.attempt, part.index), frames)
+            call.finish()
+
+    async def _receive_sums(self, state: OpenRound, way: _Way) -> None:
+        share, gate, call = way
+        call.place = SumBuffers(state, share, self._parts_memory)
+        call.be_patient()
+        with self._blaming(state, share[0].owner):
+            for part in share:
+                answer = await call.receive(Empty)
+                if answer is None:
+                    raise ProtocolViolation("it sent fewer sums than it has parts")
+                if len(answer.frames) != 1:
+                    raise ProtocolViolation(f"a sum is one frame, not {len(answer.frames)}")
+                job = partial(take_sum, state.coder, answer.frames[0], state.target(part))
+                await state.computed(job, part.end - part.begin, "take a sum")
+                state.round.returned(trio.current_time(), part.index)
+                state.get_on()
+                gate.returned(part.owner)
+            if await call.receive(Empty) is not None:
+                raise ProtocolViolation("it sent more sums than it has parts")
+
+    async def _give_own(self, state: OpenRound, share: list[Part]) -> None:
+        """Add our own version of the parts that we sum."""
+        with self._blaming(state, self._own):
+            for part in share:
+                version = await as_others_see_it(state, part)
+                with suppress(Refused):  # the round has failed, and its own error gives the reason
+                    await self._arrive(state, part, self._own, version)
+
+    async def _take_parts(self, call: Incoming[AverageKey], parts: CallStream) -> None:
+        """Receive a sender's version of our parts. Returns the sums in the order in which its parts arrive."""
+        state, sender = await self._round(call.body.attempt), call.peer.text
+        if sender in state.plan.group:
+            parts.be_patient()
+        parts.place = self._parts_memory.rooms
+        state.evenly.begin(sender)
+        try:
+            with state.on_call(parts), SumReplies(state, parts) as returns, returns.scope:
+                with self._accusing(state, sender):
+                    while (message := await parts.receive(AverageKey)) is not None:
+                        if message.body.attempt != call.body.attempt:
+                            raise Refused("a part of another round")
+                        returns.owe(await self._take(state, sender, message))
+                    if state.round.owes(sender):
+                        raise Refused("it sent fewer parts than required")
+                await returns.left()
+            if returns.scope.cancelled_caught:
+                raise Refused("the round has failed")
+        finally:
+            if state.round.owes(sender):
+                state.doubts("a member ended its call early", sender)
+
+    @contextmanager
+    def _accusing(self, state: OpenRound, sender: str) -> Iterator[None]:
+        """Refuse an invalid part. If it comes from a sender or a listener of the round, also fail the round."""
+        try:
+            yield
+        except (ValueError, RemoteError) as error:
+            if sender in (*state.plan.senders, *state.plan.listeners):
+                state.fail(f"a member sent an invalid part: {error}", (sender,))
+            raise Refused(str(error)) from None
+
+    async def _take(self, state: OpenRound, sender: str, message: Answer[AverageKey]) -> Part:
+        if state.failure is not None:
+            raise Refused("the round has failed")
+        if not message.body.part < len(state.round.parts):
+            raise Refused("no such part")
+        part = state.round.parts[message.body.part]
+        state.round.check(part.index, sender)
+        listens = sender in state.round.listeners
+        if len(message.frames) != (not listens):
+            raise Refused(f"a part is one frame, or none from a listener, not {len(message.frames)}")
+        version = version_of(state, part, message.frames[0]) if not listens else None
+        await self._arrive(state, part, sender, version)
+        return part
+
+    async def _round(self, attempt: bytes) -> OpenRound:
+        """The round of this attempt. Waits until it begins if it is expected; Refused if it is unknown after 30 s."""
+        until = trio.current_time() + _JOIN_WAIT_S
+        while attempt not in self._rounds:
+            with trio.move_on_at(until):
+                await self._opened.wait()
+                continue
+            if attempt not in self._expected:
+                raise Refused("no such averaging round here")
+            until += _JOIN_WAIT_S
+        return self._rounds[attempt]
+
+    async def _arrive(self, state: OpenRound, part: Part, sender: str, version: Version | None) -> None:
+        due = state.round.arrived(trio.current_time(), part.index, sender)
+        if version is None:  # a listener's request, which may arrive before or after the sum is made
+            state.get_on()
+            return
+        versions = state.versions.setdefault(part.index, {})
+        versions[sender] = version
+        if not due:
+            return
+        ordered = [versions[peer] for peer in state.round.senders]
+        job = partial(sum_up, state.coder, part.begin, ordered, state.target(part))
+        try:
+            values = (part.end - part.begin) * len(ordered)
+            found = await state.computed(job, values, "sum a part")
+        except PeerdError as error:
+            state.fail(f"a sum cannot be computed: {error}", ())
+            raise Refused("the sum cannot be computed") from None
+        if isinstance(found, SumFault):
+            state.fail(found.reason, tuple(state.round.senders[i] for i in found.versions))
+            raise Refused(found.reason)
+        del state.versions[part.index]
+        state.owed[part.index] = len(ordered) + len(state.round.listeners) - state.round.takes
+        self.aggregated_bytes += (part.end - part.begin) * state.result.itemsize * state.owed[part.index]
+        if state.owed[part.index]:
+            state.answers[part.index] = Encoded(Empty(), (found,))
+        state.unsummed -= 1
+        state.let_go()
+        state.get_on()

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import trio
 
-from peerd.averaging.allreduce import AllReduceRound, AveragingPlan, Part, PartPace, RoundFailed
+from peerd.averaging.allreduce_round import AllReduceRound, AveragingPlan, Part, PartPace, RoundFailed
 from peerd.averaging.pacing import RoundPacing
 from peerd.averaging.reduce import PartCoder, PlainParts, Vector, VectorMemory, Version, check_form, is_plain
 from peerd.codec.format.frame import FrameHeader, TensorFrame

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from peerd.averaging.allreduce import AveragingPlan
+from peerd.averaging.allreduce_round import AveragingPlan
 from peerd.core.ids import PeerId
 
 Pacer = Callable[[PeerId, float], None]  # bytes/s to a peer; inf: no limit

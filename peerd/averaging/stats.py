@@ -7,7 +7,7 @@ of peers remembered is bounded.
 
 from __future__ import annotations
 
-from peerd.averaging.allreduce import AllReduceRound, RoundFailed
+from peerd.averaging.allreduce_round import AllReduceRound, RoundFailed
 
 _REMEMBERED = 64  # members with the longest waits
 _TOLD = 5  # of these, in the status

@@ -38,7 +38,7 @@ from peerd.swarm.run_view import RunView
 from peerd.wire.host.host import Host
 
 if TYPE_CHECKING:
-    from peerd.averaging.allreduce_service import AllReduceService
+    from peerd.averaging.allreduce import AllReduceService
     from peerd.experts.calls.expert_client import ExpertClient
     from peerd.experts.calls.expert_directory import ExpertDirectory
 
@@ -116,7 +116,7 @@ class RunServices:
     @cached_property
     def averaging(self) -> AllReduceService:
         """All-reduce inside the stages that this peer serves or helps. Serves `average/2` from the first use on."""
-        from peerd.averaging.allreduce_service import AllReduceService  # brings numpy, which a backbone does not need
+        from peerd.averaging.allreduce import AllReduceService  # brings numpy, which a backbone does not need
 
         averaging = AllReduceService(self._rpc, self._host.id, self._host.pace)
         self._host.book.members_by(averaging.takes_part)

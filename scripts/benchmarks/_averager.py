@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import trio
 
-from peerd.averaging.allreduce import AveragingPlan
-from peerd.averaging.allreduce_service import AllReduceService
+from peerd.averaging.allreduce import AllReduceService
+from peerd.averaging.allreduce_round import AveragingPlan
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.work import Worker

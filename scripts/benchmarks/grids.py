@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import trio
 
-from peerd.averaging.allreduce import AveragingPlan, MemberTerms, plan_of
-from peerd.averaging.allreduce_service import AllReduceService, Vector
+from peerd.averaging.allreduce import AllReduceService, Vector
+from peerd.averaging.allreduce_round import AveragingPlan, MemberTerms, plan_of
 from peerd.averaging.moshpit import grid_of
 from peerd.averaging.topology import GroupTopology, OrderedGroup, round_s
 from peerd.averaging.work_split import WorkSplitter

@@ -13,8 +13,8 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from peerd.averaging.allreduce import RoundFailed
-from peerd.averaging.allreduce_service import AllReduceService
+from peerd.averaging.allreduce import AllReduceService
+from peerd.averaging.allreduce_round import RoundFailed
 from peerd.averaging.line_speeds import LineSpeeds
 from peerd.averaging.rounds.averaging_rounds import AveragingRounds, Total
 from peerd.averaging.topology import GroupTopology
@@ -25,7 +25,7 @@ from peerd.codec.powersgd import PowerSgd, Vector
 from peerd.messages.swarm import AverageKey, Mbs, Party, Prepare
 from peerd.rpc.rpc import CallStream
 from peerd.run.runfile import AveragingSection, RunFile
-from tests.averaging.test_allreduce_service import Node, group, send_part
+from tests.averaging.test_allreduce import Node, group, send_part
 from tests.worlds.machines.grids import attempt_name, order_of, rounds_of
 from tests.worlds.machines.workers import InlineWorker
 

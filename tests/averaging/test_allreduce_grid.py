@@ -11,8 +11,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.averaging.allreduce import AveragingPlan, MemberTerms, RoundFailed, plan_of
-from peerd.averaging.allreduce_service import METHOD, PartCoder, Vector
+from peerd.averaging.allreduce import METHOD, PartCoder, Vector
+from peerd.averaging.allreduce_round import AveragingPlan, MemberTerms, RoundFailed, plan_of
 from peerd.averaging.topology import GroupTopology
 from peerd.averaging.work_split import WorkSplitter
 from peerd.codec.error_feedback import ErrorFeedback
@@ -21,7 +21,7 @@ from peerd.codec.policy import CodingPlan
 from peerd.core.errors import Refused, RemoteError
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import AverageKey, LineInfo
-from tests.averaging.test_allreduce_service import Node, group
+from tests.averaging.test_allreduce import Node, group
 from tests.worlds.machines.fakehost import FakeNet
 from tests.worlds.machines.grids import attempt_name, order_of, rounds_of
 from tests.worlds.machines.workers import InlineWorker

@@ -12,8 +12,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.averaging.allreduce import AveragingPlan, Part, RoundFailed
-from peerd.averaging.allreduce_service import METHOD, PartCoder, PlainParts, Vector
+from peerd.averaging.allreduce import METHOD, PartCoder, PlainParts, Vector
+from peerd.averaging.allreduce_round import AveragingPlan, Part, RoundFailed
 from peerd.codec.error_feedback import ErrorFeedback
 from peerd.codec.format.frame import TensorFrame
 from peerd.codec.policy import CodingPlan
@@ -21,7 +21,7 @@ from peerd.core.errors import PeerdError, Refused, RemoteError
 from peerd.messages.encoding import Empty
 from peerd.messages.swarm import AverageKey, Mbs, Party, Prepare
 from peerd.rpc.rpc import Answer, CallStream, Incoming
-from tests.averaging.test_allreduce_service import Node, group, plan
+from tests.averaging.test_allreduce import Node, group, plan
 from tests.kit.declared import ANY, declared
 from tests.worlds.machines.fakehost import FakeNet
 from tests.worlds.machines.workers import InlineWorker

@@ -7,11 +7,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.averaging.allreduce_service import PlainParts, Vector
+from peerd.averaging.allreduce import PlainParts, Vector
+from peerd.averaging.allreduce_round import AveragingPlan, RoundFailed
 from peerd.codec.format.frame import TensorFrame
 from peerd.core.errors import LocalError, Refused
-from tests.averaging.test_allreduce_service import Node, group, run_all, send_part
+from tests.averaging.test_allreduce import Node, group, run_all, send_part
 from tests.worlds.machines.workers import InlineWorker
 
 

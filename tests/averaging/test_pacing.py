@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from trio.testing import MockClock
 
-from peerd.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.averaging.allreduce_service import AllReduceService
+from peerd.averaging.allreduce import AllReduceService
+from peerd.averaging.allreduce_round import AveragingPlan, RoundFailed
 from peerd.averaging.pacing import RoundPacing
 from peerd.core.ids import PeerId
-from tests.averaging.test_allreduce_service import Node, group, run_all
+from tests.averaging.test_allreduce import Node, group, run_all
 
 Rates = dict[str, list[float]]  # by peer, one after the other
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peerd.averaging.allreduce import AllReduceRound, RoundFailed, cut
+from peerd.averaging.allreduce_round import AllReduceRound, RoundFailed, cut
 from peerd.averaging.stats import RoundStats, explained
 
 GROUP = ("a", "b", "c")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.averaging.allreduce import MemberTerms, plan_of
+from peerd.averaging.allreduce_round import MemberTerms, plan_of
 from peerd.averaging.topology import FailureRate, GroupTopology, OrderedGroup, SumTopology, foretold_mates, group_size
 from peerd.averaging.work_split import WorkSplitter
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.averaging.allreduce import AveragingPlan
+from peerd.averaging.allreduce_round import AveragingPlan
 from peerd.averaging.shares import NoSplit
 from peerd.averaging.work_split import Split, WorkSplitter
 from peerd.core.limits import LINE_BYTES_PER_S_MIN, LINE_PAIRS_GROUP

@@ -109,7 +109,7 @@ ROOMS = {
 DOES_IO = {
     "__main__": "*",
     "access": "access_guard token_files",
-    "averaging": "allreduce_service line_speeds open_round",
+    "averaging": "allreduce line_speeds open_round",
     "averaging/rounds": "*",
     "cli": "*",
     "cli/demo": "*",

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import trio
 
-from peerd.averaging.allreduce import AveragingPlan
-from peerd.averaging.allreduce_service import AllReduceService
+from peerd.averaging.allreduce import AllReduceService
+from peerd.averaging.allreduce_round import AveragingPlan
 from peerd.codec.frames import from_frame
 from peerd.messages.swarm import Mb
 from peerd.model.stage.stage_module import StageModule

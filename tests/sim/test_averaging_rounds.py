@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import trio
 
-from peerd.averaging.allreduce import AveragingPlan
-from peerd.averaging.allreduce_service import AllReduceService, Vector
+from peerd.averaging.allreduce import AllReduceService, Vector
+from peerd.averaging.allreduce_round import AveragingPlan
 from peerd.averaging.shares import bound_s_per_byte
 from peerd.averaging.work_split import Split, WorkSplitter
 from peerd.messages.swarm import LineInfo

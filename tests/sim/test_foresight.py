@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.averaging.allreduce_service import AllReduceService
+from peerd.averaging.allreduce import AllReduceService
 from peerd.run.runfile import OptimizerSection, RunFile
 from peerd.status.swarm_view import foretold_by, swarm_view
 from roles.trainer import TrainerRole

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import trio
 
-from peerd.averaging.allreduce import AveragingPlan
-from peerd.averaging.allreduce_service import AllReduceService, Vector
+from peerd.averaging.allreduce import AllReduceService, Vector
+from peerd.averaging.allreduce_round import AveragingPlan
 from peerd.run.runfile import BatchSection, LimitsSection, ModelSection
 from roles.trainer import TrainerRole
 from tests.kit.virtual_time import virtual

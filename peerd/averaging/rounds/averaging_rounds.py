@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import trio
 
-from peerd.averaging.allreduce import AveragingPlan, MemberTerms, RoundFailed, plan_of
+from peerd.averaging.allreduce_round import AveragingPlan, MemberTerms, RoundFailed, plan_of
 from peerd.averaging.rounds.line_info import own_line
 from peerd.codec.error_feedback import RoundResidual, feedback_of
 from peerd.codec.format.blockwise import BLOCKS, CODES

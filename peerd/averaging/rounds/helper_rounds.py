@@ -6,7 +6,7 @@ it as a sender, and does nothing in a round in which it has no share.
 
 from __future__ import annotations
 
-from peerd.averaging.allreduce import AveragingPlan, RoundFailed
+from peerd.averaging.allreduce_round import AveragingPlan, RoundFailed
 from peerd.averaging.stats import explained
 from peerd.codec.error_feedback import feedback_of
 from peerd.core.errors import ProtocolViolation, Refused

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from peerd.averaging.allreduce import AveragingPlan, RoundFailed
+from peerd.averaging.allreduce_round import AveragingPlan, RoundFailed
 from peerd.averaging.rounds.averaging_rounds import AveragingRounds, SumAbsent, Total
 from peerd.averaging.rounds.helper_rounds import HelperRounds
 from peerd.averaging.stats import explained

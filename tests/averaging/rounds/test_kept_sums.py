@@ -11,12 +11,12 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.averaging.allreduce_service import AllReduceService, Vector
+from peerd.averaging.allreduce import AllReduceService, Vector
 from peerd.averaging.line_speeds import LineSpeeds
 from peerd.averaging.rounds.averaging_rounds import AveragingRounds, SumAbsent, Total
 from peerd.messages.swarm import Mbs, Prepare
 from peerd.run.runfile import AveragingSection, RunFile
-from tests.averaging.test_allreduce_service import Node, group
+from tests.averaging.test_allreduce import Node, group
 from tests.worlds.machines.workers import InlineWorker
 
 LENGTH = 5000

@@ -23,8 +23,8 @@ import numpy as np
 import trio
 
 from peerd.averaging import open_round
-from peerd.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.averaging.allreduce_service import AllReduceService, PlainParts, Vector
+from peerd.averaging.allreduce import AllReduceService, PlainParts, Vector
+from peerd.averaging.allreduce_round import AveragingPlan, RoundFailed
 from peerd.codec.format.frame import TensorFrame
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
