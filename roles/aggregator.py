@@ -108,7 +108,7 @@ class AuxAggregatorRole:
         self._waits_for = answer.waits_for or (None if self._averaging.outcomes.rounds else "the first round")
 
     async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
-        """Sum this peer's share of one round, of both sums if it has two. It has no gradient and keeps no mean."""
+        """Sum this peer's share of one round (of both sums, if the round has two). An aux peer keeps no mean."""
         began = self._ctx.clock.now()
         prepared = await self._rounds.sum(call)
         if prepared.ok:

@@ -76,7 +76,7 @@ class ExpertRole:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Add the updates since the last call to the leader-board's tally."""
+        """Add the updates since the last call to the leaderboard's tally."""
         made = self.host.server.stats.updates
         self._tally.add(samples=made - self._counted)
         self._counted = made

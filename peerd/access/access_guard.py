@@ -355,7 +355,7 @@ class Access:
         if newer:
             self._met.clear()
             self._newer.set()
-            _log.info("the organizer's list of revoked tokens is now number %d", self.roll.revoked_number)
+            _log.info("updated the organizer's list of revoked tokens to number %d", self.roll.revoked_number)
 
     def _tell(self, peer: PeerId, about: str, what: str) -> None:
         """Log a problem with a peer: the same one at most once in ten minutes, and a few lines a minute in total."""

@@ -1,4 +1,4 @@
-"""Rates of this peer's internet connection, as the conductor and stage-mates plan with them."""
+"""Rates of this peer's internet connection that the conductor and stage-mates use for planning."""
 
 from __future__ import annotations
 

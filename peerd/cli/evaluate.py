@@ -24,7 +24,9 @@ _PERIOD_S: Final = 0.5
 
 def evaluate(
     folder: Annotated[Path, typer.Option("--from", metavar="FOLDER", help="The folder of an exported model.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Text; or .jsonl, .parquet with a field `text`.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A text file, or a .jsonl or .parquet file with a field `text`.")
+    ],
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:N or mps.")] = "cpu",
     model: Annotated[
         Path | None,

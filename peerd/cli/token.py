@@ -36,7 +36,7 @@ def issue(
     roles: Annotated[
         str, typer.Option(metavar="NAMES", help="Roles that it may have, separated by commas: names, or module:Class.")
     ] = "stage,trainer",
-    name: Annotated[str, typer.Option(metavar="TEXT", help="Name of its owner, for the leader-board.")] = "",
+    name: Annotated[str, typer.Option(metavar="TEXT", help="Name of its owner, for the leaderboard.")] = "",
     days: Annotated[int, typer.Option(min=1, max=LONGEST_DAYS, help="Days until it expires.")] = 30,
     data_dir: Organizer = None,
 ) -> None:

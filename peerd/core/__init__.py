@@ -1,1 +1,1 @@
-"""Layer 0: value types and codecs. No trio, no torch, no clock, no randomness."""
+"""Values and interfaces that all other rooms use: ids, addresses, keys, records, limits, errors. No I/O, no torch."""

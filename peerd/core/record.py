@@ -139,8 +139,8 @@ class Record:
         return wall < self.expires
 
     def is_timely(self, wall: float) -> bool:
-        """True if a store may accept the record: not expired, and its lease not too long, within the tolerance of
-        clocks.
+        """True if a store may accept the record: not expired, and its lease not too long, if clocks may differ by
+        the tolerance.
         """
         return -CLOCK_TOLERANCE_S < self.expires - wall <= RECORD_TTL_S + CLOCK_TOLERANCE_S
 

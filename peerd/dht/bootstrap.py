@@ -27,7 +27,7 @@ from peerd.wire.host.host import Host
 _OTHER_PEER: Final = re.compile(r"expected (\w+), but the peer there is (\w+)")
 KEPT: Final = 3  # connections that are kept
 _STOOD_S: Final = 60.0  # after a shorter connection the next pause is longer: its peer may be full
-NO_PEERD: Final = "answers, but is no peerd peer"  # also the beginning of an error of the handshake
+NO_PEERD: Final = "answers, but is not a peerd peer"  # also the beginning of an error of the handshake
 
 
 @dataclass(slots=True)

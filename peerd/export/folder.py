@@ -94,7 +94,7 @@ def refuse_other_content(out: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror or error}; give a new folder") from error
     if out.resolve() == Path.cwd():
-        raise ConfigError(f"--out {out} is the folder that you are in; give another, which will be created")
+        raise ConfigError(f"--out {out} is the current folder; give another, which will be created")
     if not names:
         return
     others = sorted(names - _OURS)

@@ -17,7 +17,7 @@ from peerd.model.optimizer import lamb_move, lamb_update, lars_scale
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
-    """Base of both: steps each parameter that has a gradient."""
+    """Base of `Lamb` and `Lars`: steps each parameter that has a gradient."""
 
     @overload
     def step(self, closure: None = None) -> None: ...

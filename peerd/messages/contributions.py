@@ -1,6 +1,6 @@
 """Contributions to a run: each peer's own figures, the conductor's counts, and why a member rests.
 
-The records are published for the leader-board. `Contributed` has a peer's unverified figures; `CountedPage` has the
+The records are published for the leaderboard. `Contributed` has a peer's unverified figures; `CountedPage` has the
 conductor's counts, from its ledger of the steps that were made. A publisher's name is in the record's token, which the
 organizer signed for that peer; readers verify it. All values come from strangers, so they are bounded.
 """

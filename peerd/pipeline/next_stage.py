@@ -81,7 +81,7 @@ class NextStage:
 
     @property
     def line_bytes_per_s(self) -> float:
-        """The lowest rate at which an output may arrive at a peer of the next stage; 0 if unknown."""
+        """Rate of the slowest line of the next stage's peers that may receive an output; 0 if unknown."""
         return min(self._arrival.values(), default=0.0)
 
     def forget_gone(self, serving: Sequence[str]) -> None:
@@ -249,7 +249,8 @@ class NextStage:
                 raise ProtocolViolation("a broken route was reported with further results, or for a wrong stage", peer)
             return
         if len(answer.frames) != int(task.wants_gradient):
-            raise ProtocolViolation(f"a microbatch was answered with {len(answer.frames)} frames", peer)
+            found, wanted = len(answer.frames), int(task.wants_gradient)
+            raise ProtocolViolation(f"a microbatch was answered with {found} tensors; expected {wanted}", peer)
         if task.wants_gradient:
             shape, frame = (*task.shape, self._width), answer.frames[0]
             if frame.shape != shape or frame.dtype != self._dtype:

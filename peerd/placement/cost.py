@@ -1,8 +1,8 @@
 """Cost of a placement, in seconds per step, by one of two models.
 
-LATENCY is the paper's (equations 2 to 4): all microbatches of a step pass as one wave, stage after stage, forward and
-back, and then gradients are averaged; total = DataP + 2 PipeP, plus the computing time if speeds are known. With as
-many microbatches as pipelines, each link carries one microbatch, as in the paper.
+LATENCY is that of DT-FM (Yuan et al. 2022, equations 2 to 4): all microbatches of a step pass as one wave, stage after
+stage, forward and back, and then gradients are averaged; total = DataP + 2 PipeP, plus the computing time if speeds are
+known. With as many microbatches as pipelines, each link carries one microbatch, as in the paper.
 
 STEADY describes a full pipeline with many microbatches in flight: the pass of one microbatch there and back over the
 slowest links and devices fills and drains it, and in between the busiest device or link determines the pace: total =

@@ -123,7 +123,7 @@ class RunServices:
         return averaging
 
     def tally(self, role: str, file: Path, worker: Worker) -> ContributionTally:
-        """A role's tally of contributions, for the leader-board. `worker` writes it to `file`, across restarts."""
+        """A role's tally of contributions, for the leaderboard. `worker` writes it to `file`, across restarts."""
         if role not in self._tallies:
             of = ContributionOf(self.run.run, role, file, worker)
             self._tallies[role] = ContributionTally(of, self._dht, self.clock, self._rpc.gate)

@@ -1,4 +1,4 @@
-"""Interfaces of calls: those that calls need from lower layers, and the values that handlers and callers get."""
+"""Interfaces that calls need (streams, the host, the access guard), and the values that handlers and callers get."""
 
 from __future__ import annotations
 

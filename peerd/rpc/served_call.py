@@ -134,7 +134,7 @@ class ServedCall:
         return self._caller.user
 
     def stalled_s(self, now: float) -> float:
-        """Seconds for which the call has waited for its caller, while that transferred less than the minimum rate.
+        """Seconds that the call has waited while its caller transferred less than the minimum rate.
 
         Counted from the first check, because only from then on another call waits for its slot.
         """

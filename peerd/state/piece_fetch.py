@@ -71,7 +71,7 @@ class BegunDownload:
 
 @dataclass(slots=True)
 class FetchReport:
-    """Figures of a download. Pieces are of STATE_PIECE_BYTES."""
+    """Figures of a download. Pieces are STATE_PIECE_BYTES long."""
 
     step: int = 0
     total_bytes: int = 0

@@ -194,7 +194,7 @@ class StatusBoard:
             self._pulse.note(self._clock.now(), (found.step, found.microbatches), _told_reason(found, wall))
 
     def _note_shares(self, rows: Sequence[ContributionStatus], *, counted: bool) -> None:
-        """Record the leader-board's figures: a conductor's counts, or the peers' own figures until there are any."""
+        """Record the leaderboard's figures: a conductor's counts, or the peers' own figures until there are any."""
         if counted and not self._by_count:
             self._by_count = True
             self._shares |= {key: ContributionShares() for key in ("samples", "brought")}

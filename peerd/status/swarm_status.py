@@ -84,7 +84,7 @@ class SampleCounts(StatusPart, frozen=True):
 
 
 class ContributionStatus(StatusPart, frozen=True):
-    """One peer's row in the leader-board. Its own figures are None if it publishes none.
+    """One peer's row in the leaderboard. Its own figures are None if it publishes none.
 
     `samples`: those whose gradients it computed or held; `brought`: those that it brought to the stages as a trainer;
     `updates`: those of the experts that it hosts.
@@ -166,7 +166,7 @@ class NetworkStatus(StatusPart, frozen=True):
 class SwarmStatus(StatusPart, frozen=True):
     """A run. `run` is None if the daemon has none, or has not read the directory yet.
 
-    Without stages, the directory could not be read, and `why` is the reason; with stages, `why` is the reason of the
+    If `stages` is empty, the directory could not be read, and `why` is the reason; otherwise `why` is the reason of the
     last attempt, and the other figures are from an earlier one.
     """
 

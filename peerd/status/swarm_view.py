@@ -2,7 +2,7 @@
 
 Records may come from untrusted peers: they are decoded strictly, and unreadable ones are counted. `told_at` is the time
 at which a record was published. Rates of old records are ignored, so that a run that stands still shows no speed.
-The leader-board uses the counts of the conductor that most stage peers follow, and shows each peer's own figures, too.
+The leaderboard uses the counts of the conductor that most stage peers follow, and shows each peer's own figures, too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SWARM_TIMEOUT_S: Final = 5.0
 COPY_AGE_S: Final = 2.0  # cached copies up to this age will do, since many watchers make a run's keys hot
 STAGES_SHOWN: Final = 64  # most stages in a swarm view; bounds its lookups
 FRESH_S: Final = 22.0  # rates in older records are ignored; peers publish at least every 20 s
-_COUNTED_AS: Final = {b"trainer": "brought", b"expert": "updates"}  # role -> its column in the leader-board
+_COUNTED_AS: Final = {b"trainer": "brought", b"expert": "updates"}  # role -> its column in the leaderboard
 
 V = TypeVar("V", bound=Struct)
 M = TypeVar("M", StageProgress, Contributed)
@@ -179,7 +179,7 @@ def _contribution(peer: PeerId, own: Sequence[Given], work: PeerWork | None) -> 
 
 
 def summed(swarm: SwarmStatus, wall: float) -> SwarmStatus:
-    """The swarm with the run's step, loss and speed by its trainers' records.
+    """The swarm, with the run's step, loss and speed taken from its trainers' records.
 
     Without trainers, the step is that of the stages. Only rates published within the last FRESH_S count.
     """

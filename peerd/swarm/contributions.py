@@ -1,4 +1,4 @@
-"""Contributions of this peer to a run in one role: counted, stored across restarts, published for the leader-board.
+"""Contributions of this peer to a run in one role: counted, stored across restarts, published for the leaderboard.
 
 `add` is cheap and may be called at every step; `run` publishes regularly. The figures are this peer's own claim
 (`counted_record` has the conductor's count). Its name is in the token that the record contains. The totals are in a

@@ -79,8 +79,9 @@ class RosterEntry:
     def move(self, position: Position, *, stepped: bool) -> None:
         """Record the arrival at `position`. `stepped`: by this conductor's own step.
 
-        After such a step, trainers report the member's early microbatches. Otherwise, if the member continues from its
-        prepared step, its early microbatches become those of the current step.
+        Early microbatches are those of the next step that a member computed before the commit. After a step of this
+        conductor, trainers report them again. Otherwise, if the member continues from its prepared step, they count
+        for the current step.
         """
         goes_on = position == self.prepared and not stepped
         self.held, self.early = self.early if goes_on else frozenset(), frozenset()

@@ -1,7 +1,7 @@
 """The real Clock: trio's time, the machine's wall clock plus an offset, the system's randomness.
 
-The only file of the network layer that reads the wall clock and the system's secure random source. Without a seed, the
-random streams differ between runs; with a seed they repeat.
+Nothing else in `wire`, `reach`, `rpc` and `dht` reads the wall clock or the system's secure random source. Without a
+seed, the random streams differ between runs; with a seed they repeat.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def test_evaluate_prints_loss_and_perplexity(folder: Path, tmp_path: Path, capsy
         ("export out --out new", "out contains no checkpoint"),
         ("export peers --out peers", "--out peers contains something else (peer-0)"),
         ("export peers --out empty.txt", "--out empty.txt: Not a directory"),
-        ("export peers --out .", "is the folder that you are in"),
+        ("export peers --out .", "is the current folder"),
         ("export peers --out new --step 4", "steps that all have: 3, 5"),
         ("export peers --out new --run other", "contains no checkpoint of run 'other', only of out"),
     ],

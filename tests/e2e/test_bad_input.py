@@ -257,7 +257,7 @@ def test_a_peer_that_reaches_nobody_waits_says_what_it_tried_and_begins_when_tol
         assert "warning: company.missing" in line
         assert "reached none of the 3 bootstrap addresses: " in line
         assert f"{closed}: connection refused; " in line
-        assert f"{page}: answers, but is no peerd peer; " in line
+        assert f"{page}: answers, but is not a peerd peer; " in line
         assert f"{wrong}: another peer answers there: …{right[-8:]}, not …{PEER[-8:]}; retrying;" in line
         assert line.endswith('give --alone to begin without"')
         assert lost.status()["roles"][0]["waits_for"].startswith("reached none of the 3 bootstrap addresses")

@@ -45,7 +45,7 @@ class Directed:
 def directed(
     key: Literal["places", "pairs"], entries: Sequence[LinkEntry], known: Collection[str], faults: YamlFaults
 ) -> dict[tuple[str, str], Directed]:
-    """Links by (from, to). Each has its opposite direction, with the same values unless an entry gives others."""
+    """Links by (from, to), each in both directions, with the same values unless another entry sets those back."""
     found: dict[tuple[str, str], Directed] = {}
     for index, entry in enumerate(entries):
         path: KeyPath = (key, index)

@@ -31,7 +31,7 @@ def plan(
     ] = None,
     before: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="The current placement: start there, and charge for moves."),
+        typer.Option("--from", metavar="FILE", help="The current placement: start there, and count the cost of moves."),
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", metavar="N", help="Seconds to search.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Makes the search repeatable.")] = 0,
@@ -48,7 +48,7 @@ def plan(
         float | None,
         typer.Option(
             metavar="TFLOPS",
-            help="Without LINKS: device speed for which the needed link rate is computed. [default: 10]",
+            help="Without LINKS: assumed speed of the devices, in TFLOP/s. [default: 10]",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,

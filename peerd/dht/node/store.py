@@ -227,7 +227,7 @@ class Store:
                 max(shelf.bytes_by.values()) > limits.bytes_per_key_and_publisher
                 or shelf.bytes_by.total() != shelf.bytes
             ):
-                raise LocalError("a publisher's share of a shelf is miscounted or too much")
+                raise LocalError("the store's count of a publisher's records is wrong or above its limit")
             if shelf.users.keys() != shelf.records.keys():
                 raise LocalError("a shelf lacks the origin of some records")
         if self._book.used(Resource.DIRECTORY) != self._bytes:

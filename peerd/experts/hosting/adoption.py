@@ -151,8 +151,8 @@ class Adoption:
     def _prefixes(self) -> list[Uid]:
         """Prefixes to read next in the directory.
 
-        They are those of our own experts, those of held checkpoints (a part in turn), and a part of the rest. The rest
-        is limited to what one read can cover, and covered in turn.
+        They are those of our own experts, some of those of held checkpoints, and some of all others, as many as one
+        read can cover. The next call continues where these end.
         """
         directory, self._turn = self._vault.directory, self._turn + 1
         count, side = directory.last_prefixes, directory.grid.sides[-1]
@@ -334,7 +334,7 @@ class Adoption:
         self._checkpoints.began(uid, generation, 0, copies[0].pointer.as_former() if copies else None)
         self.began_anew += 1
         why = "none of its checkpoints could be fetched" if copies else "no checkpoint of it is known"
-        self._log.event("expert.began_anew", level="warning", expert=str(uid), generation=generation, reason=why)
+        self._log.event("expert.reinitialized", level="warning", expert=str(uid), generation=generation, reason=why)
         self._settled(uid, generation, None, copies)
         await self._host.tell(uid)
 

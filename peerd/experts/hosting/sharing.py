@@ -248,7 +248,7 @@ class ExpertStateSharing:
             if claim is None or (claim.peer, claim.generation) != (peer, pointer.generation):
                 raise Refused(f"the directory does not say that you own expert {uid} in this generation")
             if pointer.heir != self._me.public_key:
-                raise Refused("your checkpoint does not say that this peer owns the expert next")
+                raise Refused("your checkpoint does not name this peer as the expert's next owner")
             return await self._vault.fetch(pointer, [peer])
         raise TooSlow(f"the state of expert {uid} did not arrive in time")
 

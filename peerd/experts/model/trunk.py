@@ -278,7 +278,7 @@ class TrunkModule(StageModule):
 
 
 def check_trunk(run: RunFile) -> None:
-    """Raises ConfigError for a run without experts, or whose model role `trainer` cannot compute."""
+    """Raise ConfigError for a run without experts, or with a model that the role `trainer` cannot compute."""
     inside, outside = sample_shapes(run)
     m = run.model
     if run.experts is None:

@@ -189,7 +189,7 @@ class AveragerRole:
                 return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
     async def repeat(self, step: int, seq: int, stage: int, load: UserTurn) -> Holding:
-        """Train again: the sum with the gradient is lost, and another gradient under the same number is as good."""
+        """Compute a replacement: the gradient was lost with its sum, and any gradient may bear the same number."""
         return (await self.train(step, seq, load))[0]
 
     @property

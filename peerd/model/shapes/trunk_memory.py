@@ -99,5 +99,5 @@ def _values(run: RunFile) -> int:
 
 
 def _samples(run: RunFile) -> int:
-    """N, the number of samples of one layer of experts."""
+    """N, the number of samples that one layer of experts processes for one microbatch."""
     return -(-_values(run) // max(1, math.prod(sample_shapes(run)[0])))

@@ -56,7 +56,7 @@ class SecondOpinion:
         return len(said) < _ASKED and not said.keys() >= set(others)
 
     def is_agreed(self, stage: int) -> bool:
-        """Return True if two peers of the stage agree that did not get the input from the same peer."""
+        """Return True if two peers of the stage, which got the input from different peers, report the same."""
         brought = list(self._said.get(stage, {}).values())
         return len(brought) >= _ASKED and (len(set(brought)) > 1 or not brought[0])
 

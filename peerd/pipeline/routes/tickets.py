@@ -44,7 +44,7 @@ class Tickets:
             if stage == ticket.first and ticket.peer_of(stage) != self._own:
                 return Refused("the ticket names another peer for this stage")
         elif stage == ticket.first:
-            return Refused("a ticket's first peer is called by its trainer")
+            return Refused("only the trainer of a ticket may call its first peer")
         elif caller not in before:
             return Overloaded(f"you are not known to serve stage {stage - 1}", _AGAIN_S)
         if self._is_overtaken(body):

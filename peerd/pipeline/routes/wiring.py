@@ -96,7 +96,7 @@ class StochasticWiring:
         return {name: self._rates.get(name, 0.0) for name in self._peers}
 
     def _expected_s(self, name: str) -> float:
-        """Virtual seconds per unit at a peer that has not answered yet."""
+        """Assumed seconds per sample, on the virtual clock of the fair order, of a peer that has not answered yet."""
         if not self._rates.get(name):
             return _UNMEASURED_S
         measured_s = {other: seconds for other in self._peers if (seconds := self.seconds_per_unit(other))}

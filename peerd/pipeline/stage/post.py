@@ -177,8 +177,8 @@ class Post:
             raise ProtocolViolation(f"the run has no stage {body.target}", call.peer)
         if self.moves_to is None or body.target == self.stage:
             planned = planned_stage(self._run, self._ctx.host.id.text) == self.stage and not self._run.limits.stages
-            why = "the run's plan" if planned else "its user's wish"
-            raise Refused(f"this peer serves stage {self.stage}, by {why}")
+            why = "the run's plan assigns it" if planned else "its user chose it"
+            raise Refused(f"this peer serves stage {self.stage}, because {why}")
         self.moves_to(body.target, "".join(char if char.isprintable() else "?" for char in body.why))
         return Answer(Empty())
 

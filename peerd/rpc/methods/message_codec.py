@@ -1,4 +1,4 @@
-"""The wire format of calls: messages on one stream, sans-IO. The rules of who may call, and when, are in service/rpc.
+"""The wire format of calls: messages on one stream, sans-IO. `rpc/server` checks who may call, and when.
 
 A message is a head, a block, and raw payloads:
 

@@ -1,6 +1,6 @@
 """The accounting of calls, sans-IO: the load of each method, and which calls wait for an answer.
 
-No clock and no streams: `now` and `user` are arguments. Everything is bounded by core/limits and by the methods'
+No clock and no streams: `now` and `user` are arguments. Everything is bounded by `core/limits` and by the methods'
 declarations. Hostile input: a peer may call too often, under many identities, or answer calls that were never made. The
 memory that it makes us use is accounted for in `wire/budget/book`.
 """
@@ -52,7 +52,7 @@ class Counters:
 
 
 class Crowd(NamedTuple):
-    """The exhausted share of a method's slots (0 the peer's, 1 its place's, REGION, EVERYBODY), and the reason."""
+    """Which limit on a method's slots is reached (0: the peer's, 1: its place's, REGION, EVERYBODY), and the reason."""
 
     scope: int
     why: str

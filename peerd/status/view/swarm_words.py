@@ -136,7 +136,7 @@ def _state(peer: PeerStatus, names: Mapping[str, str]) -> str:
 
 
 def board_by(swarm: SwarmStatus) -> str:
-    """Title of the leader-board, which says whose figures it shows."""
+    """Title of the leaderboard, which says whose figures it shows."""
     counted = swarm.counted
     if counted is None:
         return "contributions by the peers' own figures"
@@ -146,7 +146,7 @@ def board_by(swarm: SwarmStatus) -> str:
 
 
 def board(swarm: SwarmStatus) -> Columns:
-    """The leader-board, with a conductor's counts if there are any. Names in it were signed by the organizer."""
+    """The leaderboard, with a conductor's counts if there are any. Names in it were signed by the organizer."""
     samples = ("computed", "says", "brought", "says") if swarm.counted else ("computed", "brought")
     heads = ("", "name", "peer", *samples, "updates", "summed", "hours", "since")
     rows = [
@@ -170,7 +170,7 @@ def _board_row(place: int, row: ContributionStatus, *, counted: bool) -> list[st
 
 
 def board_line(row: ContributionStatus, place: int, *, counted: bool) -> Text:
-    """One line of the leader-board. `counted` is True if there are a conductor's counts."""
+    """One line of the leaderboard. `counted` is True if there are a conductor's counts."""
     gave = _samples(row)
     gave += [f"{units.count(row.updates)} updates of experts"] if row.updates else []
     gave += [f"{units.size(row.bytes_aggregated)} summed"] if row.bytes_aggregated else []

@@ -29,7 +29,7 @@ from peerd.status.view.role_words import parts_of
 
 PERIOD_S: Final = 1.0
 BAR: Final = 16  # columns
-_BOARD_LINES: Final = 10  # of the leader-board
+_BOARD_LINES: Final = 10  # of the leaderboard
 TRAIN, VALID = "cyan", "yellow"
 
 Ask = Callable[[], dict[str, Any]]
@@ -78,7 +78,7 @@ class Watcher:
         return _picture(swarm, facts, events, self._curves(snapshot, swarm.curve))
 
     def draw_swarm(self, told: dict[str, Any]) -> FramePicture:
-        """Picture of the swarm only, with the leader-board in place of the daemon's events."""
+        """Picture of the swarm only, with the leaderboard in place of the daemon's events."""
         swarm = decode_status(told, SwarmStatus)
         rows, counted = swarm.contributions[:_BOARD_LINES], swarm.counted is not None
         board = [swarm_words.board_line(row, place, counted=counted) for place, row in enumerate(rows, 1)]

@@ -1,4 +1,4 @@
-"""Counted work: the samples that each peer contributed to the steps that a conductor saw made, for the leader-board.
+"""Counted work: the samples that each peer contributed to the steps that a conductor saw made, for the leaderboard.
 
 A batch is recorded when all stages have its mean: each peer gets the samples whose gradients it holds, in each stage,
 and those that it contributed as a trainer. They count when its step is made. This counts work, not results: if the run

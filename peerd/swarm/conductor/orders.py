@@ -2,7 +2,7 @@
 
 The orders come from `swarm/steps/conductor`. Each order ends with one event, which is passed to
 `OrderContext.tell`; a transfer that is accepted has no event. Makes no decisions. Every call has a deadline. Hostile
-answers: the machine receives each answer as a claim of the member that sent it.
+answers: the conductor receives each answer as a claim of the member that sent it.
 """
 
 from __future__ import annotations

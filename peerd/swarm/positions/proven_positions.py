@@ -191,7 +191,7 @@ class ProvenPositions:
         return oldest is not None and position.step >= oldest.step and position not in self._seen
 
     def is_kept(self, position: Position) -> bool:
-        """True if keepers that count store the state of this position."""
+        """True if a trusted keeper or, where none is, keepers in enough networks store the state of this position."""
         return position in self._kept
 
     def keepers(self, kept: Mapping[str, Collection[Position]], network_of: Callable[[str], str]) -> None:

@@ -39,7 +39,7 @@ class UsageTab:
         return None
 
     def give(self, amount: int = 1) -> None:
-        """Use `amount` less."""
+        """Return `amount` of what was taken."""
         used = self.used = self.used - amount
         if used < 0:
             raise LocalError("more was returned than taken")

@@ -85,7 +85,7 @@ class Host:
         self.book = Book()  # resources used by each peer, place and region
         self.sign = keypair.sign  # for signed statements that other peers may forward: see messages/proof
         self.config = config or HostConfig()
-        self.faults = Faults()  # of this whole process: other layers record theirs here, too
+        self.faults = Faults()  # of this whole process: services and roles record theirs here, too
         self.links = Links(self.config.links, self.id, self.book, self.faults)
         self._clock, self._transports = clock, list(transports)
         self._secrets = Secrets(keypair, clock.secure_bytes(32))

@@ -115,7 +115,7 @@ async def _propose(raw: RawLink, handshake: noise.NoiseHandshake) -> bytes:
         while rest is None:
             rest = proposal.feed(await _receive(raw))
     except (ProtocolViolation, Refused) as error:
-        raise Unreachable(f"answers, but is no peerd peer: in its handshake, {error.args[0]}") from error
+        raise Unreachable(f"answers, but is not a peerd peer: its handshake failed: {error.args[0]}") from error
     return rest
 
 

@@ -1,11 +1,11 @@
 """Rate of this machine's internet connection (its access line): the maximum in each direction over short windows.
 
-Sums, over all connections because they share the line, the bytes that have crossed it: acknowledged by the other side,
-or received here; buffered bytes do not count. Sampling takes time, much on a busy machine, so a window lasts from
-before its first sample to after its last: the estimate is a proven lower bound, never more than the line carried for a
-second. Acknowledgements that waited in a queue on their way back, and then arrive at once, look like a faster line.
-Bytes that are acknowledged now were sent a round trip ago, so if the round trip became shorter during a window, the
-window counts as longer by the difference. (BBR, too, uses the lower of the rates of acknowledging and of sending:
+Sums the bytes that have crossed the line over all connections, because they share it: acknowledged by the other side,
+or received here; buffered bytes do not count. Sampling takes time, a lot of it on a busy machine, so a window lasts
+from before its first sample to after its last: the estimate is a proven lower bound, never more than the line carried
+for a second. Acknowledgements that waited in a queue on their way back, and then arrive at once, look like a faster
+line. Bytes that are acknowledged now were sent a round trip ago, so if the round trip became shorter during a window,
+the window counts as longer by the difference. (BBR, too, uses the lower of the rates of acknowledging and of sending:
 draft-cheng-iccrg-delivery-rate-estimation.) The error from queues of less than a round trip remains; over a second it
 is small.
 

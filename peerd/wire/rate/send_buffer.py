@@ -44,8 +44,8 @@ class SendBufferSizer:
     def keep(self, bytes_per_s: float) -> None:
         """Set the rate at which bytes leave from now on; infinity if unknown.
 
-        Up to a frame may then wait if it is sent soon, because each send costs an iteration of the event loop at both
-        ends.
+        At a rate at which it leaves soon, the buffer may hold back up to one frame: fewer, larger sends save iterations
+        of the event loop at both ends.
         """
         self._kept = math.isfinite(bytes_per_s)
         self._begun_at = None

@@ -55,9 +55,10 @@ class LimitedLine:
         return TcpTransport(lambda sock, remote, lent: RateLimitedLink(sock, remote, lent, up, down))
 
     def reads(self) -> RateLimitedRead:
-        """A rate-limited read for threads that use a library's own connections. Call this in the event loop.
+        """Return a function that reads at a limited rate, for threads that use a library's own connections.
 
-        The overhead beside the payload is estimated. The sender slows down as for any slow reader.
+        Call `reads` itself in the event loop. The protocols' overhead on top of the payload is estimated. The sender
+        slows down as for any slow reader.
         """
         up, down = self._up, self._down
         if down is None:

@@ -240,7 +240,7 @@ def test_a_bootstrap_that_leads_nowhere_fails_in_the_words_in_which_join_waits(
         for wrong, says in (
             (f"/ip4/127.0.0.1/tcp/{port}/p2p/{OTHER}", "connection refused"),
             (stranger, "another peer answers there: "),
-            (website, "answers, but is no peerd peer"),
+            (website, "answers, but is not a peerd peer"),
         ):
             code, found = checks(capsys, "--bootstrap", wrong, "--data-dir", "data", "--listen", LISTEN)
             assert (code, found["bootstrap"]["verdict"], says in found["bootstrap"]["found"]) == (1, "fail", True), (

@@ -411,7 +411,7 @@ async def test_when_all_holders_are_gone_an_expert_begins_anew_and_the_log_says_
         await trio.sleep(20 * ANNOUNCE_S)
         hosted = adopter.experts[A]
         assert (hosted.generation, hosted.model.version, hosted.model.seed) == (1, 0, "anew")
-        (event,) = adopter.events("expert.began_anew")
+        (event,) = adopter.events("expert.reinitialized")
         assert event["level"] == "warn"
         assert adopter.adoption.updates_lost == 40
 

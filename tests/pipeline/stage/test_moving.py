@@ -70,9 +70,9 @@ PEER = Keypair(bytes(32)).peer_id.text
 @pytest.mark.parametrize(
     ("stages", "limits", "why"),
     [
-        ([[PEER], []], [], "the run's plan"),
-        ([[], [PEER]], [], "its user's wish"),
-        ([[PEER], []], [0], "its user's wish"),
+        ([[PEER], []], [], "the run's plan assigns it"),
+        ([[], [PEER]], [], "its user chose it"),
+        ([[PEER], []], [0], "its user chose it"),
     ],
     ids=["planned", "planned elsewhere", "pinned"],
 )
@@ -83,5 +83,5 @@ async def test_a_peer_that_stays_names_the_plan_or_its_user(stages: Any, limits:
     limits = SimpleNamespace(stages=limits)
     post._run = SimpleNamespace(plan=plan, pipeline=pipeline, limits=limits)
     post._ctx = SimpleNamespace(host=SimpleNamespace(id=SimpleNamespace(text=PEER)))
-    with pytest.raises(Refused, match=f"^this peer serves stage 0, by {why}$"):
+    with pytest.raises(Refused, match=f"^this peer serves stage 0, because {why}$"):
         await post.transfer(SimpleNamespace(body=SimpleNamespace(target=1, why=""), peer=None))

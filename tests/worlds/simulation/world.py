@@ -192,7 +192,7 @@ class World:
     async def restart(self, node: Node) -> None:
         """Restart a stopped or killed node with its identity and address, but without its other state."""
         if not node.gone.is_set():
-            raise LocalError(f"{node.name} still runs")
+            raise LocalError(f"{node.name} is still running")
         node.reborn()
         self.net.revive(node.name)
         await self._launch(node)
