@@ -64,7 +64,7 @@ async def test_what_its_trainer_did_not_sign_is_refused_before_its_frames_are_re
         ("trainer", s.body(0, "trainer", s.ticket("trainer", 5, "a1", "a1", "a2")), "names another peer"),
         ("trainer", s.body(0, "trainer", s.ticket("trainer", 5, "a0", high=0)), "lacks a stage"),
         ("trainer", s.body(0, "trainer", s.ticket("trainer", 5, *ROUTE, "a2", high=3)), "this run has 3 stages"),
-        ("liar", s.body(0, "trainer", good), "called by its trainer"),  # shown by who is not it
+        ("liar", s.body(0, "trainer", good), "only the trainer of a ticket"),  # shown by who is not it
         ("liar", s.body(0, "liar", good), "not signed"),
     ]
     for caller, body, why in forged:

@@ -79,7 +79,7 @@ async def test_a_node_comes_back_with_its_identity_and_address(autojump_clock: t
         assert (b.id, b.addr) == (identity, addr)
         assert b.clock.secure_bytes(8) != secret
         assert await ask(a, b)
-        with pytest.raises(LocalError, match="still runs"):
+        with pytest.raises(LocalError, match="still running"):
             await world.restart(b)
 
 

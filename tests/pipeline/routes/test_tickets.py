@@ -44,7 +44,7 @@ def test_a_ticket_is_brought_by_its_trainer_or_by_a_peer_of_the_stage_before() -
     assert objection(body(), OWN) == ""  # as relay
     assert objection(body(), STRANGER.peer_id.text) == "you are not known to serve stage 0"
     assert objection(body(), ROUTE[2]) == "you are not known to serve stage 0"
-    assert objection(body(0), ROUTE[1], before={ROUTE[1]}) == "a ticket's first peer is called by its trainer"
+    assert objection(body(0), ROUTE[1], before={ROUTE[1]}) == "only the trainer of a ticket may call its first peer"
     first_is_another = body(0, route=[STRANGER.peer_id.text, *ROUTE[1:]])
     assert objection(first_is_another, OWN) == "the ticket names another peer for this stage"
 
@@ -68,7 +68,7 @@ def test_a_mate_may_take_what_was_meant_for_another_of_its_stage() -> None:
         (body(low=2, high=2, first=2, route=ROUTE[2:]), "lacks a stage beside 2 to 2"),
         (body(2, low=0, high=0, route=ROUTE[:2]), "leads through stages 0 to 1, the call is for 2"),
         (body(0, low=2, high=2, first=1, route=ROUTE[1:]), "leads through stages 1 to 2, the call is for 0"),
-        (body(low=2, high=2, first=1, route=ROUTE[1:]), "a ticket's first peer is called by its trainer"),
+        (body(low=2, high=2, first=1, route=ROUTE[1:]), "only the trainer of a ticket may call its first peer"),
     ],
 )
 def test_what_its_trainer_did_not_sign_for_this_stage_is_refused(shown: PassRequest, why: str) -> None:
