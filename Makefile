@@ -65,7 +65,7 @@ check: lint types fast  ## what to run before a commit: lint, types, fast tests
 lint: $(VENV)/.installed-dev  ## ruff
 	$(BIN)/ruff check .
 
-types: $(VENV)/.installed-dev  ## mypy --strict on peerd and roles
+types: $(VENV)/.installed-dev  ## mypy --strict on peerd, roles and the simulator
 	$(BIN)/mypy
 
 fast: $(VENV)/.installed-dev  ## tests that take less than a quarter of a second each

@@ -102,10 +102,10 @@ def test_a_full_disk_stops_the_file_and_not_the_daemon(tmp_path: Path) -> None:
 def test_what_the_network_says_through_logging_arrives_as_events() -> None:
     log = EventLog(Clock())
     log.adopt_logging()
-    logging.getLogger("peerd.net.host").warning("lost %s", "someone")
+    logging.getLogger("peerd.wire.host").warning("lost %s", "someone")
     log.close()
-    logging.getLogger("peerd.net.host").warning("unheard")
-    assert [(e["level"], e["name"], e["text"]) for e in log.recent()] == [("warn", "net.host", "lost someone")]
+    logging.getLogger("peerd.wire.host").warning("unheard")
+    assert [(e["level"], e["name"], e["text"]) for e in log.recent()] == [("warn", "wire.host", "lost someone")]
 
 
 def test_plain_data_is_always_json() -> None:

@@ -29,9 +29,9 @@ def searched(code: str) -> Found:
 def test_every_constant_in_a_time_limit_has_its_reason() -> None:
     found = in_the_code()
     assert len(found.names) > 300, "the search missed constants"
-    assert sorted(found.numbers) == [], "name these numbers, and add rows in service/timeouts"
+    assert sorted(found.numbers) == [], "name these numbers, and add rows in tests/kit/timeouts"
     missing, stale = sorted(found.names - TIMEOUTS.keys()), sorted(TIMEOUTS.keys() - found.names)
-    assert missing == [], "explain in service/timeouts why it may be constant, or make it grow"
+    assert missing == [], "explain in tests/kit/timeouts why it may be constant, or make it grow"
     assert stale == [], "no time limit uses these any more"
 
 

@@ -52,7 +52,7 @@ class Noted(Faults):
 
 @asynccontextmanager
 async def tcp_pair() -> AsyncIterator[Pair]:
-    crashes, log = Crashes(), logging.getLogger("peerd.net")
+    crashes, log = Crashes(), logging.getLogger("peerd.wire")
     log.addHandler(crashes)
     log.propagate = False
     clock = RealClock(1)

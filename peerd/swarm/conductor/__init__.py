@@ -1,1 +1,1 @@
-"""The conductor's service, its election, and the client with which peers find and follow it."""
+"""The conductor's service, which peer conducts, and the client with which peers find and follow it."""

@@ -434,7 +434,7 @@ async def test_a_protocol_violation_is_logged_with_the_peer_and_ends_the_link(
         await trio.sleep(1)
         link = a.links.best(b.id)
         assert link is not None
-        with b.watch() as events, caplog.at_level(logging.WARNING, logger="peerd.net"):
+        with b.watch() as events, caplog.at_level(logging.WARNING, logger="peerd.wire"):
             link.mux._frame(7, 0, 1, 0)  # no such frame type
             link.flush()
             down = await events.receive()

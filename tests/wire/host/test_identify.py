@@ -68,7 +68,7 @@ async def test_no_more_parts_are_read_than_are_allowed(autojump_clock: trio.test
 async def test_what_is_no_introduction_is_logged_with_the_peers_name(
     said: bytes, why: str, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "peerd.net"):
+    with caplog.at_level(logging.WARNING, "peerd.wire"):
         assert await told(said) == (False, "")
     assert "violated the identify protocol" in caplog.text
     assert why in caplog.text

@@ -239,7 +239,7 @@ async def test_a_watcher_that_does_not_read_costs_bounded_memory(
 ) -> None:
     monkeypatch.setattr(limits, "WATCH_EVENTS", 2)
     async with one_host() as (hosts, host):
-        with host.watch() as events, caplog.at_level(logging.WARNING, logger="peerd.net"):
+        with host.watch() as events, caplog.at_level(logging.WARNING, logger="peerd.wire"):
             for number in range(4):
                 await (await hosts.start(f"p{number}")).connect(host.id, [hosts.addr("host")])
             await trio.sleep(1)
