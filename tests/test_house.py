@@ -442,7 +442,7 @@ def test_the_wheel_holds_all_of_peerd_and_roles_and_nothing_else(tmp_path: Path)
         held = set(wheel.namelist())
         points = wheel.read(next(name for name in held if name.endswith("entry_points.txt"))).decode()
     expected = {name_of(file) for file in sources("peerd", "roles")} | {"peerd/py.typed"}
-    kernels = ROOT / "peerd" / "compute" / "kernels" / "source"
+    kernels = ROOT / "peerd/codec/kernels/source"
     expected |= {name_of(file) for ending in ("cpp", "cu", "h") for file in kernels.glob(f"*.{ending}")}
     compiled = {name for name in held if re.fullmatch(r"peerd/codec/kernels/_blockwise\.[^/]+", name)}
     assert len(compiled) == (1 if compiler() else 0)
