@@ -90,7 +90,7 @@ class Download:
         self._next_ask = 1
         self._pending = 0  # donors that may still report their claim
         self._digests_due = now
-        self._replaced = 0  # requests for pieces that were made anew because the donors asked were quiet
+        self._replaced = 0  # since a piece arrived, requests that were made anew because the donors asked were quiet
         self._gone = 0  # donors that have dropped the chosen state
         self._over = False
         self._wakes: list[float] = []
@@ -221,6 +221,7 @@ class Download:
         self.knows_digests = kept is not None
         self.have = set(kept.have) if kept is not None else set()
         self._missing = deque(i for i in range(self._pieces) if i not in self.have)
+        self._replaced = 0
         self._moved_at = self._now
         self._wakes.append(self._stalls_at)
         out.append(dl.Chosen(claim, donors, why))
@@ -299,15 +300,15 @@ class Download:
     ) -> None:
         """Once all donors that were asked for a piece are quiet, ask another one in place of the first.
 
-        As long as no piece has arrived, our own line may be the slow one: then wait twice as long before each further
-        replacement, so that a piece under way arrives at last.
+        If one of them has sent no piece yet, our own line may be the slow one: then wait twice as long before each
+        further replacement until a piece arrives, so that one under way can.
         """
         quiet_at = max(flight.donor.quiet_at() for flight in flights)
         asked = [flight.donor for flight in flights]
         giver = self._next_giver([donor for donor in givers if donor not in asked])
         if giver is None:
             return
-        if not self.have:
+        if any(flight.donor.piece_s is None for flight in flights):
             patience_s = LATE_FACTOR * UNKNOWN_PIECE_S * 2**self._replaced
             quiet_at = max(quiet_at, max(flight.asked_at for flight in flights) + patience_s)
         if now < quiet_at:
@@ -333,6 +334,7 @@ class Download:
                 self._asks[ask][0].is_late = True  # others have answered before it
                 self._call_off(ask, out)
             return
+        self._replaced = 0
         flight.donor.arrived(now, flight)
         self.have.add(piece)
         for other in self._flying.pop(piece):
