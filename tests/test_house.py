@@ -36,7 +36,7 @@ UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "cPickle
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 # Where any exception is caught, how many times, and what ends by it.
 SUPERVISORS = {
-    Path("peerd/wire/faults.py"): 1,  # one link, stream, call, connection in or out: whoever hands over its work
+    Path("peerd/wire/faults.py"): 1,  # one link, stream, call or connection: the caller of `contain`
     Path("peerd/wire/link/link.py"): 1,  # one stream, for what runs in the link's own task: no task of its own to end
     Path("peerd/rpc/inbound.py"): 1,  # one stream's messages in the link's own task: its reader gets the error
     Path("peerd/daemon/daemon.py"): 1,  # one role

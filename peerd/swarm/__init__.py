@@ -1,1 +1,1 @@
-"""What all peers of a run agree on: posts, the roster, the directory of members, links between them."""
+"""Members of a run: posts, the roster, the directory, and the links between members."""

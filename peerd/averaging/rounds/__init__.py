@@ -1,1 +1,1 @@
-"""What a member does in averaging rounds: stage peers bring their sums, helpers sum parts for others."""
+"""Averaging rounds of one peer: a stage peer sums its gradients with others, a helper sums parts for others."""

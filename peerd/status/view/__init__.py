@@ -1,1 +1,1 @@
-"""What users read of a status: the board, the progress line, metrics, live pictures."""
+"""Text and pictures of a status for users: the board, the progress line, metrics, the live screen."""
